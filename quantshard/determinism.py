@@ -2,8 +2,8 @@
 
 quantshard's kernels are always deterministic: only shapes decide their order of summation, they are not autotuned, and
 their atomics take maxima of integers. The mode covers what surrounds them: attention's backward, gradients of indexing,
-autotuning in torch.compile, and NCCL's choice of an algorithm. `docs/determinism.md` lists what can differ without the
-mode.
+autotuning in torch.compile, and NCCL's choice of an algorithm. `docs/distributed.md#determinism` lists what can differ
+without the mode.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     "other stages": Limit(
         "delayed scaling does not reduce amaxes over other stages of a pipeline",
         "stages end their passes at different times, so ranks would wait for each other",
-        "pass the ranks of this stage as autocast(amax_reduction_group=) (docs/sharding.md)",
+        "pass the ranks of this stage as autocast(amax_reduction_group=) (docs/distributed.md)",
     ),
     "captured draws": Limit(
         "stochastic rounding is not captured in a CUDA graph before quantshard.capturable_(model)",
@@ -158,7 +158,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     "captured shards": Limit(
         "make_graphed_callables does not take parameters that FSDP2 shards",
         "FSDP2 gathers them at another address in each pass",
-        "capture the whole step with quantshard.StepGraph (docs/graphs.md), or replicate the model (DDP)",
+        "capture the whole step with quantshard.StepGraph (docs/performance.md), or replicate the model (DDP)",
     ),
     "captured replicas": Limit(
         "make_graphed_callables and StepGraph do not take what DistributedDataParallel wraps together with the wrapper",
@@ -213,7 +213,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "numbered states": Limit(
         "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
         "states are numbered as in one process, and must exist before a step",
-        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names (docs/experts.md)",
+        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names "
+        "(docs/distributed.md#experts)",
     ),
     "states of closures": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import quantshard
-from quantshard import limits, modules, recipe
+from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.compat.transformer_engine.common.recipe import FIXED
 from quantshard.interop.layouts.conversion import shapes
@@ -24,11 +23,7 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"
 
 HEAD = """# Coming from TransformerEngine
 
-quantshard's modules have TransformerEngine's names and arguments. Weights are quantized under
-`quantized_model_init(recipe=...)`, GEMMs under `autocast(recipe=...)`; recipes also go by name.
-
-`quantshard.compat.transformer_engine` has TransformerEngine's packages, with the names and arguments that quantshard
-itself has not, so that a script runs with its imports changed:
+`quantshard.compat.transformer_engine` runs scripts that were written for TransformerEngine, after a change of imports:
 
 ```python
 import quantshard.compat.transformer_engine.pytorch as te  # was: import transformer_engine.pytorch as te
@@ -40,87 +35,79 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
     out = te.checkpoint(layer, x)
 ```
 
-The classes are subclasses of quantshard's, with its defaults. An argument without a counterpart is accepted if its
-value asks for what happens anyway, and refused by name otherwise. `te.checkpoint` is reentrant by default, as there.
-`te.is_fp8_available()` and the like say whether products are native on the current GPU; every recipe runs without,
-emulated. `te.make_graphed_callables` is there, with its arguments ([CUDA graphs](graphs.md)). A name that is not
-here is an AttributeError that says what to use instead. A layer that was not built under
-`quantized_model_init` (or `te.fp8_model_init`) makes its amax histories in its first forward, and warns that a new
-process has no entry to load them into: build it under `quantized_model_init(enabled=False, recipe=recipe)`.
+The classes are subclasses of quantshard's, with quantshard's defaults. `te.checkpoint` is reentrant by default, as in
+TransformerEngine. `te.is_fp8_available()` and the like return whether GEMMs are native on the current GPU; every recipe
+also runs without, emulated. `te.make_graphed_callables` captures [CUDA graphs](performance.md). A missing name raises
+an AttributeError, which names a replacement if there is one.
 
-What differs on purpose:
+`quantshard convert-te` converts [checkpoints](checkpoints.md#going-on-from-a-transformerengine-checkpoint).
 
-- `MXFP8BlockScaling(enable_2d_quantization=True)` is the default: weights are kept once, in 32x32 blocks, in half the
-  memory of BF16.
-- `FusedAdam(master_weights=True)` is the default. Without masters the weights of every recipe are updated, with
-  stochastic rounding; with `capturable=True` quantized weights must have masters. `step(grad_scaler=...)` is refused:
-  call `grad_scaler.step(optimizer)`.
-- States of fewer than 32 bits are rounded stochastically, by seed and global index. A BF16 parameter with a remainder
-  is the master rounded to nearest, ties away from zero; the remainder is `master_param_low`, uint8 [..., 2]. With
-  `master_weight_dtype=torch.float16` FP8 weights have one too, of 8 bits.
-- FP8 GEMMs sum in float32. TransformerEngine's of the forward do not, under delayed and current scaling: that is
-  `fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=False)` here.
-- FP8 moments have scales that are powers of two, and Adam multiplies by 1 / (1 - beta**step) where
-  TransformerEngine divides by 1 - beta**step.
-- A stored weight under delayed scaling is first quantized with its own amax, not with scale 1.
-- Changing the dtype of a quantized parameter (`.to(torch.float32)`) changes its nominal dtype and no code;
-  `dequantize()` gives values.
-- There is no pickled extra state: amax histories, random keys and draw counts are ordinary tensors of the state dict.
-- FP8 moments, and FP16 moments and masters, have one scale for 128 elements of a row, not one for the tensor; a
-  positive second moment never becomes zero.
+## Differences
 
-A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: see [converting.md](converting.md).
+Build layers with high-precision weights under `quantized_model_init(enabled=False, recipe=recipe)` for delayed scaling.
+Otherwise the first forward creates their amax histories and warns: a new process has no entry to load them into.
+
+| topic | quantshard |
+|---|---|
+| `MXFP8BlockScaling` | `enable_2d_quantization=True` by default: weights are kept once, in 32x32 blocks |
+| `FusedAdam` | `master_weights=True` by default; `capturable=True` needs masters of quantized weights |
+| `step(grad_scaler=...)` | refused; call `grad_scaler.step(optimizer)` |
+| weights without masters | updated with stochastic rounding, for every recipe |
+| states of fewer than 32 bits | rounded stochastically, by seed and global index |
+| FP8 and FP16 states | a power-of-two scale per 128 elements of a row; a positive second moment never becomes 0 |
+| `store_param_remainders` | a weight is its master rounded to nearest, ties away from 0 |
+| Adam's bias correction | multiplies by 1 / (1 - beta**step) instead of dividing |
+| sums of FP8 GEMMs | float32 (for TransformerEngine's: `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`) |
+| delayed scaling | a stored weight is first quantized with its own amax, not with scale 1 |
+| `.to(torch.float32)` | changes a quantized parameter's nominal dtype and no code; `dequantize()` returns values |
+| state dict | no pickled extra state: amax histories, random keys and draw counts are tensors |
 
 ## torch.autocast
 
-Under `torch.autocast` of the input's device a module casts its input to the dtype of that (`hidden_states`, a
-`residual`, queries, keys and values too), computes as for such an input and returns that dtype, as TransformerEngine's
-do: it has the bits of the same call outside, on an input cast by hand, for every recipe, with weights stored quantized
-or not. That goes for `LayerNorm` and `RMSNorm` as well, which compute in float32 inside, where PyTorch's own return
-float32. What follows:
+Under `torch.autocast` a module casts its inputs to autocast's dtype and returns that dtype, as in TransformerEngine.
+Bits equal those of a call on inputs cast by hand, for every recipe. `LayerNorm` and `RMSNorm` do the same, whereas
+PyTorch's return float32. `quantshard.autocast`, which sets the formats of GEMMs, nests with it in any order.
 
-- Gradients have the dtypes of their tensors: float32 for a float32 input, a float32 parameter, or a quantized weight
-  of that nominal dtype.
-- Weights that a recipe quantizes are quantized as they are, not cast before; without a recipe they are cast, as by
-  `nn.Linear`.
-- A bias that is returned (`return_bias`) has the dtype of the output.
-- `torch.autocast` rounds nothing else: products of codes are summed in float32, in backward too, if that runs inside
-  (there it does change what PyTorch's attention rounds). Recomputation, `torch.compile` (entered inside or outside) and
-  FSDP2's `MixedPrecisionPolicy` keep these bits. float64 is not cast, as in PyTorch.
-
-It says nothing about the formats of GEMMs: those are of `quantshard.autocast`, and the two nest in any order.
+- Gradients have the dtypes of their tensors; that of a quantized weight is its nominal dtype.
+- Weights that a recipe quantizes are not cast before; without a recipe they are, as in `nn.Linear`.
+- A returned bias (`return_bias`) has the dtype of the output. float64 is not cast.
+- Recomputation, `torch.compile` and FSDP2's `MixedPrecisionPolicy` keep the bits. In a backward inside
+  `torch.autocast`, PyTorch's attention rounds differently.
 """
 
+ARGUMENTS_HEAD = """
+## Arguments
 
-def listed(what: str, arguments: list[str]) -> list[str]:
-    """A bullet beneath another."""
-    return textwrap.wrap(f"    - {what}: {', '.join(arguments)}", 120, subsequent_indent=" " * 6)
+All arguments of quantshard's [modules](api.md) work. These arguments of TransformerEngine have no effect:
+
+| argument | of |
+|---|---|"""
+
+REFUSED_HEAD = """
+These are accepted with their default, None or False; other values raise. A sliding `window_size` raises too: use
+`attn_mask_type="arbitrary"` with a mask.
+
+| argument | of |
+|---|---|"""
+
+
+def argument_rows(is_hint: bool) -> list[str]:
+    """Return a row for each set of classes and methods: the arguments that only TransformerEngine's versions have."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted({name for arguments in ARGUMENTS.values() for name in arguments}):
+        owners = [owner for owner in sorted(ARGUMENTS) if name in ARGUMENTS[owner]]
+        owners = [f"`{owner}`" for owner in owners if ARGUMENTS[owner][name].hint is is_hint]
+        groups.setdefault(tuple(owners), []).append(name)
+    return [f"| {', '.join(names)} | {', '.join(owners)} |" for owners, names in groups.items() if owners]
 
 
 def rendered() -> str:
-    lines = [
-        HEAD,
-        "## Arguments",
-        "",
-        "`quantshard.compat.transformer_engine` also takes hints, which have no effect, and refuses others by name.",
-        "",
-    ]
-    names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in ARGUMENTS]
-    for name in names:
-        kind = getattr(modules, name)
-        for owner, target in ((name, kind), (f"{name}.forward", getattr(kind, "forward", kind))):
-            accepted = [p for p in inspect.signature(target).parameters if p != "self"]
-            others = ARGUMENTS.get(owner, {})
-            hints, refused = (sorted(n for n, at in others.items() if at.hint is hint) for hint in (True, False))
-            if owner == name or others:
-                lines.append(f"- `{owner}`")
-                for what, arguments in (("accepted", accepted), ("hints", hints), ("refused", refused)):
-                    lines += listed(what, arguments) if arguments else []
+    lines = [HEAD + ARGUMENTS_HEAD, *argument_rows(True), REFUSED_HEAD, *argument_rows(False)]
     lines += [
         "",
         "## Recipes",
         "",
-        "| class | name | arguments | accepted with this value alone |",
+        "| class | name | arguments | accepted with this value only |",
         "|---|---|---|---|",
     ]
     for kind in dict.fromkeys(recipe.NAMES.values()):

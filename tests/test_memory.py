@@ -1,4 +1,4 @@
-"""What a layer keeps for backward is what docs/kernels.md says, and a step holds no more than that explains."""
+"""A layer keeps for backward what docs/performance.md says, and the peak of a step follows from that."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks import memory
 from benchmarks.memory import SMALL
 from quantshard import kernels, private_torch
 from quantshard.gemm import operands
+from tests.pages import section
 
 if not kernels.USABLE:
     pytest.skip("counted with the kernels, which need Triton", allow_module_level=True)
@@ -20,6 +21,7 @@ if not kernels.USABLE:
 pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA_8B = {"h": 4096, "f": 14336, "k": 1024, "n": 32}
 SIZES = {"h": SMALL.hidden, "f": SMALL.ffn, "k": SMALL.kv_heads * SMALL.head, "n": SMALL.heads}
+SECTION = "docs/performance.md#what-a-layer-keeps-for-backward"
 RECIPES = ("delayed", "current", "block", "mxfp8")
 STORED = "f + f/32"
 """Of gate and of up with activation_storage="fp8": codes and scales."""
@@ -29,8 +31,7 @@ MADE_AGAIN = 2
 
 def rows() -> list[list[str]]:
     """Of the table: tensor, bytes for a token, recipes, and the bytes of Llama-3-8B."""
-    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
-    table = text.split("| tensor | bytes for a token |")[1].split("\n\n")[0]
+    table = section(SECTION).split("| tensor | bytes for a token |")[1].split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
 
@@ -59,7 +60,7 @@ def test_the_table_for_llama_8b() -> None:
 
 def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
     """Totals of the text, and peaks that are planned."""
-    text = " ".join((Path(__file__).parents[1] / "docs" / "kernels.md").read_text().split())
+    text = " ".join(section(SECTION).split())
     assert f"gate and up take {STORED} bytes each" in text
     fewer = 2 * (size("2f", LLAMA_8B) - size(STORED, LLAMA_8B))
     for before, after in (("108,672", "80,896"), ("109,120", "81,344"), ("94,336", "66,560")):
@@ -71,7 +72,7 @@ def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_a_step(recomputes: bool) -> None:
-    """Current scaling holds what delayed scaling does; beside what is kept, what is said in docs/kernels.md."""
+    """Current scaling keeps what delayed scaling keeps; the peak adds what docs/performance.md#kernels says."""
     h, f = SIZES["h"], SIZES["f"]
     added = {recipe: memory.peak(recipe, recomputes) for recipe in ("delayed", "current", "block")}
     assert added["current"].kept <= added["delayed"].kept

@@ -1,7 +1,7 @@
 """Manages the checkpoints of a run: saves, verifies, restores and removes them.
 
 A directory holds `step-000050` after 50 steps, and so on; only one run writes to it at a time. Saves are atomic and can
-run in the background. docs/checkpoints.md lists the guarantees and how they are kept.
+run in the background. docs/checkpoints.md#checkpoints-of-a-run lists the guarantees and how they are kept.
 """
 
 from __future__ import annotations

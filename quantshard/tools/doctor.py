@@ -73,7 +73,7 @@ class MachineReport:
         return all(result.state != WRONG for result in self.checks)
 
     def to_json(self) -> str:
-        """Return the whole report; docs/doctor.md documents the keys."""
+        """Return the whole report; docs/command-line.md#quantshard-doctor documents the keys."""
         return json.dumps({**self.about, "checks": [asdict(result) for result in self.checks], "ok": self.ok}, indent=1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

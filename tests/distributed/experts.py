@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from quantshard.checkpoints.loading import LoadRequest
 from quantshard.numerics.states import ROUNDING_SEED
 from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
+from tests.pages import snippets
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import moe
@@ -598,12 +598,12 @@ def unknown_axes() -> str:
     return ""
 
 
-def run_snippets(doc: str, folder: str) -> dict[str, bool]:
-    """The snippets of docs/experts.md, one after the other; then another model, loaded from what they saved."""
+def run_snippets(folder: str) -> dict[str, bool]:
+    """Run the snippets of docs/distributed.md#experts in order, and load what they saved into another model."""
     here, names = Path.cwd(), dict[str, Any]()
     os.chdir(folder)
     try:
-        for snippet in re.findall(r"```python\n(.*?)```", doc, flags=re.S):
+        for snippet in snippets("docs/distributed.md#experts"):
             exec(snippet, names)
         before = merged({name: sha(value) for name, value in names["model"].state_dict().items()})
         with torch.no_grad():

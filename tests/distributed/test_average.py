@@ -6,9 +6,7 @@ Each test names its rank count.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import components
 from tests.distributed.models import Case, bits, build, optimizer_of, set_gradients
 from tests.distributed.pool import run_ranks
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
-DOC = Path(__file__).parents[2] / "docs" / "optimizers.md"
 SHAPES = ((96, 150), (150, 67))
 
 
@@ -34,12 +32,10 @@ def values(param: Tensor) -> Tensor:
 
 def averaged(case: Case) -> tuple[dict[str, str], float]:
     """Bits of the average after some steps, and how far it is from one in float32, by the distance from the model."""
-    section = DOC.read_text(encoding="utf-8").split("### As a second model")[1]
-    found = re.search(r"```python\n(.*?)```", section, flags=re.S)
+    (snippet,) = snippets("docs/optimizers.md#as-a-second-model")
     model = build(case)
     names: dict[str, Any] = {"torch": torch, "model": model, "build": lambda: build(Case(**{**vars(case), "seed": 8}))}
-    assert found is not None
-    exec(found[1], names)
+    exec(snippet, names)
     optimizer = optimizer_of(model, case)
     means = [values(param) for param in model.parameters()]
     for step in range(12):

@@ -1,9 +1,8 @@
-"""docs/checkpoints.md is true: its snippets run as they stand, on 2 ranks."""
+"""docs/checkpoints.md#checkpoints-of-a-run is true: its snippets run as they stand, on 2 ranks."""
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,25 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.pool import run_ranks
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
-DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+CHAPTER = "docs/checkpoints.md#checkpoints-of-a-run"
 
 
 def run_document(folder: str) -> int:
-    snippets = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S)
+    blocks = snippets(CHAPTER)
     names: dict[str, Any] = {"dist": dist, "Path": Path}
     here = Path.cwd()
     os.chdir(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for snippet in snippets:
+            for snippet in blocks:
                 exec(snippet, names)
     finally:
         os.chdir(here)
-    return len(snippets)
+    return len(blocks)
 
 
 def test_the_snippets_run(tmp_path: Path) -> None:

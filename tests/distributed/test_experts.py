@@ -232,8 +232,7 @@ def test_delayed_scaling_must_know_which_ranks_hold_the_same_experts() -> None:
 
 def test_the_snippets_of_the_document_run(tmp_path: Path) -> None:
     """2 and 4 ranks."""
-    doc = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
     for ranks in (2, 4):
         (tmp_path / str(ranks)).mkdir()
-        for found in run_ranks(ranks, run_snippets, doc, str(tmp_path / str(ranks))):
+        for found in run_ranks(ranks, run_snippets, str(tmp_path / str(ranks))):
             assert all(found.values()), found

@@ -5,7 +5,6 @@ Written on 1 and 3 ranks; read in a process that cannot import quantshard.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +18,15 @@ from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.distributed.models import OTHERS, RECIPES, Case, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
+from tests.pages import section, snippets
 
 pytestmark = pytest.mark.distributed
-DOC = Path(__file__).parents[2] / "docs" / "format.md"
+PAGE = "docs/format.md"
 WITHOUT_QUANTSHARD = "import sys; sys.modules['quantshard'] = None\n"
 
 
 def script() -> str:
-    [code] = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S)
+    [code] = snippets(PAGE)
     return code
 
 
@@ -99,7 +99,7 @@ def test_the_script_is_short() -> None:
 
 
 def test_the_document_names_every_format_and_key() -> None:
-    text = DOC.read_text(encoding="utf-8")
+    text = section(PAGE)
     for row in formats.FORMATS.values():
         assert f"`{row.name}`" in text, row.name
         for component in row.components:

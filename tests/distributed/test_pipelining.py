@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import sys
 import types
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -35,6 +33,7 @@ from quantshard.tensor import observation
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
 from tests.interpreter import kernels_on, prepared_once
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
 
@@ -234,7 +233,7 @@ def test_amaxes_are_not_reduced_over_other_stages(kind: str) -> None:
     if kind == "experts" and (torch.cuda.is_available() or importlib.util.find_spec("triton") is None):
         pytest.skip("experts are computed at once by Triton's interpreter")
     first, second = run_ranks(2, refusal, Pipeline("delayed", "gpipe", "static", kind))
-    assert first == second and "amax_reduction_group" in first and "docs/sharding.md" in first
+    assert first == second and "amax_reduction_group" in first and "docs/distributed.md" in first
 
 
 def refused_groups() -> list[bool]:
@@ -284,9 +283,8 @@ def test_what_infers_shapes_is_not_observed() -> None:
 
 
 def by_the_page(stages: int) -> Trained:
-    """As docs/sharding.md has it: two stages once, or one twice, which both read the same."""
-    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```py\n(.*?)```", page, flags=re.S)
+    """As docs/distributed.md has it: two stages once, or one twice, which both read the same."""
+    (code,) = snippets("docs/distributed.md#stages-of-a-pipeline-torchdistributedpipelining", "py")
     case, losses = Pipeline("delayed", "1f1b", "static"), list[Tensor]()
 
     def loss_fn(y: Tensor, target: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ They run unchanged, except that the process group of the FSDP2 script exists alr
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import run_ranks
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -19,8 +19,7 @@ JOIN = 'dist.init_process_group("gloo")\n'
 
 
 def scripts() -> list[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    return snippets("README.md")
 
 
 def run(script: str, folder: str) -> list[float]:

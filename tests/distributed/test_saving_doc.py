@@ -1,9 +1,8 @@
-"""docs/saving.md is true: its snippets run as they stand, on 2 ranks, and bring every bit back."""
+"""docs/checkpoints.md is true: its snippets run as they stand, on 2 ranks, and bring every bit back."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import Run
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
-DOC = Path(__file__).parents[2] / "docs" / "saving.md"
+PAGE = "docs/checkpoints.md"
 DIVIDE = "# in a new process\n"
 CASE = Case("current", (2,), shapes=((100, 100), (100, 100)))
-
-
-def snippets() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S)
 
 
 def run_document(folder: str) -> list[str]:
@@ -35,7 +31,7 @@ def run_document(folder: str) -> list[str]:
 
 
 def wrong_snippets(folder: Path) -> list[str]:
-    start, *rest = snippets()
+    start, *rest = snippets(PAGE)
     names: dict[str, Any] = {}
     exec(start, names)
 
@@ -62,5 +58,5 @@ def wrong_snippets(folder: Path) -> list[str]:
 
 def test_the_snippets_bring_every_bit_back(tmp_path: Path) -> None:
     """2 ranks."""
-    assert len(snippets()) == 9
+    assert len(snippets(PAGE)) == 9
     assert run_ranks(2, run_document, str(tmp_path)) == [[], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,38 +21,37 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tools import cli
 from tests.distributed.models import Case, batch, bits, build
 from tests.distributed.pool import run_ranks
+from tests.pages import ROOT, section, snippets
 
-ROOT = Path(__file__).parents[2]
 HERE = "tests/distributed/test_snippets.py"
 DOCS = "tests/distributed/test_"
+INTEROP = "tests/interop/"
 RUN_BY = {
     "README.md": f"{DOCS}readme.py",
-    "docs/accelerate-and-peft.md": "tests/interop/frameworks/test_examples.py",
-    "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
-    "docs/converting.md": "tests/interop/transformer_engine/test_convert.py",
-    "docs/determinism.md": HERE,
+    "docs/frameworks.md#accelerate-peft-and-trl": f"{INTEROP}frameworks/test_examples.py",
+    "docs/checkpoints.md#checkpoints-of-a-run": f"{DOCS}checkpoints_doc.py",
+    "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint": f"{INTEROP}transformer_engine/test_convert.py",
+    "docs/distributed.md#determinism": HERE,
     "docs/existing-models.md": HERE,
-    "docs/experts.md": "tests/distributed/experts.py",
+    "docs/distributed.md#experts": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
-    "docs/from-bf16.md": "tests/interop/conversion/test_pages.py",
-    "docs/from-torchao.md": "tests/interop/conversion/test_pages.py",
-    "docs/graphs.md": "tests/modules/test_graphs.py",
-    "docs/hugging-face.md": "tests/interop/frameworks/test_transformers.py",
+    "docs/existing-models.md#from-bf16": f"{INTEROP}conversion/test_pages.py",
+    "docs/existing-models.md#from-torchao-float8": f"{INTEROP}conversion/test_pages.py",
+    "docs/performance.md#layers-make_graphed_callables": "tests/modules/test_graphs.py",
+    "docs/performance.md#the-whole-step-stepgraph": "tests/modules/test_step_graph.py",
+    "docs/frameworks.md#transformers": f"{INTEROP}frameworks/test_transformers.py",
     "docs/layouts.md": "tests/tools/cli/test_exchange.py",
-    "docs/lightning-and-torchtitan.md": "tests/interop/frameworks/test_lightning.py",
+    "docs/frameworks.md#lightning-and-torchtitan": f"{INTEROP}frameworks/test_lightning.py",
     "docs/optimizers.md": HERE,
     "docs/recipes.md": "tests/modules/test_recipes_by_name.py",
-    "docs/saving.md": f"{DOCS}saving_doc.py",
-    "docs/sharding.md": HERE,
-    "docs/statistics.md": "tests/tools/statistics/test_page.py",
-    "docs/tensor-parallelism.md": f"{DOCS}tp_doc.py",
+    "docs/checkpoints.md": f"{DOCS}saving_doc.py",
+    "docs/distributed.md": HERE,
+    "docs/command-line.md#statistics-and-alarms": "tests/tools/statistics/test_page.py",
+    "docs/distributed.md#tensor-parallelism": f"{DOCS}tp_doc.py",
     "docs/transformer-engine.md": HERE,
+    "docs/tutorial.md": f"{DOCS}tutorial.py",
 }
-"""The pages that have Python, and the file that runs it."""
-
-
-def snippets(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+"""Pages and chapters that have Python, and the file that runs it."""
 
 
 def snippet_with(page: str, words: str) -> str:
@@ -75,11 +74,14 @@ def test_an_average_of_values_is_none_of_codes() -> None:
 
 def test_every_page_with_code_has_a_test() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    with_code = [str(page.relative_to(ROOT)) for page in pages]
-    assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
-    for page, file in RUN_BY.items():
-        assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
+    blocks = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8").count("\n```python\n") for page in pages}
+    run = Counter[str]()
+    for link, file in RUN_BY.items():
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"{re.escape(link)}(?!#)", text), f"{file} does not run {link}"
+        run[link.partition("#")[0]] += len(snippets(link))
+    assert run == Counter(blocks)
+    assert [len(snippets(link)) for link, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def test_commands_and_options_of_the_docs_exist() -> None:
 
 
 def test_determinism() -> None:
-    (snippet,) = snippets("docs/determinism.md")
+    (snippet,) = snippets("docs/distributed.md#determinism")
     try:
         before, part = snippet.split("with quantshard")
         exec(before, {})
@@ -128,7 +130,7 @@ def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     page = "docs/existing-models.md"
     names: dict[str, Any] = {}
     exec(snippets(page)[0], names)
-    assert capsys.readouterr().out in (ROOT / page).read_text(encoding="utf-8")
+    assert capsys.readouterr().out in section(page)
     assert names["loss"] < names["model"].config.vocab_size and names["step"] == 4
 
 
@@ -252,7 +254,7 @@ def data_parallel(_: object) -> list[Tensor]:
     torch.manual_seed(dist.get_rank())
     with quantshard.quantized_model_init(recipe="block"):
         model = nn.Sequential(quantshard.Linear(96, 300), quantshard.Linear(300, 1))
-    (snippet,) = snippets("docs/sharding.md")
+    (snippet,) = snippets("docs/distributed.md")
     names: dict[str, Any] = {"quantshard": quantshard, "model": model}
     names["DistributedDataParallel"] = nn.parallel.DistributedDataParallel
     exec(snippet, names)

@@ -1,4 +1,4 @@
-"""docs/tensor-parallelism.md is true: its snippets run as they stand, on 4 ranks, and its table is what modules do."""
+"""The chapter on tensor parallelism: its snippets run unchanged on 4 ranks, and its table agrees with the modules."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 import quantshard as qs
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
+from tests.pages import section, snippets
 
 pytestmark = pytest.mark.distributed
-DOC = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
+CHAPTER = "docs/distributed.md#tensor-parallelism"
 SIZES = {
     "LayerNormMLP": (8, 16),
     "GroupedLinear": (2, 8, 6),
@@ -32,7 +33,7 @@ def run_snippets(folder: str) -> dict[str, Any]:
     here, names = Path.cwd(), dict[str, Any]()
     os.chdir(folder)
     try:
-        for snippet in re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), flags=re.S):
+        for snippet in snippets(CHAPTER):
             exec(snippet, names)
     finally:
         os.chdir(here)
@@ -57,7 +58,7 @@ def test_the_snippets_run(tmp_path: Path) -> None:
 
 def table() -> dict[str, list[set[str]]]:
     """Module -> names of parameters by column."""
-    rows = re.findall(r"^\| `(\w+\(.*?\))` \| (.*?) \| (.*?) \| (.*?) \|$", DOC.read_text(encoding="utf-8"), flags=re.M)
+    rows = re.findall(r"^\| `(\w+\(.*?\))` \| (.*?) \| (.*?) \| (.*?) \|$", section(CHAPTER), flags=re.M)
     return {row[0]: [set(cell.split(", ")) - {"-"} for cell in row[1:]] for row in rows}
 
 

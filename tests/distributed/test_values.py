@@ -6,7 +6,6 @@ Each test names its rank count.
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.models import RECIPES, Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0
+from tests.pages import snippets
 
 pytestmark = pytest.mark.distributed
 
@@ -204,10 +204,9 @@ def test_plain_modules_optimizers_and_files(ranks: int, tmp_path: Path) -> None:
 
 
 def documented(folder: str) -> list[Any]:
-    """What docs/saving.md's snippet gives, beside the masters that it saved."""
-    text = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
-    start = re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
-    snippet = next(s for s in re.findall(r"```py\n(.*?)```", text, flags=re.S) if "high_precision_state_dict" in s)
+    """What docs/checkpoints.md's snippet gives, beside the masters that it saved."""
+    start = snippets("docs/checkpoints.md")[0]
+    (snippet,) = snippets("docs/checkpoints.md#high-precision-values", "py")
     save, load = snippet.replace("values.safetensors", f"{folder}/values.safetensors").split("# in a new process\n")
     names: dict[str, Any] = {}
     exec(start, names)

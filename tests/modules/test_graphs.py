@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +38,7 @@ from tests.modules.graphed import (
     module_of,
     rerun,
 )
+from tests.pages import snippets
 
 __all__ = ["rerun"]
 
@@ -570,9 +569,8 @@ def test_sharded_parameters_are_refused() -> None:
 
 
 def test_the_page(rerun: None) -> None:
-    """The snippet of docs/graphs.md trains."""
-    page = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
-    snippet, *_ = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    """The snippet of docs/performance.md trains."""
+    (snippet,) = snippets("docs/performance.md#layers-make_graphed_callables")
     names: dict[str, Any] = {}
     exec(snippet, names)
     assert names["loss"].isfinite() and names["step"] == 5 and len(names["optimizer"].state) == 12

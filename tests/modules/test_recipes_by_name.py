@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.gemm import hardware
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
+from tests.pages import snippets
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BF16 = torch.bfloat16
 SHORT_HISTORY = qs.recipe.DelayedScaling(amax_history_len=3)
 RECIPES: dict[str, str | Recipe] = {
@@ -248,7 +247,7 @@ def test_explain_and_plan_go_by_what_a_layer_was_quantized_by(by_name: bool, mon
 
 def test_the_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/recipes.md: recipes by GEMM, then by name."""
-    by_gemm, by_name = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    by_gemm, by_name = snippets("docs/recipes.md")
     exec(by_gemm, {})
     assert capsys.readouterr().out == "nvfp4/dgrad:current/wgrad:current\n"
     exec(by_name, {})

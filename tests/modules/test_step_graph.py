@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +22,7 @@ from quantshard.modules.graphs import step_graph, step_replay
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
+from tests.pages import snippets
 
 HIDDEN = 32
 
@@ -170,22 +170,16 @@ def test_of_too_many_shapes_the_last_run_eagerly_and_it_is_said_once(rerun: list
     assert "argument 0['x'] = [9, 32]" in message and "run eagerly" in message
 
 
-def page(words: str) -> str:
-    """The one snippet of docs/graphs.md that has these words."""
-    text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
-    [found] = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.S) if words in each]
-    return str(found)
-
-
 def test_the_page(rerun: list[Any]) -> None:
-    """The snippet of docs/graphs.md trains, at the rates of its scheduler."""
+    """The snippet of docs/performance.md trains, at the rates of its scheduler."""
     torch.manual_seed(3)
     with qs.quantized_model_init(recipe="current"):
         model = qs.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu")
     pairs = [(batch(number)["x"], batch(number)["y"]) for number in range(6)]
     names: dict[str, Any] = {"model": model, "batches": pairs, "FusedAdam": FusedAdam, "quantshard": qs}
     names["loss_of"] = lambda y, wanted: (y.float() - wanted.float()).square().mean()
-    before, _, after = page("StepGraph(train_step").partition("\n\n\n")
+    (snippet,) = snippets("docs/performance.md#the-whole-step-stepgraph")
+    before, _, after = snippet.partition("\n\n\n")
     exec(before, names)
     names["scheduler"] = torch.optim.lr_scheduler.LambdaLR(names["optimizer"], lambda step: 0.5**step)
     exec(after, names)

@@ -39,13 +39,13 @@ class Statistics:
             for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
     Numbers are of the global tensors, over any number of ranks (a quarter of large second operands on a GPU:
-    docs/statistics.md). Training stays bit-exact. Steps that are not sampled have no hooks and cost only the call of
-    `step`.
+    docs/command-line.md#statistics-and-alarms). Training stays bit-exact. Steps that are not sampled have no hooks and
+    cost only the call of `step`.
 
     In a sampled step the device accumulates, and the host reads the sums one step later. The sampled step copies the
     codes of the weights and the trained values during the optimizer's step. With kernels, except under current
     scaling, the backward of a gated MLP also recomputes the two gradients of its activation's inputs in high precision
-    (docs/statistics.md has figures).
+    (docs/command-line.md#statistics-and-alarms has figures).
 
     Create it after `fully_shard` and the optimizer. Construction is a collective call, as is `step` after a sampled
     step.

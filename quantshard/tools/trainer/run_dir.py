@@ -7,10 +7,12 @@
     starts.jsonl              one JSON object per start or resume: versions, settings, and which weights were
                               requantized
     samples.jsonl             generated texts, if enabled
-    statistics.jsonl          one JSON object per step with statistics or an alarm (docs/statistics.md)
+    statistics.jsonl          one JSON object per step with statistics or an alarm
+                              (docs/command-line.md#statistics-and-alarms)
     parameters.json           how each parameter is stored, as reported by `explain` at the last start
-    checkpoints/step-000050   the checkpoint after 50 steps; appears when complete (docs/checkpoints.md). The setting
-                              `checkpoints` moves them to another folder or URL, marked by `of-run.json`
+    checkpoints/step-000050   the checkpoint after 50 steps; appears when complete
+                              (docs/checkpoints.md#checkpoints-of-a-run). The setting `checkpoints` moves them to
+                              another folder or URL, marked by `of-run.json`
     logs/rank-1.log           log of a rank (trainer/monitoring/progress.py)
     logs/rank-1.txt           traceback of a failed rank
     profile/rank-0.json       trace of some steps, if enabled; memory-rank-0.pickle: GPU memory

@@ -1,10 +1,9 @@
-"""The pages from-torchao.md and from-bf16.md: their code runs, and their bytes are those of the tensors."""
+"""The chapters of docs/existing-models.md: their code runs, and their bytes are those of the tensors."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ import quantshard as qs
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Gemm, resolve
 from quantshard.tensor import components
-from tests.distributed.test_snippets import snippets
 from tests.interop.frameworks.perceptron import FEATURES, Perceptron
+from tests.pages import section, snippets
 
-DOCS = Path(__file__).parents[3] / "docs"
-ROOT = Path(__file__).parents[3]
-TORCHAO, BF16 = "docs/from-torchao.md", "docs/from-bf16.md"
+TORCHAO, BF16 = "docs/existing-models.md#from-torchao-float8", "docs/existing-models.md#from-bf16"
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -71,7 +68,7 @@ def weight_gradient(recipe: Any) -> Tensor:
 
 
 def test_a_recipe_whose_weight_gradient_is_in_high_precision() -> None:
-    [name] = re.findall(r'recipe="(.*:bf16)"', (ROOT / TORCHAO).read_text(encoding="utf-8"))
+    [name] = re.findall(r'recipe="(.*:bf16)"', section(TORCHAO))
     assert all(gemm is not Gemm.WGRAD for _, gemm in resolve(name).table)
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(48, size, generator=generator).bfloat16() for size in (64, 32))
@@ -140,8 +137,7 @@ def measured(step: str) -> list[float]:
 
 @pytest.mark.parametrize("step", OPTIONS)
 def test_bytes_a_parameter(step: str) -> None:
-    page = (DOCS / "from-bf16.md").read_text(encoding="utf-8")
-    (row,) = re.findall(rf"^\| {step}\. .*$", page, re.M)
+    (row,) = re.findall(rf"^\| {step}\. .*$", section(BF16), re.M)
     *parts, total = (float(cell) for cell in row.strip("| ").split("|")[1:])
     found = measured(step)
     assert [round(part, 1) for part in found] == parts

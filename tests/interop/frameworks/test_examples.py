@@ -1,4 +1,4 @@
-"""Examples of integrations, and the snippets of docs/accelerate-and-peft.md, run as they stand."""
+"""Examples of integrations, and the snippets of docs/frameworks.md#accelerate-peft-and-trl, run as they stand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from transformers import LlamaForCausalLM
 from quantshard import convert
 from tests.distributed.pool import run_ranks
 from tests.interop.frameworks.accelerators import LINEAR_LAYERS, accelerator, codes, plain, quantized
+from tests.pages import snippets
 
 # TRL and PEFT ask transformers for what that has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is deprecated:FutureWarning")
 ROOT = Path(__file__).parents[3]
-PAGE = "docs/accelerate-and-peft.md"
+CHAPTER = "docs/frameworks.md#accelerate-peft-and-trl"
 
 
 def example(name: str) -> ModuleType:
@@ -59,11 +60,10 @@ def test_examples_are_a_screen_and_a_half() -> None:
 def test_the_snippets_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import PeftModel  # here, since the ranks of the test above import this file
 
-    from tests.distributed.test_snippets import snippets
     from tests.interop.frameworks import test_peft, test_trl
 
     monkeypatch.chdir(tmp_path)
-    first, second, third = snippets(PAGE)
+    first, second, third = snippets(CHAPTER)
     model = plain()
     names: dict[str, Any] = {"model": model, "data": DataLoader(torch.randint(101, (8, 12)), batch_size=4)}
     with accelerator("none"):

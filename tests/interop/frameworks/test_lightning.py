@@ -42,10 +42,10 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
-from tests.distributed.test_snippets import snippets
 from tests.interop.frameworks import perceptron
 from tests.interop.frameworks.alone import run_alone
 from tests.interop.frameworks.perceptron import MORE, QUANTIZED, STEPS, Perceptron, batches, loss_of
+from tests.pages import snippets
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import lightning_fsdp2
@@ -274,7 +274,7 @@ def in_trainer(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def evaluated_by_one(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """As docs/lightning-and-torchtitan.md says: bits of what more have saved, by the Trainer and without it."""
+    """Bits that one rank loads from checkpoints of several, by the Trainer and without it, as the docs say."""
     logging.disable(logging.WARNING)
     found = {}
     for name in names:
@@ -486,7 +486,7 @@ def test_the_example(tmp_path: Path) -> None:
         assert sum(second) / 2 < sum(first[:2]) / 2
 
 
-# docs/lightning-and-torchtitan.md ------------------------------------------------------------------------------------
+# docs/frameworks.md#lightning-and-torchtitan --------------------------------------------------------------------------
 
 
 def snippet(folder: Path) -> tuple[int, int, list[str]]:
@@ -495,7 +495,7 @@ def snippet(folder: Path) -> tuple[int, int, list[str]]:
     network = Perceptron()
     names: dict[str, Any] = {"network": network, "batches": batches(0, 2)}
     with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="pool"), contextlib.chdir(folder):
-        exec(snippets("docs/lightning-and-torchtitan.md")[0], names)
+        exec(snippets("docs/frameworks.md#lightning-and-torchtitan")[0], names)
         saved = sorted(path.name for path in Path("step-100").iterdir())
     return len(perceptron.quantized(network)), perceptron.in_optimizer(network, names["optimizer"].optimizer), saved
 

@@ -26,9 +26,9 @@ from quantshard.checkpoints import high_precision_state_dict
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
-from tests.distributed.test_snippets import snippets
 from tests.interop.frameworks import perceptron, titan_configs
 from tests.interop.frameworks.titan_configs import integration, param_group, trainer_of
+from tests.pages import snippets
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import torchtitan_parallelize
@@ -309,7 +309,7 @@ def example(recipe: str) -> tuple[list[float], int, int, bool]:
     losses, model, optimizers = torchtitan_parallelize.train(recipe, mesh, 4)
     (fused,) = optimizers
     names: dict[str, Any] = {}
-    exec(snippets("docs/lightning-and-torchtitan.md")[1], names)
+    exec(snippets("docs/frameworks.md#lightning-and-torchtitan")[1], names)
     config = names["quantized_debugmodel"]()
     theirs, ours = (
         re.sub(r" at 0x\w+", "", str(each.to_dict()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import re
 import subprocess
 import sys
 import weakref
@@ -38,6 +37,7 @@ from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.frameworks import transformers as qt
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from tests.pages import section, snippets
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -48,7 +48,7 @@ MIXED = {"*.down_proj": "block", "*.o_proj": "bf16", "*": "mxfp8"}
 RECIPES: list[Any] = ["mxfp8", "current", "nvfp4", "block", "delayed", MIXED]
 NAMED = [recipe if isinstance(recipe, str) else "mixed" for recipe in RECIPES]
 CELLS = ["mxfp8", "current", "nvfp4"]
-"""The recipes of the table in docs/hugging-face.md."""
+"""The recipes of the table in docs/frameworks.md#transformers."""
 
 
 def but(*others: str, of: list[Any] = RECIPES) -> list[Any]:
@@ -356,11 +356,11 @@ def test_second_scales_that_are_no_inverse_come_back(folder: Path, tmp_path: Pat
 def test_layouts_that_a_weight_does_not_fit_are_refused(
     recipe: str, layout: str, why: str, folder: Path, tmp_path: Path
 ) -> None:
-    """In the words of docs/hugging-face.md; nothing is written."""
+    """In the words of docs/frameworks.md#transformers; nothing is written."""
     model = load(folder, recipe)
     told = said(ConfigurationError, lambda: model.save_pretrained(tmp_path, layout=layout))
     assert "model.layers.0.self_attn.q_proj.weight [64, 64]" in told and why in told
-    assert why in (Path(__file__).parents[3] / "docs/hugging-face.md").read_text("utf-8")
+    assert why in section("docs/frameworks.md#transformers")
     assert not list(tmp_path.iterdir())
 
 
@@ -680,12 +680,11 @@ def test_the_trainer_as_it_is_names_ours(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_snippets_of_the_page(folder: Path, tmp_path: Path) -> None:
-    """docs/hugging-face.md: they run one after the other, and what they load has the bits that the page says."""
-    text = (Path(__file__).parents[3] / "docs/hugging-face.md").read_text("utf-8")
+    """They run one after the other, and models that they load have the bits that the page says."""
     names: dict[str, Any] = {"path": folder, "out": str(tmp_path / "out")}
     names |= {name: tmp_path / name for name in ("native", "served", "plain")}
     names["dataset"] = [{"input_ids": row, "labels": row} for row in tokens(rows=8)]
-    load_it, fuse_it, save_it, train_it = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    load_it, fuse_it, save_it, train_it = snippets("docs/frameworks.md#transformers")
     exec(load_it, names)
     exec(fuse_it, names)
     assert differing(names["model"], names["fused"]) == []

@@ -40,6 +40,7 @@ from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
+from tests.pages import snippets
 from tests.tensor.test_tensor import differing, same
 from tests.turns import by_turns
 
@@ -304,13 +305,13 @@ def test_it_goes_on_on_2_ranks(stored: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block and the command of docs/converting.md."""
-    page = (Path(__file__).parents[3] / "docs" / "converting.md").read_text(encoding="utf-8")
+    """The block and the command of the chapter run."""
+    chapter = "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "te").mkdir()
     (tmp_path / "te" / "step_3").symlink_to(stored / "mxfp8")
-    (block,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.S) for kind in ("python", "sh"))
-    exec(compile(block, "docs/converting.md", "exec"), {})
+    (block,), (command,) = (snippets(chapter, language) for language in ("python", "sh"))
+    exec(compile(block, chapter, "exec"), {})
     result = CliRunner().invoke(command_line.app(), shlex.split(command)[1:], catch_exceptions=False)
     assert result.exit_code == 0 and "8 tensors bit for bit, 0 not exactly" in result.output
 

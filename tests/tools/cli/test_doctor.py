@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from benchmarks import hardware
 from quantshard import kernel_dispatch, kernels
 from quantshard.gemm import backend
 from quantshard.tools import cli, doctor
+from tests.pages import section
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-DOCS = Path(__file__).parents[3] / "docs"
 CPU = torch.device("cpu")
 
 
@@ -56,9 +55,9 @@ def test_a_cpu_without_kernels(monkeypatch, capsys):
     )
     assert all(states(report)[f"{name}: GEMMs"] == ("ok", "") for name in doctor.recipe_names() if name != "bf16")
     assert report["recipes"]["nvfp4"] == "emulated" and "E2M1" in report["reasons"]["nvfp4"]
-    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    chapter = section("docs/command-line.md#quantshard-doctor")
     keys = [*report, *report["device"], *report["collectives"], *report["kernels"], *report["checks"][0]]
-    assert [key for key in keys if f"`{key}`" not in page] == []
+    assert [key for key in keys if f"`{key}`" not in chapter] == []
 
 
 def test_tables(monkeypatch, capsys, interpreted):

@@ -23,6 +23,7 @@ from quantshard.tools.cli import exchange
 from quantshard.tools.trainer.models import configuration
 from quantshard.tools.trainer.settings.settings_file import to_toml
 from tests.interop.layouts import models
+from tests.pages import snippets
 from tests.tools.cli.hostile import told
 
 
@@ -63,15 +64,14 @@ def test_export_and_import(run, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_page_runs(run, tmp_path, monkeypatch):
     """The commands and the Python of docs/layouts.md."""
-    page = (Path(__file__).parents[3] / "docs" / "layouts.md").read_text(encoding="utf-8")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-000100").symlink_to(run)
     (tmp_path / "run/config.toml").write_bytes((run.parents[1] / "config.toml").read_bytes())
     monkeypatch.chdir(tmp_path)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, flags=re.S)
+    (commands,) = snippets("docs/layouts.md", "sh")
     for line in commands.splitlines():
         invoke(*shlex.split(line)[1:])
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    (code,) = snippets("docs/layouts.md")
     names = {"model": models.build("mxfp8", seed=1)}
     exec(code, names)
     assert len(names["done"].copied) == 21

@@ -1,7 +1,7 @@
 """The sharding of a model of 70 billion parameters over 1024 ranks: planned by arithmetic, and beside it made by FSDP2.
 
 Nothing is trained. The model is on the meta device, and one rank at a time sees the other 1023 as torch's fake process
-group. `python -m tests.tools.observe.test_paper_scale` measures the table of docs/scale.md anew and prints it.
+group. `python -m tests.tools.observe.test_paper_scale` measures the table of docs/performance.md and prints it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from quantshard.formats import ALL, Format, Role
 from quantshard.recipe import MXFP8BlockScaling, Recipe, resolve
 from quantshard.tools.observe import Report, Row
 from quantshard.tools.observe.costs import SCALES_WARNING
+from tests.pages import section
 from tests.tools.observe.fake import fake_rank, wrap
 from tests.tools.observe.test_plan import without_optimizer
 from tests.turns import by_turns
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 8192, 28672, 80, 64, 8, 128256
 RANKS = 1024
-DOCUMENT = Path(__file__).parents[3] / "docs" / "scale.md"
+CHAPTER = "docs/performance.md#a-model-of-70-billion-parameters-on-1024-ranks"
 
 RECIPES: dict[str, Recipe] = {
     **{name: resolve(name) for name in ("delayed", "current", "block", "mxfp8", "nvfp4")},
@@ -255,7 +256,7 @@ def test_hsdp_of_64_needs_no_way_out():
 
 
 def cells(mesh: str, recipe: str) -> list[str]:
-    """What docs/scale.md says of one mesh and recipe, of the quantized weights of rank 0."""
+    """Cells of a row of the chapter's table: one mesh and recipe, for the quantized weights of rank 0."""
     report = plan_of(recipe, MESHES[mesh])
     rows = quantized(report)
     codes, scales, bf16, reduced = (
@@ -277,7 +278,7 @@ def line(texts: list[str]) -> str:
 @every_mesh
 @every_recipe
 def test_the_document_says_what_is_planned(mesh, recipe):
-    assert "\n" + line(cells(mesh, recipe)) in DOCUMENT.read_text(encoding="utf-8")
+    assert "\n" + line(cells(mesh, recipe)) in section(CHAPTER)
 
 
 if __name__ == "__main__":

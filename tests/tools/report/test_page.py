@@ -180,7 +180,7 @@ def test_figures_in_words() -> None:
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_pages_of_long_runs_are_small_and_soon_made(tmp_path: Path, steps: int) -> None:
-    """A million steps in 10 s and 5 MB (docs/watching.md); no spike is lost."""
+    """A million steps in 10 s and 5 MB (docs/command-line.md#watching-and-comparing-runs); no spike is lost."""
     run = made_run(tmp_path / "run", steps=10, planned=steps)
     spike = steps * 2 // 3
     with open(run / "metrics.jsonl", "w") as file:

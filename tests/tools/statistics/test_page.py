@@ -1,11 +1,9 @@
-"""The Python of docs/statistics.md runs."""
+"""The Python of docs/command-line.md#statistics-and-alarms runs."""
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,10 @@ import torch
 import quantshard
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import observation
+from tests.pages import snippets
 from tests.tools.statistics.models import loss_of, perceptron
 
-PAGE = Path(__file__).parents[3] / "docs" / "statistics.md"
+CHAPTER = "docs/command-line.md#statistics-and-alarms"
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +33,7 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
         "quantshard": quantshard, "model": model, "optimizer": optimizer, "data": range(1, 13), "batch": 13,
         "train_step": train_step, "loss_of": loss_of,
     }  # fmt: skip
-    for snippet in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S):
+    for snippet in snippets(CHAPTER):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "step 12: the loss is inf")
             exec(snippet, names)

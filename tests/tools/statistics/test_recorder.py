@@ -223,7 +223,7 @@ def test_compiled_layers_are_seen():
 
 @pytest.mark.exhaustive
 def test_compiled_layers_in_high_precision_are_not_seen():
-    """As docs/statistics.md says, and the warning of a step that shows nothing."""
+    """As docs/command-line.md#statistics-and-alarms says, and the warning of a step that shows nothing."""
     model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
     with Statistics(model, None, every=1) as statistics:
         with qs.autocast(recipe=qs.recipe.HighPrecision()):
