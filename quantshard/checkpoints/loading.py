@@ -404,8 +404,9 @@ def _rank_states(request: LoadRequest, reader: SafeReader) -> tuple[dict[str, tu
         return {}, ()
     keys = rank_state.wanted_keys(reader.entries)
     for key in keys:
-        if not isinstance(reader.entries[key], TensorStorageMetadata):
-            raise CheckpointError(f"{request.path} is damaged: {key} is no tensor there; choose another checkpoint")
+        entry = reader.entries[key]
+        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != torch.uint8:
+            raise CheckpointError(f"{request.path} is damaged: {key} is no tensor of bytes; choose another checkpoint")
     return rank_state.to_load(request.objects, reader.read(keys), rank_state.writers(reader.entries))
 
 

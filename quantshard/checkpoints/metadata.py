@@ -129,7 +129,7 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
         raise MissingError(f"{path} is not a complete checkpoint: {_why_missing(store, folder)}") from None
     except (CheckpointError, OSError) as error:
         reason = why(error) if isinstance(error, OSError) else error
-        raise DamagedError(f"{path}: {what}{reason}; choose another checkpoint") from error
+        raise DamagedError(f"{path}: {what}{reason}; restore its files or choose another checkpoint") from error
     return metadata
 
 
@@ -243,12 +243,12 @@ def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> 
         elif described is not None:
             problem = manifest.wrong_file(path, name, described.files[name], contents=False)
         if problem is not None:
-            raise CheckpointError(f"{problem}; restore it")
+            raise CheckpointError(problem)
         try:
             sizes[name] = store.size(store.join(folder, name))
         except OSError as error:
             problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({why(error)})"
-            raise CheckpointError(f"its file {name} {problem}; restore it") from error
+            raise CheckpointError(f"its file {name} {problem}") from error
     return sizes
 
 
@@ -272,4 +272,4 @@ def _check_pieces(metadata: Metadata, sizes: Mapping[str, int], packed: bool) ->
             raise CheckpointError(f"two pieces lie in the same bytes of {name}")
         ends[name] = max(ends[name], end)
         if end > sizes[name]:
-            raise CheckpointError(f"its file {name} is cut short: {sizes[name]} bytes of {end}; restore it")
+            raise CheckpointError(f"its file {name} is cut short: {sizes[name]} bytes of {end}")

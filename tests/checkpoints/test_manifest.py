@@ -183,5 +183,5 @@ def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is cut short: 1000 bytes of [0-9]+"):
         checkpoints.load(path, model)
     file.unlink()
-    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is missing; restore it"):
+    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is missing; restore its files"):
         checkpoints.load(path, model)

@@ -166,7 +166,7 @@ def test_what_a_client_raises_is_one_line_on_every_rank(mode: str | None, tmp_pa
     assert found[1].startswith(f"{url}-b could not be written: on rank 1: {writing}"), found[1]
     assert f"{url}/step-000001/manifest.json cannot be read ({reading})" in found[2]
     assert found[3].startswith(f"on rank 1: {url}/step-000001/manifest.json cannot be read ({reading})")
-    assert f"{url} cannot be looked at ({reading})" in found[4]
+    assert f"{url} cannot be read ({reading})" in found[4]
     assert f"cannot be read ({reading})" in found[5] and writing in found[6]
     assert found[7] == f"{url}/step-000001 cannot be read ({reading})" and found[8] == "[1]"
 
