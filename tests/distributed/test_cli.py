@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.data import collect, from_table
@@ -108,8 +109,9 @@ def one_line(result, says):
 
 
 def content(run):
-    """But for what it logs, which a refused resume adds to."""
-    files = (p for p in sorted(run.rglob("*")) if p.is_file() and p.name != ".lock" and p.suffix != ".log")
+    """The files of a run, except its logs and the record of its owner, which a refused resume writes too."""
+    changing = (ownership.LOCK_FILE, ownership.OWNER_FILE)
+    files = (p for p in sorted(run.rglob("*")) if p.is_file() and p.name not in changing and p.suffix != ".log")
     return {p.relative_to(run): p.read_bytes() for p in files}
 
 
@@ -152,7 +154,7 @@ def test_run_leaves_its_records(uninterrupted):
     samples = [json.loads(line) for line in (uninterrupted / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 6] and all(sample["text"] for sample in samples)
     names = [path.name for path in sorted((uninterrupted / "checkpoints").iterdir())]
-    assert names == [".lock", "step-000002", "step-000004", "step-000006"]
+    assert names == [ownership.LOCK_FILE, ownership.OWNER_FILE, "step-000002", "step-000004", "step-000006"]
     for rank in range(2):
         log = (uninterrupted / "logs" / f"rank-{rank}.log").read_text()
         assert f"[rank {rank}] INFO quantshard.tools.trainer.worker: process " in log

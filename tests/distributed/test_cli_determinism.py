@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    shutil.copy(ROOT / "quantshard" / "tools" / "trainer" / "schedule.py", folder)
+    shutil.copy(ROOT / "LICENSE", folder / "text.txt")
     return folder
 
 

@@ -62,10 +62,18 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     """
     merged = {**file, **flags}
     model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
+    if source and merged.get("random_weights"):
+        raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
     if model and model not in SIZES:
         return _of_transformers(model, source, flags, merged) | merged
     named = dict(SIZES[model]) if model else {}
     weights = sizes(source) if source else {}
+    for name, size in named.items():
+        if name not in flags and weights.get(name, size) != size:  # e.g. rope_theta, which no shape shows
+            raise ConfigurationError(
+                f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
+                f"{shown_value(source)} has {shown_value(weights[name])}; leave out --model or --init-from"
+            )
     if "model" in flags:
         return {**weights, **file, **named, **flags}
     return named | weights | merged
@@ -84,8 +92,6 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
                 f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides "
                 f"it; leave {name} out, or change a copy of its config.json"
             )
-    if source and given.get("random_weights"):
-        raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         result["init_from"] = huggingface.weights_beside(model)
