@@ -128,7 +128,6 @@ def one_bad_argument(case: Case) -> list[str]:
     return [
         message_of(lambda: qs.checkpoints.save(path, model, None, [3] if bad else {})),  # type: ignore[arg-type]
         message_of(lambda: qs.checkpoints.high_precision_state_dict(model, {} if bad else None)),  # type: ignore[arg-type]
-        message_of(lambda: qs.checkpoints.load_high_precision(None if bad else model, {})),  # type: ignore[arg-type]
     ]
 
 
