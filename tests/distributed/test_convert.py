@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from pathlib import Path
 
@@ -149,32 +148,6 @@ def test_layers_computed_together(ranks: int, recipe: str, where: str) -> None:
     for (bits_of, losses, told), (fused_bits, fused_losses, fused_told) in zip(linear, fused, strict=True):
         assert fused_bits == bits_of and fused_losses == losses
         assert (told, fused_told) == (0, 1 if where == "projections" else 0)
-
-
-def told(_: object) -> tuple[list[str], list[str]]:
-    """What three training forwards say with all parameters in the optimizer, and with two of them in none."""
-    texts = []
-    for lacking in ((), ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")):
-        model = sharded("llama", "mxfp8")
-        optimizer = FusedAdam([(name, each) for name, each in model.named_parameters() if name not in lacking])
-        tokens = torch.arange(12).view(1, 12)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                model(input_ids=tokens, labels=tokens).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        texts.append([str(each.message) for each in caught if "optimizer" in str(each.message)])
-        del model, optimizer
-        gc.collect()
-    return texts[0], texts[1]
-
-
-def test_parameters_in_no_optimizer_are_told() -> None:
-    """3 ranks: those of a sharded model are known by the parameters that FSDP2 made."""
-    for nothing, (text,) in run_ranks(3, told, None):
-        assert nothing == []
-        assert text.startswith("model.layers.1.mlp.up_proj.weight, model.norm.weight of a LlamaForCausalLM: trained")
 
 
 def test_stacked_experts_are_listed() -> None:

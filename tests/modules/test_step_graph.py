@@ -206,8 +206,6 @@ def test_wrong_use_is_said_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ConfigurationError, match=r"enabled=.no"):
         qs.StepGraph(training.step, training.model, training.optimizer, enabled="no")  # type: ignore[arg-type]
     step = qs.StepGraph(training.step, training.model, training.optimizer, enabled=False)
-    with pytest.raises(ConfigurationError, match=r"StepGraph.within.around=3."):
-        step.within(3, batch(0))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"give what makes a context, as statistics.whole_step"):
         step.within(nullcontext(), batch(0))  # type: ignore[arg-type]
 
@@ -367,8 +365,6 @@ def test_optimizers_whose_rate_a_graph_would_keep_are_refused(monkeypatch: pytes
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="parameters are on cpu, and a CUDA graph is of one GPU"):
         qs.StepGraph(print, model, FusedAdam(model.parameters(), lr=1e-3, capturable=True))
-    with pytest.raises(ConfigurationError, match=re.escape("StepGraph(optimizer='adam'): it must be")):
-        qs.StepGraph(print, model, "adam")  # type: ignore[arg-type]
 
 
 def replicated() -> str:
