@@ -59,7 +59,7 @@ check: $(STAMP)  ## Check format, lint, types, the private names of PyTorch as t
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m tests.private_names
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: $(STAMP)  ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format

@@ -46,13 +46,11 @@ class TransformerLayer(CompositeModule):
         parallel_attention_mlp: attention and MLP both read the layer's input (Falcon), and their outputs are added.
         set_parallel_mode: let tensor parallelism shard the heads and the features of the MLP.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, fuse_qkv_params,
-            qkv_weight_interleaved, rotary_pos_interleaved, attention_backend, qk_norm_type, qk_norm_eps,
-            qk_norm_before_rope: see `MultiheadAttention`.
-        activation, recompute_activation, activation_storage: see `LayerNormMLP`.
-        layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
-        bias, params_dtype, device, name: see `Linear`.
-        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
+
+    Other arguments are passed to `MultiheadAttention` (heads, dropout, rotary positions, `qk_norm_type`, ...),
+    `LayerNormMLP` (`activation`, `recompute_activation`, `activation_storage`), `LayerNormLinear` (`layernorm_epsilon`
+    as `eps`, `normalization`, `zero_centered_gamma`) and `Linear` (`bias`, `params_dtype`, `device`, `name`); those of
+    tensor parallelism are described in `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: an argument is unknown, or two arguments exclude each other.

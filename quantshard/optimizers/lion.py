@@ -36,8 +36,8 @@ class Lion(KernelOptimizer):
         preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of the moment and the masters, as in
             `FusedAdam`. Both mean the same for Lion: an FP8 moment and 16-bit masters.
         exp_avg_dtype: dtype of the moment: float32 (default), float16, bfloat16 or uint8 (FP8).
-        capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
-            max_skipped_in_a_row, ema_decay: as in `FusedAdam`.
+
+    Other arguments are those of `FusedAdam`.
 
     Raises:
         ConfigurationError: an argument is invalid.

@@ -81,8 +81,8 @@ class Muon(AdamOptimizer):
             errors of FP8 are amplified together with the smallest singular values and raise the loss
             (docs/optimizers.md).
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments in "adamw" groups; float32 by default.
-        capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
-            max_skipped_in_a_row, ema_decay: as in `FusedAdam`, except that `capturable` keeps lr in a float64 tensor.
+
+    Other arguments are those of `FusedAdam`; `capturable` keeps lr in a float64 tensor.
 
     Raises:
         ConfigurationError: an argument is invalid, or a "muon" group has a parameter that is not a matrix.
