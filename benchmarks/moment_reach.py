@@ -61,7 +61,7 @@ def by_kind(path: Path) -> dict[str, Reach]:
         dtype, shape = states[EXP_AVG_SQ]
         if dtype is torch.float32 and len(shape) == 2:
             kind = ".".join(part for part in name.split(".") if not part.isdecimal()).removeprefix("layers.")
-            found[kind].append(beside_largest(reader.tensor(source.state_key(name, EXP_AVG_SQ))))
+            found[kind].append(beside_largest(reader.value(source.state_key(name, EXP_AVG_SQ))))
     if not found:
         raise SystemExit(f"{path} has no float32 second moments of matrices under the optimizer's names")
     return {kind: reach(torch.cat(values)) for kind, values in found.items()}
