@@ -244,6 +244,7 @@ class SafeReader(FileSystemReader):
         transfer.expect(sum([self.metadata.storage_data[index].length for index, _ in items]))
         chunks = self._chunks_at({index.fqn for index, _ in items})
         for file, index, item in self._located(items):
+            transfer.moved(self.metadata.storage_data[index].length)
             if item.type == LoadItemType.BYTE_IO:
                 self.objects[index.fqn] = self._object(file, index)
                 continue
@@ -395,7 +396,6 @@ class SafeReader(FileSystemReader):
                 with store.create_stream(store.join(folder, name), "rb") as file:
                     for index, item in sorted(of_file, key=lambda one: locations[one[0]].offset):
                         yield cast(BinaryIO, file), index, item
-                        transfer.moved(locations[index].length)
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
 

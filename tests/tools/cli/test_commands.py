@@ -80,7 +80,6 @@ def run(monkeypatch, capsys, *arguments):
         (["resume", "r", "--mehs", "1"], 2, "--mehs (Possible options: --mesh) (see quantshard resume --help)"),
         (["plan", "r", "--lr", "1"], 2, "(see quantshard plan --help)"),
         (["resume", "r", "--recipe"], 2, "requires an argument. (see quantshard resume --help)"),
-        (["train", "--run", "r", "--warmup", "9", "--steps", "8"], 1, "warmup = 9, but schedule = 'cosine' ends at st"),
         (["train", "--run", "r", "stray"], 1, "unexpected argument 'stray'"),
         (["train", "--run", "r", "--steps", "many"], 2, "'--steps'"),
         (["train", "--run", "r", "--stesp", "1"], 2, "--steps, --threads) (see quantshard train --help)"),
@@ -167,7 +166,7 @@ def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
     [
         (["--mesh", "dp_shard=2,tp=2", "--nproc-per-node", "3"], "dp_shard=2,tp=2 is of 4 processes, but .* says 3"),
         (["--mesh", "dp_shard=2,pp=2"], "no axis 'pp'"),
-        (["--mesh", "dp_shard=2,tp=8"], "heads = 4, but mesh = dp_shard=2,tp=8"),
+        (["--mesh", "dp_shard=2,tp=8"], r"heads = 4 cannot be divided evenly over tp = 8 .*mesh = dp_shard=2,tp=8"),
         (["--mesh", "dp_shard=3", "--global-batch", "4"], "cannot be split evenly over 3 processes"),
         (["--mesh", "tp=2", "--dp-replicate", "2"], "dp_replicate = 2, but mesh = dp_shard=1,tp=2"),
     ],
@@ -216,7 +215,7 @@ def test_resume_onto_a_mesh(monkeypatch, capsys, tmp_path):
     assert given == [4, 3, 6, 2, 4, 2, 6, 4]
     for arguments, says in (
         (["--mesh", "dp_shard=4", "--nproc-per-node", 2], "dp_shard=4 is of 4 processes, but .* says 2"),
-        (["--mesh", "tp=8"], "heads = 4, but mesh = dp_shard=1,tp=8"),
+        (["--mesh", "tp=8"], r"heads = 4 cannot be divided evenly over tp = 8 .*mesh = dp_shard=1,tp=8"),
         (["--dp-replicate", 2], r"dp_replicate = 2, but mesh = dp_shard=2,tp=2"),
         (["--nproc-per-node", 5], "cannot be split evenly over 5 processes"),
         (["--copy-to", "text"], "text exists; name another folder with --copy-to"),

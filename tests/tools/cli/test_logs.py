@@ -104,12 +104,12 @@ def test_a_log_that_cannot_be_written_is_told_once(run: RunDir, capsys: pytest.C
 @pytest.mark.parametrize("level", ["auto", "info", "warning"])
 def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], level: str) -> None:
     """And logged as grave as they are: alarms are warnings."""
-    progress = Progress(TrainSettings(), shown=True)
+    shown = Progress(TrainSettings(), shown=True)
     model = torch.nn.Linear(2, 2)
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
-    statistics = RunStatistics(TrainSettings(), model, optimizer, lambda record: None, progress.note, 0)
+    statistics = RunStatistics(TrainSettings(), model, optimizer, lambda record: None, shown.note, 0)
     with progress.logged(replace(TrainSettings(), log_level=level), 0, run.path):
-        progress.note("100% saved %s")
+        shown.note("100% saved %s")
         statistics._show(Alarm("nan", "x", 1.0, "of the loss"))
     assert capsys.readouterr() == ("100% saved %s\nALARM (nan): of the loss\n", "")
     lines = [line.partition("] ")[2] for line in (run.logs / "rank-0.log").read_text().splitlines()]
