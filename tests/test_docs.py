@@ -130,7 +130,7 @@ Arguments of TransformerEngine that are refused are listed in [transformer-engin
 """
 
 
-BY_HAND = "## Besides\n"
+BY_HAND = "## Other limits\n"
 
 
 def limits_page() -> str:
