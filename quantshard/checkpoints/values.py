@@ -52,7 +52,7 @@ def high_precision_state_dict(
         ConfigurationError: `dtype` is not float32, bfloat16, float16 or float64; a trained weight has no master in the
             optimizer, or was changed since the optimizer read it; a shard of a parameter is not at its recorded offset;
             `full` with expert parallelism. The same on every rank.
-        CheckpointError: a parameter is on the meta device, or a load into the model failed halfway.
+        CheckpointError: a parameter is on the meta device.
     """
     live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
