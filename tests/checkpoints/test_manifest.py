@@ -10,8 +10,9 @@ import pytest
 import xxhash
 
 from quantshard import checkpoints
-from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
+from quantshard.checkpoints.disk.store import FsspecStore, locate
 from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
@@ -185,3 +186,21 @@ def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is missing; restore its files"):
         checkpoints.load(path, model)
+
+
+def test_a_kill_while_an_unfinished_checkpoint_is_removed_leaves_it_incomplete(monkeypatch):
+    """A store deletes files in any order: without its manifest alone, the rest would pass for one of plain DCP."""
+    url = "memory://removed/step-1"
+    checkpoints.save(url, *built("mxfp8"))
+    store, folder = locate(url)
+    store.write(store.join(folder, MANIFEST), b"")
+    assert not checkpoints.is_complete(url)
+
+    def rm(store, path):
+        store.fs.rm_file(store.join(path, MANIFEST))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FsspecStore, "remove", rm)
+    with pytest.raises(KeyboardInterrupt):
+        commit.prepare_target(url)
+    assert not checkpoints.is_complete(url)

@@ -35,7 +35,7 @@ from torch.futures import Future
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
+from quantshard.checkpoints.disk.store import FsspecStore, LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError, warn_user
 
 _DIGESTS = "quantshard: digests"
@@ -112,7 +112,7 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
             clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
         else:
             if store.exists(store_path):
-                store.remove(store_path)
+                _remove_folder(store, store_path)
             store.make(store_path)
             store.write(store.join(store_path, MANIFEST), b"")
         return SaveTarget(store_path, secrets.token_hex(8), replace, owner)
@@ -151,7 +151,15 @@ def clean_in_place(paths: Iterable[str]) -> None:
             return
         if not is_complete(path) and all(_OURS.fullmatch(name) for name in store.names(store_path)):
             with suppress(OSError):  # harmless if it stays
-                store.remove(store_path)
+                _remove_folder(store, store_path)
+
+
+def _remove_folder(store: Store, folder: str) -> None:
+    """Remove a checkpoint's folder, first the file without which it is incomplete: a kill can stop the rest."""
+    if isinstance(store, FsspecStore):
+        with suppress(FileNotFoundError):
+            store.rm_file(store.join(folder, METADATA_FILE))
+    store.remove(folder)
 
 
 def remove(path: Path_) -> None:
@@ -169,9 +177,7 @@ def remove(path: Path_) -> None:
             os.rename(store_path.rstrip("/"), moved_path)
             store.remove(moved_path)
             return
-        with suppress(FileNotFoundError):
-            store.rm_file(store.join(store_path, METADATA_FILE))
-        store.remove(store_path)
+        _remove_folder(store, store_path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be removed: {agreement.words(error)}") from error
 
@@ -204,7 +210,7 @@ def abandon(target: SaveTarget) -> None:
             if is_complete(folder):
                 return
         if store.exists(folder):
-            store.remove(folder)
+            _remove_folder(store, folder)
     except (OSError, CheckpointError) as error:
         warn_user(f"{folder}, from a failed save, could not be removed ({why(error)})")
 
