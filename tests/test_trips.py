@@ -17,9 +17,9 @@ PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 
 LIMITS = {
     "forward": (25, 90),
-    "backward": (15, 75),
+    "backward": (17, 75),
     "forward, mxfp8": (24, 100),
-    "backward, mxfp8": (17, 110),
+    "backward, mxfp8": (19, 110),
     "save": (26, 400),
     "load": (29, 1200),
 }

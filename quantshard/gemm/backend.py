@@ -57,11 +57,13 @@ def matmul(
         read: codes and scales of b from `WeightOperands`.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
-        product = find_product(
-            a.products, a.cell.format, a.shard, not transpose_a, b.cell.format, b.shard, transpose_b,
+        facts = (
+            a.cell.format, a.shard, not transpose_a, b.cell.format, b.shard, transpose_b,
             hardware.capability_of(next(iter(a.components.values())).device),
             out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
+        # mostly the first one, of the same objects: cheaper than a call of `find_product`
+        product = a.products[0][1] if a.products and a.products[0][0] == facts else find_product(a.products, *facts)
         if isinstance(product, ProductPlan):
             return product.run(a, b, bias, nan_flag, read)
     return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
@@ -185,7 +187,7 @@ class OperandReader:
         `rows`: the row count is padded to a multiple of it. `expands`: every row gets its own scale. `right`: this is
         the right operand, with transposed codes.
         """
-        self.scales, self.right = scales, right
+        self.scales, self.right, self.native_codes = scales, right, hardware.native_codes(self.native, right)
         (size, cols), block, bits = self.shape, self.block, self.encoding.bits
         self.repeats = block[0] if expands and block[0] > 1 else 0
         if self.repeats:
@@ -230,22 +232,19 @@ class OperandReader:
         parts = storage.components
         if self.is_viewed and self.codes in parts:
             codes, grid = parts[self.codes], parts[self.scale]
-            codes = codes if codes.dtype is self.native else codes.view(self.native)
-            codes = codes.t() if self.right else codes
+            if self.right or codes.dtype is not self.native:
+                codes = storage.view(self.codes, self.native_codes)
             if nan_flag is not None:
                 grid = self.scales.layout(grid + nan_flag)
-            elif self.turns_scales and (self.right or grid.stride() != self.strides):
+            elif self.right and self.turns_scales:
+                grid = storage.view(self.scale, self.scales.layout)
+            elif self.turns_scales and grid.stride() != self.strides:
                 grid = self.scales.layout(grid)
         else:
             codes, grid = self._made(*self.touched(storage), nan_flag)
         if self.amax is None:
             return codes, (grid,)
         return codes, (grid, (parts[self.amax] * self.unit).view(()))
-
-    def native_codes(self, codes: Tensor) -> Tensor:
-        """View codes in PyTorch's dtype; codes of a right operand are transposed."""
-        viewed = codes if codes.dtype is self.native else codes.view(self.native)
-        return viewed.t() if self.right else viewed
 
     def touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
         """Codes and scales that the shard touches, as stored."""
@@ -338,7 +337,7 @@ def _from_swizzled(
     results = list[ReadOperand]()
     for reader, storage, (codes, scale, second) in zip(readers, storages, outputs, strict=True):
         if codes is None:
-            codes = reader.native_codes(storage.components[reader.codes])
+            codes = storage.view(reader.codes, reader.native_codes)
         elif reader.right:
             codes = codes.t()
         results.append((codes, (scale,) if second is None else (scale, second)))

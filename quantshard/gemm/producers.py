@@ -153,7 +153,7 @@ def is_by_amax(cell: QuantSpec | None) -> bool:
     if cell is None or cell.scaling.history or cell.scaling.random_hadamard:
         return False
     copy = cell.format.copies[Orientation.ROWWISE]
-    return copy.block == (ALL, ALL) and copy.amax is None
+    return copy.scale.block_shape == (ALL, ALL) and copy.amax is None
 
 
 def are_by_amax(specs: SpecPair) -> bool:
@@ -167,7 +167,7 @@ def are_by_rows(specs: SpecPair) -> bool:
         if spec is None or spec.scaling.history or spec.scaling.random_hadamard:
             return False
         copy = spec.format.copies[Orientation.ROWWISE]
-        if copy.block != _ROWS.block_shape or copy.amax is not None:
+        if copy.scale.block_shape != _ROWS.block_shape or copy.amax is not None:
             return False
     return True
 

@@ -326,12 +326,13 @@ class _MLPFunction(torch.autograd.Function):
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
         norm, needs, need_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
-        fc1_grads: list[Tensor | None] = [None] * fc1.num_parameters
+        num_fc1 = fc1.num_parameters
+        fc1_grads: list[Tensor | None] = [None] * num_fc1
         fc2_grads: list[Tensor | None] = [None] * fc2.num_parameters
         if dout is not None:
             layers = (
-                fc1.begin(saved1, any(needs), need_tensors[: fc1.num_parameters]),
-                fc2.begin(saved2, True, need_tensors[fc1.num_parameters :]),
+                fc1.begin(saved1, any(needs), need_tensors[:num_fc1]),
+                fc2.begin(saved2, True, need_tensors[num_fc1:]),
             )
             # only the layers hold their tensors, and release them after the last use
             saved1.clear()

@@ -16,7 +16,7 @@ from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward
-from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
+from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together, requests_of
 from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
@@ -81,7 +81,8 @@ def through_activation(
     """
     gate, up = between
     role, num_parts = TensorRole.GRAD_OUTPUT, 1 if up is None else 2
-    requests = [OperandRequest(role, fc1.call, fc1.state, fc1.usage(part), part, gate) for part in range(num_parts)]
+    usages = [(part, fc1.usage(part)) for part in range(num_parts)]
+    requests = requests_of(role, fc1.call, fc1.state, usages, gate)
     rows = epilogue.matrix(dh)
     if apart and up is not None and not any(item.usage.sums for item in requests):
         return _one_at_a_time(requests, [gated_gradient(rows, gate, activation, up)], [rows, gate], activation)

@@ -88,6 +88,7 @@ class QuantizedStorage:
     mesh: DeviceMesh | None = None
     products: list[Any] | None = field(default=None, repr=False)
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
+    _views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def mark_written(self) -> None:
         """Record that the components have new values, and drop the initial values.
@@ -182,6 +183,17 @@ class QuantizedStorage:
         copy = self.cell.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
 
+    def view(self, name: str, layout: Callable[[Tensor], Tensor]) -> Tensor:
+        """`layout` of a component. A view is kept while the component stays at its address, because every GEMM of a
+        layer would make the same one."""
+        part, key = self.components[name], (name, layout)
+        view, address = self._views.get(key), part.data_ptr()
+        if view is None or view.data_ptr() != address:
+            view = layout(part)
+            if view.data_ptr() == address:
+                self._views[key] = view
+        return view
+
     def touched(self) -> dict[str, Tensor]:
         """Views of the component entries that this rectangle touches."""
         return self._touched(self.components)
@@ -258,6 +270,7 @@ class QuantizedStorage:
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
         self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
+        self._views = source._views
 
     @torch.no_grad()
     def write(

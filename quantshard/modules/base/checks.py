@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,14 +79,15 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def check_features(module: Any, name: str, features: int, x_shape: Any, mode: str | None) -> None:
-    """Raise ConfigurationError if the last dim of an input is not that of a weight."""
-    if x_shape[-1] != features:
-        part = f", its part of them over {module.tp_size} ranks" if mode == "row" and module.tp_size > 1 else ""
-        raise ConfigurationError(
-            f"{type(module).__name__}.{name} got an input {list(x_shape)}, but its last dim must have the {features} "
-            f"features that the weight takes here{part}"
-        )
+def wrong_features(
+    module: Any, name: str, features: int, x_shape: Sequence[int], mode: str | None
+) -> ConfigurationError:
+    """The error for an input whose last dim is not that of a weight."""
+    part = f", its part of them over {module.tp_size} ranks" if mode == "row" and module.tp_size > 1 else ""
+    return ConfigurationError(
+        f"{type(module).__name__}.{name} got an input {list(x_shape)}, but its last dim must have the {features} "
+        f"features that the weight takes here{part}"
+    )
 
 
 def check_place(name: str, param: Tensor | None, device: torch.device) -> None:

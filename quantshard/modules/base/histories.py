@@ -33,10 +33,9 @@ def make_histories(module: Any, recipe: Recipe, prefix: str) -> None:
 
 def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: str) -> LinearState:
     """State of one linear layer of a module. Missing histories that the recipe needs are created."""
-    activations = {
-        role: activation_history(module, prefix + HISTORIES[role], length, weights[0], recipe)
-        for role, length in recipe.histories.items()
-    }
+    activations = {}
+    for role, length in recipe.histories.items():
+        activations[role] = activation_history(module, prefix + HISTORIES[role], length, weights[0], recipe)
     states, cell = module._states(weights), recipe.weight
     if cell is not None and cell.scaling.history:
         for weight, state in zip(weights, states, strict=True):
@@ -59,15 +58,16 @@ def activation_history(module: Any, name: str, length: int, weight: str, recipe:
             warnings.warn(f"{module.label(name)}: {limits.FALLBACKS['late history']}", stacklevel=2)
         device = private_torch.local_tensor(module.get_parameter(weight)).device
         module.register_buffer(name, history := _empty_history(length, device))
-    _check_length(module.label(name), history, length, recipe)
+    if history.numel() != length:
+        raise _wrong_length(module.label(name), history, length, recipe)
     return history
 
 
 def _check_weight_history(module: Any, weight: str, state: dict[str, Tensor], length: int, recipe: Recipe) -> None:
     """Ensure that a weight's state has the amax history that the recipe needs, on the weight's device."""
     history = state.get(AMAX_HISTORY)
-    if history is not None:
-        _check_length(module.label(weight), history, length, recipe)
+    if history is not None and history.numel() != length:
+        raise _wrong_length(module.label(weight), history, length, recipe)
     if history is None or state is module._born_states.get(weight):
         device = private_torch.local_tensor(getattr(module, weight)).device
         if history is None:
@@ -76,12 +76,11 @@ def _check_weight_history(module: Any, weight: str, state: dict[str, Tensor], le
             state[AMAX_HISTORY] = history.to(device)
 
 
-def _check_length(name: str, history: Tensor, length: int, recipe: Recipe) -> None:
-    if history.numel() != length:
-        raise RecipeMismatchError(
-            f"{name} holds {history.numel()} past amaxes, but autocast's recipe {recipe.name!r} asks for {length}; use "
-            "one recipe object for training and evaluation"
-        )
+def _wrong_length(name: str, history: Tensor, length: int, recipe: Recipe) -> RecipeMismatchError:
+    return RecipeMismatchError(
+        f"{name} holds {history.numel()} past amaxes, but autocast's recipe {recipe.name!r} asks for {length}; use one "
+        "recipe object for training and evaluation"
+    )
 
 
 def _empty_history(length: int, device: torch.device) -> Tensor:

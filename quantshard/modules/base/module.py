@@ -382,8 +382,7 @@ class QuantizedModule(nn.Module):
         return self._locals((name,))[0]
 
     def _locals(self, names: Sequence[str]) -> list[Any]:
-        """Return this rank's parts of parameters, or None for names that the module lacks. Raises if FSDP has not
-        gathered one, or if it is shared with a module that cuts it in another way."""
+        """Return the local parts of parameters, None for missing ones; see `module_meshes.local_part`."""
         params = private_torch.parameters_or_values(self, names)
         for index, param in enumerate(params):
             if self.tp_mesh is not None or isinstance(param, DTensor):
@@ -444,12 +443,13 @@ class QuantizedModule(nn.Module):
         weights, biases = tensors[: len(layer.weights)], tensors[len(layer.weights) :]
         quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized, self.training)
-        if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
-            if not call.repeated:  # backward recomputes outside of the autocast of the first forward
-                limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
+        is_outside = quantized and not context.in_autocast() and self.training and torch.is_grad_enabled()
+        if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
+            limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
         for name, weight in zip(layer.weights, weights, strict=True):
             checks.check_weight(self, name, weight, call, device)
-        checks.check_features(self, layer.weights[0], weights[0].shape[1], x_shape, layer.mode)
+        if x_shape[-1] != weights[0].shape[1]:
+            raise checks.wrong_features(self, layer.weights[0], weights[0].shape[1], x_shape, layer.mode)
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         # a recomputed forward follows the first one, even if train() or eval() was called in between
         state.record = call.record and not (state.stage is not None and state.stage.infers)

@@ -175,14 +175,26 @@ class LinearBackward(NamedTuple):
         dx_terms: list[Tensor] = []
         dweights: list[Tensor | None] = []
         dbiases: list[Tensor | None] = []
+        fast = self.call.recipe.fast_gemms
         for part, weight in enumerate(weights):
-            grad = next(out_grads)
+            grad, dweight = next(out_grads), None
             if weight_operands is not None:
-                dx_terms.append(self._dgrad(grad, *rights[part], weight_operands.out_dtype))
-                # before wgrad, to free memory for it
+                right, read = rights[part]
+                dx = backend.matmul(
+                    grad.first, right, weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=self.dtype,
+                    fast=Gemm.DGRAD in fast, read=read,
+                )  # fmt: skip
+                dx_terms.append(dx)
+                # only the list holds the term, which is freed before wgrad needs memory
+                del dx
                 _add_up(dx_terms, part == self.parts - 1, self.dtype)
-            nan_flag = None if has_nan else grad.nan_flag
-            dweights.append(self._wgrad(grad.second, x_wgrad, weight.dtype, nan_flag) if need_weights[part] else None)
+            if need_weights[part]:
+                dweight = backend.matmul(
+                    grad.second.operand, x_wgrad.operand, weight.dtype, precision=self.dtype, fast=Gemm.WGRAD in fast,
+                    nan_flag=None if has_nan else grad.nan_flag,
+                    transpose_a=not grad.second.transposed, transpose_b=x_wgrad.transposed,
+                )  # fmt: skip
+            dweights.append(dweight)
             dbiases.append(None if grad.sums is None else self._bias_gradient(grad.sums, self.bias_dtypes[part]))
             # free this gradient before the next one is quantized
             del grad
@@ -206,18 +218,6 @@ class LinearBackward(NamedTuple):
             nan_flags, seconds = [grad.nan_flag for grad in grads], [grad.second.operand for grad in grads]
             reads, has_nan = weight_operands.read([grad.first for grad in grads], nan_flags, seconds)
         return iter(grads), list(zip(weight_operands.operands, reads, strict=True)), has_nan
-
-    def _dgrad(self, grad: GemmOperands, weight: Operand, read: ReadOperand | None, dtype: torch.dtype) -> Tensor:
-        return backend.matmul(
-            grad.first, weight, dtype, nan_flag=grad.nan_flag, precision=self.dtype,
-            fast=Gemm.DGRAD in self.call.recipe.fast_gemms, read=read,
-        )  # fmt: skip
-
-    def _wgrad(self, grad: WgradOperand, x: WgradOperand, dtype: torch.dtype, nan_flag: Tensor | None) -> Tensor:
-        return backend.matmul(
-            grad.operand, x.operand, dtype, nan_flag=nan_flag, precision=self.dtype,
-            transpose_a=not grad.transposed, transpose_b=x.transposed, fast=Gemm.WGRAD in self.call.recipe.fast_gemms,
-        )  # fmt: skip
 
     def _bias_gradient(self, sums: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The sum of an output gradient over all tokens, in the dtype of the bias."""

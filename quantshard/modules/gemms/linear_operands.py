@@ -121,16 +121,28 @@ def gradient_operands(
     for _, group in groupby(range(len(grads)), kind):
         parts = list(group)
         values = [private_torch.plain(grads[part]) for part in parts]
-        requests = [
-            OperandRequest(role, call, state, usages[part], part, value)
-            for part, value in zip(parts, values, strict=True)
-        ]
+        requests = requests_of(role, call, state, [(part, usages[part]) for part in parts], values[0])
         if len(parts) > 1 and requests[0].plan.on_kernels:
             weights = weight_operands if len(parts) == len(grads) else None
             yield from operands_together(requests, [TensorSource(value) for value in values], weights)
             continue
         for request, value in zip(requests, values, strict=True):
             yield request.run_tensor(value)
+
+
+def requests_of(
+    role: TensorRole, call: LinearContext, state: LinearState, parts: Sequence[tuple[int, OperandUsage]], like: Tensor
+) -> list[OperandRequest]:
+    """Requests for matrices with the shape and dtype of `like`, one for each (weight index, usage) of `parts`.
+
+    Equal requests share a plan.
+    """
+    requests: list[OperandRequest] = []
+    for part, usage in parts:
+        # an observer may watch one matrix and not the next, which changes the plan
+        is_equal = requests and usage == requests[0].usage and observation.active is None
+        requests.append(OperandRequest(role, call, state, usage, part, like, requests[0].plan if is_equal else None))
+    return requests
 
 
 def operands_together(
@@ -149,7 +161,8 @@ def operands_together(
         for request, kernel_outputs, targets, values in zip(requests, outputs, all_targets, value_sources, strict=True)
     ]
     for request, source, result in zip(requests, sources, results, strict=True):
-        request.show(source, result)
+        if request.watching is not None:
+            request.show(source, result)
     return results
 
 
@@ -172,7 +185,7 @@ def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[Tens
 class OperandRequest:
     """Request to quantize an input or output gradient for weight `part` of a layer.
 
-    `like`: tensor with the shape and dtype of the values; no reference to it is kept.
+    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: that of an equal request.
 
     Attributes:
         plan: how the values are quantized, from the plans of the layer.
@@ -182,8 +195,9 @@ class OperandRequest:
     plan: Any  # a KernelPlan, except in `run_oracle`
 
     def __init__(
-        self, role: TensorRole, call: LinearContext, state: LinearState, usage: OperandUsage, part: int, like: Tensor
-    ) -> None:
+        self, role: TensorRole, call: LinearContext, state: LinearState, usage: OperandUsage, part: int, like: Tensor,
+        plan: Any = None,
+    ) -> None:  # fmt: skip
         self.role, self.call, self.state, self.part = role, call, state, part
         self.watching: OperandWatch | None = None
         if observation.active is not None:
@@ -202,7 +216,7 @@ class OperandRequest:
         # a custom operator returns the components that the format stores
         stored = self.watching is not None or workspace.separate.on
         self.split = state.split(role)
-        self.plan = state.plans.operand(
+        self.plan = plan or state.plans.operand(
             call.recipe, role, like, usage, self.known is not None, stored, self.split is None
         )
         self.usage, self.device, self.features = usage, like.device, like.shape[1]
@@ -283,10 +297,10 @@ class OperandRequest:
         return GemmOperands(first, WgradOperand(second, transposed), outputs.sums, nan_flag)
 
     def show(self, source: producers.OperandProducer, result: GemmOperands) -> None:
-        """Report the operands to the observer, if there is one."""
-        if self.watching is not None:
-            values = source.measured().like
-            self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
+        """Report the operands to the observer, which exists."""
+        assert self.watching is not None
+        values = source.measured().like
+        self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
 
     def run_oracle(self, values: Tensor) -> GemmOperands:
         """Quantize values in plain PyTorch, also a tensor-parallel piece of them."""
