@@ -46,7 +46,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "use a recipe whose weights have square blocks or two copies",
     ),
     "quantized each forward": Limit(
-        "the weight is quantized anew in every forward and backward",
+        "the weight is requantized in every forward and backward",
         "it is stored in high precision and autocast's recipe quantizes weights",
         "build the module under quantized_model_init with that recipe",
     ),

@@ -101,7 +101,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _factory(kind: type) -> type:
-    """A class whose instances are those of `kind`. A pickle can set attributes of a class, but not of `kind` then."""
+    """A stand-in whose calls create instances of `kind`, so that a pickle cannot set attributes of `kind` itself."""
     return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
 
 

@@ -318,7 +318,7 @@ def _weight_notices(found: list[ParameterConversion]) -> list[str]:
     # plain values are exact masters, so such changes are not reported
     reported_changes = [c for c in master_changes if c.own != HIGH_PRECISION or c.source != "codes"]
     new = sum(c.source == "codes" for c in reported_changes)
-    sentences = [f"weights were quantized anew: {lines}"] if lines else []
+    sentences = [f"weights were requantized: {lines}"] if lines else []
     if len(reported_changes) > new:
         sentences.append(
             f"masters are kept otherwise here, and were made of the stored ones: {len(reported_changes) - new}"

@@ -438,9 +438,8 @@ def warn_without_manifest(reader: SafeReader) -> None:
     if agreement.rank() == 0:
         hints = "".join(f"; {hint}" for hint in _of_another_save(reader))
         warn_user(
-            f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "
-            f"a directory that holds one mixes them if it is killed){hints}; `quantshard verify {path}` looks at what "
-            "can be told, and checkpoints.save and Manager write a manifest",
+            f"{path} has no {MANIFEST}: its files may be damaged or from several saves{hints}; "
+            f"`quantshard verify {path}` checks what it can, and checkpoints.save writes a manifest",
             NoManifestWarning,
         )
 

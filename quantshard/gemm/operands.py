@@ -60,7 +60,7 @@ class OperandPlan:
     Attributes:
         quantized, transposed: specs for the matrix and for its transpose; None if it is not quantized that way.
         shared: both GEMMs read the quantized matrix.
-        by_one_amax: quantizing an input needs its amax and no other statistic. Backward reuses that of forward.
+        by_one_amax: an input is quantized by its amax alone, which backward takes over from forward.
         products: the native products of the first GEMM and of wgrad, see `backend.find_product`.
     """
 

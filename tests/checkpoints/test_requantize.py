@@ -300,7 +300,7 @@ def test_states_of_another_preset(tmp_path: Path, old: str | None, new: str | No
     model, optimizer = built("mxfp8", seed=9, preset=new)
     told = load_loudly(path, model, optimizer)
     of_biases = "masters are kept otherwise here, and were made of the stored ones: 2; " if None in (old, new) else ""
-    anew = "weights were quantized anew: 2 from fp8_e4m3 to mxfp8_32x32 by their masters; "
+    anew = "weights were requantized: 2 from fp8_e4m3 to mxfp8_32x32 by their masters; "
     assert f"{anew}{of_biases}states are kept in other dtypes here: " in told
     for name, now in states_of(model, optimizer).items():
         off = (now - wanted[name]).abs()

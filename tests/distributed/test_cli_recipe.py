@@ -45,7 +45,7 @@ def saved_anew(folder: str, out: str) -> None:
     settings, _, _ = RunDir(Path(folder)).read_config()
     model = models.build(models.ModelSpec(replace(settings, recipe="block")), settings.axes(1).device_mesh("cpu"))
     optimizer = make_optimizer(model, settings)
-    with pytest.warns(UserWarning, match="quantized anew"):
+    with pytest.warns(UserWarning, match="requantized"):
         extra = checkpoints.load(f"{folder}/checkpoints/step-000002", model, optimizer, requantize=True)
     checkpoints.save(out, model, optimizer, extra | {"recipe": "block"})
 
@@ -66,7 +66,7 @@ def test_resumed_with_another_recipe(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, folder)
     told = quantshard("resume", folder, "--recipe", "block", "--copy-to", copy)
     assert told.returncode == 0 and not told.stderr, told.stderr
-    said = "weights were quantized anew: 7 from mxfp8_32x32 to fp8_128x128 by their masters; losses go on from"
+    said = "weights were requantized: 7 from mxfp8_32x32 to fp8_128x128 by their masters; losses go on from"
     assert said in told.stdout
     run_ranks(1, saved_anew, str(folder), str(tmp_path / "alone"))
     assert compare(copy, tmp_path / "alone").equal
@@ -75,7 +75,7 @@ def test_resumed_with_another_recipe(run: Path, tmp_path: Path) -> None:
     assert told.returncode == 0 and said in told.stdout, told.stderr
     assert formats(folder, 4) == {"fp8_128x128"}
     told = quantshard("resume", folder, "--steps", 5)
-    assert told.returncode == 0 and "quantized anew" not in told.stdout, told.stderr
+    assert told.returncode == 0 and "requantized" not in told.stdout, told.stderr
     records = [(start["step"], start["recipe"], start.get("lossy"), "requantized" in start) for start in starts(folder)]
     assert records == [(0, "mxfp8", None, False), *[(2, "block", False, True)] * 2, (4, "block", None, False)]
 

@@ -158,7 +158,7 @@ def test_weights_that_an_autocast_quantizes_each_time_are_told_once() -> None:
     with qs.autocast(recipe="mxfp8"), torch.no_grad():
         layers[0](x)
     layers[0].train()
-    with pytest.warns(UserWarning, match=r"Linear.weight: .*quantized anew.*quantized_model_init") as told:
+    with pytest.warns(UserWarning, match=r"Linear.weight: .*requantized.*quantized_model_init") as told:
         for layer in layers:
             with qs.autocast(recipe="mxfp8"):
                 layer(x)

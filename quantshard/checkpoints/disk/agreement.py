@@ -115,7 +115,7 @@ Failure = tuple[type[QuantshardError], str]
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, Failure | None, BaseException | None]:
-    """The result of a call, or how other ranks are told of its failure, and the error itself."""
+    """The result of a call, the (class, message) of its error for other ranks, and the error."""
     try:
         return call(), None, None
     except QuantshardError as error:

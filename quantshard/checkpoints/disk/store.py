@@ -271,7 +271,7 @@ class FsspecStore(FileSystemBase):
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name from a file can be that of another file in the same folder, on every platform."""
+    """Whether a name is that of a file directly in a folder, on every platform."""
     if type(name) is not str or not name.isprintable():
         return False
     return name not in ("", ".", "..") and not {"/", "\\", ":"}.intersection(name)
@@ -291,7 +291,7 @@ def locate(path: Path_) -> tuple[Store, str]:
     if local_path is not None:
         return LocalStore(), local_path
     if isinstance(path, PurePath):
-        raise ConfigurationError(f"{path} was a URL, of which pathlib took a slash; pass it as a string")
+        raise ConfigurationError(f"{path} is a URL that pathlib changed; pass it as a string")
     return FsspecStore(os.fspath(path)), os.fspath(path)
 
 

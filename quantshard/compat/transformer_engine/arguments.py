@@ -199,7 +199,7 @@ def _owner(module: nn.Module) -> str:
 
 
 def supported(owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that quantshard has, dropping those of TransformerEngine whose values change nothing.
+    """Return the arguments that quantshard has, without those of TransformerEngine that have no effect.
 
     Raises:
         ConfigurationError: an argument asks for something that is not supported; the message suggests an alternative.

@@ -224,7 +224,7 @@ class _CheckpointConverter:
             master = self._master(name)
             values = values_of(pieces, shape).float() if master is None else master
             value_source = "what its codes stand for" if master is None else "its master"
-            self.report.inexact[name] = f"{error}; quantized anew to {fmt.name}, from {value_source}"
+            self.report.inexact[name] = f"{error}; requantized to {fmt.name}, from {value_source}"
             return numerics.quantize(values, fmt, _scaling_of(fmt))
         notes = sorted({note for piece in quantized for note in piece.notes})
         self.report.left.update({name: "; ".join(omitted)} if omitted else {})

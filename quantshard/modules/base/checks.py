@@ -130,7 +130,7 @@ def check_weight(module: Any, name: str, weight: Tensor, call: LinearContext, de
             "it the one by which the weights were made"
         )
     if storage is None and recipe.weight is not None and module.training and torch.is_grad_enabled():
-        silencer = "warnings.filterwarnings('ignore', '.*quantized anew')"
+        silencer = "warnings.filterwarnings('ignore', '.*requantized')"
         limits.warn("quantized each forward", module.label(name), silencer)
     if weight.is_meta:
         check_place(module.label(name), weight, device)
