@@ -226,7 +226,7 @@ def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
         checkpoints.load(path, model)
     said = str(caught[0].message)
     assert said.startswith(f"{path} has no manifest.json: its files may be damaged") and len(caught) == 1
-    assert f"`quantshard verify {path}`" in said and "checkpoints.save and Manager write a manifest" in said
+    assert f"`quantshard verify {path}`" in said and "checkpoints.save writes a manifest" in said
     assert caught[0].filename == __file__
     shutil.copy(path / "__0_0.distcp", path / "__7_0.distcp")
     later = (path / METADATA_FILE).stat().st_mtime + 60
