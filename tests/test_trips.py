@@ -20,6 +20,7 @@ LIMITS = {
     "backward": (17, 75),
     "forward, mxfp8": (24, 100),
     "backward, mxfp8": (19, 110),
+    "step": (18, 210),
     "save": (26, 400),
     "load": (29, 1200),
 }
@@ -76,7 +77,10 @@ def measure() -> dict[str, tuple[int, int]]:
         layer("meta", "mxfp8", ", mxfp8")
     linear = layer("cpu", "current", ", cpu")
     optimizer = qs.optimizers.FusedAdam(linear.parameters(), lr=1e-3)
-    optimizer.step()
+    for _ in range(3):
+        with Trip() as step:
+            optimizer.step()
+    sizes["step"] = step.size()
     with tempfile.TemporaryDirectory() as folder:
         with Trip() as save:
             qs.checkpoints.save(f"{folder}/checkpoint", linear, optimizer)

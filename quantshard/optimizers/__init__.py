@@ -7,8 +7,7 @@ from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.fused_adam import FusedAdam
 from quantshard.optimizers.lion import Lion
 from quantshard.optimizers.master_weights import MasterWeights
-from quantshard.optimizers.matrix_groups import muon_groups
-from quantshard.optimizers.muon import Muon
+from quantshard.optimizers.muon import Muon, muon_groups
 from quantshard.state_storage import PRESETS
 
 __all__ = [

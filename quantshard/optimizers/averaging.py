@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.states import AVERAGE
-from quantshard.optimizers import guards
+from quantshard.optimizers.base import ParameterOptimizer, weight_version
 from quantshard.optimizers.state import OptimizerState, make_weight
 from quantshard.tensor import requantize
 from quantshard.tensor.storage import DRAWS, KEY
@@ -32,12 +32,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     do not change. On exit codes, scales, amax histories and plain values are restored bit for bit, so the next step
     sees no change. FSDP2 modules are resharded on entry and on exit.
 
-    Inside, you can evaluate the model and take its state dict, but not step, read, save or load the optimizer. Values
-    written to weights inside, for instance by `load_state_dict`, are undone with a warning. Parameters replaced inside,
-    for instance by `load_state_dict(assign=True)`, stay in the model but no longer belong to the optimizer, which is
-    also a warning.
-
-    Entering is a collective call if parameters are sharded, with one reduction of amaxes for all of them. Each rank
+    Inside, you can evaluate the model and take its state dict, but not step, read, save or load the optimizer. Loading
+    into the model inside is undone with a warning. Entering is a collective call if parameters are sharded. Each rank
     holds a copy of its shards of the weights until the exit.
 
     Args:
@@ -57,40 +53,30 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     try:
         owner._averages_swapped_in = True
         _write_averages(copies, owner)
-        versions = {copy.param: guards.weight_version(copy.param) for copy in copies}
+        versions = {copy.param: weight_version(copy.param) for copy in copies}
         yield
         succeeded = True
     finally:
-        overwritten = [
-            owner._names[param] for param, version in versions.items() if guards.weight_version(param) != version
-        ]
+        overwritten = [owner._names[param] for param, version in versions.items() if weight_version(param) != version]
         with torch.no_grad():
             for copy in copies:
                 copy.put_back()
         _reshard(model)
         owner._averages_swapped_in = False
-        owner._versions |= {copy.param: guards.weight_version(copy.param) for copy in copies if copy.is_known}
+        owner._versions |= {copy.param: weight_version(copy.param) for copy in copies if copy.is_known}
         if succeeded:  # an exception must not be hidden by warnings
-            _warn_of_changes(overwritten, [owner._names[param] for param in _not_of(model, versions)])
+            _warn(overwritten, "got new values inside, as by load_state_dict, which were undone; load outside")
+            _warn(
+                [owner._names[param] for param in _not_of(model, versions)],
+                "became another parameter of the model inside, as by load_state_dict(assign=True), which the optimizer "
+                "does not train; load outside",
+            )
 
 
-def _warn_of_changes(written: Sequence[str], replaced: Sequence[str]) -> None:
-    """Warn about weights, by name, that were written to or replaced inside the context."""
-    if written:
-        warn_user(
-            f"averaged_weights: {_first_of(written)} got new values inside, as by load_state_dict, which are undone at "
-            "its end, when the weights of before come back; load outside"
-        )
-    if replaced:
-        warn_user(
-            f"averaged_weights: {_first_of(replaced)} became another parameter of the model inside, as by "
-            "load_state_dict(assign=True): the model keeps it, and the weights of before, which the optimizer steps, "
-            "are its no more; load outside, and build the optimizer anew after a load by assign=True"
-        )
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _warn(names: Sequence[str], problem: str) -> None:
+    if names:
+        first = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        warn_user(f"averaged_weights: {first} {problem}")
 
 
 def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
@@ -108,20 +94,20 @@ class _WeightCopy:
 
     param: Tensor
     weight: OptimizerState
-    before: list[Tensor]
+    values: list[Tensor]
     high_precision: Tensor | None
     is_known: bool
 
     @classmethod
     def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
-        weight, version = make_weight(param), guards.weight_version(param)
-        before = [tensor.detach().clone() for tensor in _tensors_of(weight)]
-        values = None if weight.storage is None else weight.storage.initial_values()
-        return cls(param, weight, before, values, optimizer._versions.get(param, version) == version)
+        weight, version = make_weight(param), weight_version(param)
+        values = [tensor.detach().clone() for tensor in _tensors_of(weight)]
+        high_precision = None if weight.storage is None else weight.storage.initial_values()
+        return cls(param, weight, values, high_precision, optimizer._versions.get(param, version) == version)
 
     def put_back(self) -> None:
-        for tensor, old in zip(_tensors_of(self.weight), self.before, strict=True):
-            tensor.detach().copy_(old)
+        for tensor, value in zip(_tensors_of(self.weight), self.values, strict=True):
+            tensor.detach().copy_(value)
         if self.weight.storage is not None:
             torch.autograd.graph.increment_version(private_torch.local_tensor(self.param))
             self.weight.storage.mark_written()
@@ -135,40 +121,37 @@ def _tensors_of(weight: OptimizerState) -> list[Tensor]:
 
 
 def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters that have an average.
-
-    Raises:
-        ConfigurationError: there are none, or the model lacks one.
-    """
-    guards.check_own_weights(type(optimizer).__name__, getattr(optimizer, "_averages_swapped_in", False))
+    """Return the parameters that have an average, after checking that all of them are the model's."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, ParameterOptimizer):
+        optimizer._adopt_replaced_parameters()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     averaged = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
     if not averaged:
         raise ConfigurationError(
-            f"averaged_weights: this {type(optimizer).__name__} keeps no averages of weights; build a FusedAdam or "
-            "MasterWeights with ema_decay=0.999, or call its begin_average(0.999)"
+            f"averaged_weights: this {name} keeps no averages of weights; build a FusedAdam or MasterWeights with "
+            "ema_decay=0.999, or call its begin_average(0.999)"
         )
     if missing := _not_of(model, averaged):
         raise ConfigurationError(
-            f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {type(optimizer).__name__} "
-            f"averages are not the model's (the first of shape {tuple(missing[0].shape)}); give the whole model that "
-            "the optimizer was built over"
+            f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {name} averages are not the "
+            f"model's (the first of shape {tuple(missing[0].shape)}); pass the whole model"
         )
     return averaged
 
 
 @torch.no_grad()
-def _write_averages(kept: list[_WeightCopy], optimizer: Any) -> None:
+def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
     """Round the averages to the nearest values that the parameters can represent."""
-    values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in kept}
-    quantized = [copy.param for copy in kept if copy.weight.storage is not None]
-    plain = [copy.param for copy in kept if copy.weight.storage is None]
+    values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in copies}
+    quantized = [copy.param for copy in copies if copy.weight.storage is not None]
+    plain = [copy.param for copy in copies if copy.weight.storage is None]
     requantize.requantize_(
         [(param, values[param]) for param in quantized],
         plain=[(param, values[param]) for param in plain],
         names=[optimizer._names[param] for param in (*quantized, *plain)],
     )
-    for copy in kept:
+    for copy in copies:
         if copy.weight.storage is None:
             copy.weight.write(values[copy.param], None)
 

@@ -1,27 +1,34 @@
-"""Base of all optimizers here: the parameters, who wrote them, and the checks of group entries."""
+"""Base of all optimizers here: their groups and parameters, who wrote the parameters, and skipped steps."""
 
 from __future__ import annotations
 
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.numerics.states import EMA_DECAY
-from quantshard.optimizers import guards
+from quantshard import limits, numerics, private_torch
+from quantshard.collectives import flat_max, process_groups
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
+from quantshard.optimizers.guards import LARGEST_RATE, BadStepRecord, GradientFlags
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
+from quantshard.tensor.storage import KEY, SEED_STREAM
+
+# Group entries ----------------------------------------------------------------------------------------------------
 
 _BELOW_ONE: Final = 1 - 2.0**-25
 """The largest number that is less than 1 in float32."""
 
 RANGES: Final = {
-    "lr": (0.0, guards.LARGEST_RATE),
+    "lr": (0.0, LARGEST_RATE),
     "weight_decay": (0.0, 1e9),  # it can be added to the gradient, whose square must be finite
     "eps": (0.0, math.inf),
     "betas": (0.0, _BELOW_ONE),
@@ -66,6 +73,85 @@ def _range(lowest: float, highest: float) -> str:
     return f"a finite number, at least {lowest:g}" + ("" if highest == math.inf else f" and at most {highest:g}")
 
 
+# Parameters -------------------------------------------------------------------------------------------------------
+
+
+def initial_master(param: Tensor) -> Tensor:
+    """Return new local float32 values from which a parameter's master starts: the initial values of the weight if they
+    were kept (`get_high_precision_init_val`), otherwise the present values."""
+    local = private_torch.local_tensor(param).detach()
+    quantized = components.quantized_local(param)
+    if quantized is None:
+        return local.to(torch.float32, copy=True)
+    initial_values = quantized.get_high_precision_init_val()
+    if initial_values is None:
+        return quantized.quantized_storage.dequantize()
+    return initial_values.to(quantized.device, torch.float32, copy=True)
+
+
+def rounding_seed(params: Sequence[Tensor]) -> int:
+    """Return a seed for an optimizer's random bits, derived from the key of the first quantized weight.
+
+    All replicas, including DDP's, share that key. Without quantized weights, the seed is drawn from torch's generator.
+    If ranks hold different parameters (experts, several meshes), they use the largest of their seeds.
+    """
+    first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
+    if first is None:
+        info = torch.iinfo(torch.int64)
+        seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+    else:
+        low, high = numerics.random_words(int(first.quantized_storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
+        seed = int(high << 32 | low) - (1 << 63)
+    groups = dict.fromkeys(map(process_groups.stepping_group, params))
+    if len(groups) <= 1 and not any(map(process_groups.is_expert_parallel, params)):
+        return seed
+    largest = torch.tensor([seed], dtype=torch.int64, device="cpu")
+    for group in process_groups.united(groups):
+        largest = largest.to(process_groups.collective_device(group))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return int(largest)
+
+
+def weight_version(param: Tensor) -> int:
+    """Return how often a parameter was written. Writes to a plain parameter through `.data` are not counted."""
+    quantized = components.quantized_local(param)
+    if quantized is None:
+        return private_torch.in_place_changes(param)
+    return quantized.quantized_storage.seen_version()
+
+
+def kind(value: Any) -> str:
+    """Describe a value in a message: "a DTensor", "a plain tensor", or its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
+
+
+def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
+    """Check that a parameter and its gradient or state have the same shape and placements.
+
+    Raises:
+        ConfigurationError: they differ, or only one of them is a DTensor.
+    """
+    same_shape = param.shape == other.shape
+    if isinstance(param, DTensor) is not isinstance(other, DTensor):
+        raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
+    if same_shape and isinstance(param, DTensor) and isinstance(other, DTensor):
+        if param.placements == other.placements and param.device_mesh == other.device_mesh:
+            return
+        raise ConfigurationError(
+            f"{name} has placements {tuple(param.placements)} on {param.device_mesh}, but its {what} "
+            f"{tuple(other.placements)} on {other.device_mesh}; redistribute it to the parameter's"
+        )
+    if not same_shape:
+        raise ConfigurationError(
+            f"{name} has shape {tuple(param.shape)}, but its {what} {tuple(other.shape)}; both must be the same"
+        )
+
+
+# The optimizer ----------------------------------------------------------------------------------------------------
+
+
 class ParameterOptimizer(torch.optim.Optimizer):
     """Base of `MasterOptimizer` and `MasterWeights`.
 
@@ -75,33 +161,48 @@ class ParameterOptimizer(torch.optim.Optimizer):
     checked_numbers: tuple[str, ...] = ("lr", "weight_decay", EMA_DECAY)
     """Group entries that must be in their range (`RANGES`)."""
 
+    _capturable = False
+
     def _set_up(self, max_skipped_in_a_row: int) -> None:
         """Set up what `add_param_group` needs; call it before PyTorch's constructor."""
-        guards.keep_out_of_graphs(type(self))
+        if not hasattr(type(self).step, "hooked"):
+            # Graphs of torch.compile break here. PyTorch's constructor wraps `step` once; a decorator would import the
+            # compiler together with this package.
+            type(self).step = torch.compiler.disable(type(self).step)  # type: ignore[method-assign]
         self._name = type(self).__name__
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._names: dict[Tensor, str] = {}
         self._versions: dict[Tensor, int] = {}
+        self._made_for: dict[Tensor, tuple[torch.dtype, torch.Size]] = {}
         self._is_built = False
         self._is_assigned = False  # values were loaded or set, which new states would lose
         self._averages_swapped_in = False
+        self._last_bad_step = BadStepRecord()
+        self._unread: GradientFlags | None = None  # flags of the last step, if they are still on the device
+        self._late_error: Exception | None = None
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
-    def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
-        """Return a new group with its parameters in a list.
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values: by default those in `checked_numbers` must be in their range.
 
-        `options`: names that are valid although they are options of the optimizers here.
+        `where`: start of the error messages.
 
         Raises:
-            ConfigurationError: it has a parameter twice, or an option that applies to all groups.
+            ConfigurationError: a value is invalid.
         """
+        # A learning rate on a device is checked there (`guards.wrong_rates`).
+        check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
+
+    def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
+        """Return a new group with its parameters in a list. Options that apply to all groups raise an error, except the
+        names in `options`."""
         group, number = dict(param_group), len(self.param_groups)
         where, params = f"{self._name}: param_groups[{number}]", group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         ids = {id(entry[1] if isinstance(entry, tuple) else entry) for entry in group["params"]}
         if len(ids) < len(group["params"]):
-            raise ConfigurationError(f"{where} has a parameter twice, so a step would update it twice; give it once")
+            raise ConfigurationError(f"{where} has a parameter twice; pass it once")
         invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
         invalid += [name for name in SWITCHES if group.get(name) and name not in options]
         if group.get(EMA_DECAY) and not self._is_averaging:
@@ -115,9 +216,43 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._names |= dict(zip(group["params"], names, strict=True))
 
     @property
+    def _seed(self) -> int | None:
+        """Seed of the random bits, stored in every group; None if nothing is rounded stochastically."""
+        seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
+        return seed
+
+    # Skipped steps ---------------------------------------------------------------------------------------------------
+
+    @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
+
+    def _skips(self, flags: GradientFlags) -> bool:
+        """Return whether this step must be skipped, and count it."""
+        is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row)
+        if is_skipped:
+            self._last_bad_step.keep(flags)
+        return is_skipped
+
+    def _read_flags(self) -> None:
+        """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
+        flags, self._unread = self._unread, None
+        if flags is None:
+            return
+        try:
+            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
+        except (NonFiniteGradientError, RankMismatchError) as error:
+            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
+        if is_skipped:
+            self._last_bad_step.keep(flags)
+
+    def _raise_late_error(self) -> None:
+        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
+        self._read_flags()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     # Parameters ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +278,10 @@ class ParameterOptimizer(torch.optim.Optimizer):
             ConfigurationError: averages are swapped in, or the states hold updates or loaded values.
         """
         if self._averages_swapped_in:
-            guards.check_own_weights(self._name, True)
+            raise ConfigurationError(
+                f"{self._name}: inside averaged_weights(...) the optimizer cannot step and its states cannot be read, "
+                "saved or loaded; do that after the with block"
+            )
         params = [param for group in self.param_groups for param in group["params"]]
         if len(params) == len(self._names) and all(map(operator.is_, params, self._names)):
             return
@@ -154,22 +292,52 @@ class ParameterOptimizer(torch.optim.Optimizer):
             )
         self._make_states()
 
-    def _check_fits(self, param: Tensor, made_for: tuple[torch.dtype, torch.Size], is_joined: bool) -> None:
-        """Check that a parameter still has the shape and dtype for which its states were made.
+    def _check_parameters(self) -> None:
+        """Check the parameters on all ranks: random keys, the seed, and the places of shards.
 
-        `Module.half` and transformers' resizing of embeddings replace a parameter's data.
-
-        Args:
-            param: the parameter.
-            made_for: its dtype and shape when its states were made.
-            is_joined: the states depend on the dtype.
+        Runs one collective per axis of each mesh.
 
         Raises:
-            ConfigurationError: the shape changed, or the dtype changed to one that the states do not fit.
+            ConfigurationError: two parameters have the same key, or a shard is not where checkpoints expect it.
+            RankMismatchError: keys or seeds differ between ranks.
         """
-        dtype, shape = made_for
+        seed = {}
+        if self._seed is not None:
+            seed[f"{self._name}'s {ROUNDING_SEED}"] = torch.tensor([self._seed], dtype=torch.int64, device="cpu")
+        components.check_offsets([(name, param) for param, name in self._names.items()])
+        keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
+        owners: dict[int, str] = {}
+        for param, name in self._names.items():
+            checked = keys.setdefault(private_torch.mesh_group(param), dict(seed))
+            quantized = components.quantized_local(param)
+            if quantized is None:
+                continue
+            key = checked[name] = quantized.quantized_storage.state[KEY]
+            owner = owners.setdefault(id(key), name)
+            if owner != name:
+                raise ConfigurationError(
+                    f"{owner} and {name} were one tied weight that fully_shard has cut twice; wrap the modules that "
+                    "share it as one group, fully_shard([a, b]), or their parent alone"
+                )
+        for group, checked in keys.items():
+            flat_max.check_equal_on_ranks(checked, group, "the random key")
+
+    def _check_trainable(self, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        """Check that a parameter has values and is quantized or of one of the given dtypes."""
+        where = f"{self._name}: {self._names[param]}"
+        if param.is_meta:
+            raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
+        if components.quantized_local(param) is None and param.dtype not in dtypes:
+            raise ConfigurationError(limits.refusal("wider parameters", f"{where} is {param.dtype}"))
+
+    def _check_fits(self, param: Tensor, depends_on_dtype: bool) -> None:
+        """Check that a parameter still has the shape and dtype for which its states were made (`_made_for`).
+
+        `Module.half` and transformers' resizing of embeddings replace a parameter's data.
+        """
+        dtype, shape = self._made_for[param]
         is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
-        if param.shape == shape and (param.dtype is dtype or not (is_joined or is_wider)):
+        if param.shape == shape and (param.dtype is dtype or not (depends_on_dtype or is_wider)):
             return
         raise ConfigurationError(
             f"{self._name}: {self._names[param]} was {dtype!s} {tuple(shape)} when its states were made, and is now "
@@ -184,20 +352,29 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
     def _raise_for_new_values(self, param: Tensor) -> None:
         raise ConfigurationError(
-            f"{self._names[param]} was given new values after this {self._name} was built, and the next step would "
-            "overwrite them with its masters; load the optimizer's state too, or reseed_masters(). For averages of "
-            "weights use ema_decay and quantshard.optimizers.averaged_weights"
+            f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
+            "overwrite them; load the optimizer's state too, or reseed_masters(). For averages of weights use "
+            "ema_decay and quantshard.optimizers.averaged_weights"
         )
+
+    def _accept_plain_values(self) -> None:
+        """Forget the versions of quantized parameters after a load, so that the model can be loaded before or after."""
+        params: Iterable[Tensor] = [param for param in self._versions if components.quantized_local(param) is None]
+        self._versions = {param: weight_version(param) for param in params}
 
     def _check_begins(self, decay: float) -> None:
         """Check the argument of `begin_average`."""
         where = f"{self._name}.begin_average({decay})"
         check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
-        if self._is_averaging or not decay:
-            raise ConfigurationError(
-                f"{where}: "
-                + ("averages are kept already; set group['ema_decay']" if decay else "a decay of 0 keeps no average")
-            )
+        if self._is_averaging:
+            raise ConfigurationError(f"{where}: averages are kept already; set group['ema_decay']")
+        if not decay:
+            raise ConfigurationError(f"{where}: a decay of 0 keeps no average")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, as any optimizer does."""
+        self._adopt_replaced_parameters()
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None (default) or to zero."""

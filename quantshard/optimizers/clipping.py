@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from quantshard import private_torch
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import guards
+from quantshard.optimizers.base import check_alike
+from quantshard.optimizers.guards import gradient_of
 
 
 @torch.no_grad()
@@ -47,23 +48,23 @@ def clip_grad_norm_(
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"clip_grad_norm_(model={type(model).__name__}): give the model itself, not its parameters, which do not "
-            "tell on which ranks they are; torch.nn.utils.clip_grad_norm_ takes parameters of one mesh"
+            f"clip_grad_norm_(model={type(model).__name__}): give the model itself, not its parameters; "
+            "torch.nn.utils.clip_grad_norm_ takes parameters of one mesh"
         )
     if not norm_type > 0:
         raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
     if not max_norm >= 0:
         raise ConfigurationError(
-            f"clip_grad_norm_(max_norm={max_norm}): use a number, 0 or more; math.inf measures and scales nothing"
+            f"clip_grad_norm_(max_norm={max_norm}): use a number, 0 or more; math.inf only measures"
         )
     norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads = []
     for name, param, groups in _with_groups(model):
         # Ranks without gradients must join the collectives too.
         local_norms = norms_by_groups.setdefault(groups, [])
-        grad = guards.gradient_of(param)
+        grad = gradient_of(param)
         if grad is not None:
-            guards.check_alike(param, grad, name, "gradient")
+            check_alike(param, grad, name, "gradient")
             grads.append(private_torch.local_tensor(grad))
             if grads[-1].numel() > 0:  # vector_norm(inf) fails on empty tensors
                 local_norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))

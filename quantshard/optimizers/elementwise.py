@@ -1,25 +1,223 @@
 """Optimizers whose update is an elementwise formula: everything but the formula.
 
 `FusedAdam` and `Lion` are examples; docs/optimizers.md writes another one in a few lines.
+
+In a step all ranks first agree, in one flat collective, on the amaxes of shared blocks and on whether any gradient is
+missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
+once to write, so that no copy of the model is needed in between.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics.states import EMA_DECAY, MASTER
-from quantshard.optimizers import guards
-from quantshard.optimizers.capturable import wrong_rates
-from quantshard.optimizers.guards import FlagLayout, GradientFlags
+from quantshard.numerics import averages
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT, StateSpec
+from quantshard.optimizers.base import check_alike
+from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.masters import MasterOptimizer
-from quantshard.optimizers.step import GroupSettings, ParameterStep, StepPlan, Update, UpdateFormula
+from quantshard.optimizers.state import OptimizerState, StateDraw, rounded_roles
+from quantshard.tensor.requantize import Requantization
+from quantshard.tensor.storage import DRAWS
+
+Update = tuple[Tensor, Mapping[str, Tensor]]
+"""New values of a master, and new values of its states by role."""
+
+
+@dataclass(frozen=True)
+class UpdateFormula:
+    """The update rule of a group: `states` and `update` of its `ElementwiseOptimizer`."""
+
+    optimizer: str
+    states: tuple[StateSpec, ...]
+    update: Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], Any], Update]
+
+    @cached_property
+    def words(self) -> dict[str, tuple[int, bool]]:
+        """Stream number of each role's random bits, and whether the two halves of each word are swapped."""
+        streams = {role: number for number, role in enumerate([*(spec.role for spec in self.states), MASTER, WEIGHT])}
+        shared_with = {spec.role: spec.words_of for spec in self.states if spec.words_of is not None}
+        return {role: (streams[shared_with.get(role, role)], role in shared_with) for role in streams}
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """A group's settings in one step.
+
+    `number`: index of the group. `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of
+    the averages, 0 if there are none.
+    """
+
+    number: int
+    step: int | Tensor
+    settings: Any
+    ema_decay: float = 0.0
+
+    @cached_property
+    def share(self) -> float | Tensor:
+        """Share of the new values in the averages."""
+        return averages.share(self.ema_decay, self.step)
+
+
+class ParameterStep:
+    """One parameter's part of a step: call `set_inputs` and `measure`, run the reduction, then call `finish`.
+
+    Args:
+        param: the parameter.
+        states: its states by role.
+        weight: the parameter as a state.
+        number: index of its group.
+        formula: the update rule.
+        stream: stream number of the first role's random bits; the other roles follow.
+
+    Attributes:
+        source: the state that the formula reads as master: a master, or the weight.
+        targets: the states to write, by role, including the weight unless its master writes it.
+        local: this rank's tensor of the parameter.
+    """
+
+    def __init__(
+        self,
+        param: Tensor,
+        states: Mapping[str, OptimizerState],
+        weight: OptimizerState,
+        number: int,
+        formula: UpdateFormula,
+        stream: int,
+    ) -> None:
+        self.param, self.local = param, private_torch.local_tensor(param)
+        self.number, self.formula, self.stream = number, formula, stream
+        self.states, self.weight, self.source = states, weight, states.get(MASTER, weight)
+        self.targets = dict(states)
+        if not self.source.writes_weight:
+            self.targets[WEIGHT] = weight
+        self.storage = weight.storage
+        self.has_draws = self.storage is not None and self.source is weight
+        self.grad: Tensor | None = None
+        self.requantizations: dict[str, Requantization | None] = {}
+
+    @property
+    def depends_on_dtype(self) -> bool:
+        """Whether the master holds only the bits that a plain parameter of its dtype lacks."""
+        return self.storage is None and self.source.writes_weight
+
+    def version(self) -> int:
+        """See `base.weight_version`."""
+        if self.storage is None:
+            return private_torch.in_place_changes(self.param)
+        return self.storage.seen_version()
+
+    def written(self) -> None:
+        """Record that kernels wrote the parameter."""
+        torch.autograd.graph.increment_version(self.local)
+        if self.storage is not None:
+            self.storage.mark_written()
+            if self.has_draws:
+                self.storage.state[DRAWS].add_(1)
+
+    def set_inputs(self, grad: Tensor | None, group: GroupSettings, seed: int | None) -> None:
+        """Set the inputs of a step. `seed`: for random bits; None if nothing is rounded stochastically."""
+        self.grad = None if grad is None else private_torch.local_tensor(grad)
+        self.group, self.seed, self.requantizations = group, seed, {}
+
+    @property
+    def average(self) -> OptimizerState | None:
+        """The average of the parameter, or None if averages are off."""
+        return self.targets.get(AVERAGE)
+
+    def measure(self, reduction: FlatMax) -> None:
+        """Register the amaxes of blocks shared with other ranks."""
+        if any(state.shares_blocks for state in self.targets.values()):
+            # All ranks must register the same shapes, so a missing gradient counts as zeros.
+            self._measure(self._new_values(), reduction)
+
+    def _measure(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
+        self.requantizations = {role: state.measure(values[role], reduction) for role, state in self.targets.items()}
+
+    def _draws(self) -> dict[str, StateDraw]:
+        """Return the random bits of each role that is rounded stochastically."""
+        draws: dict[str, StateDraw] = {}
+        if self.seed is None:
+            return draws
+        for role in rounded_roles(self.targets):
+            number, swapped = self.formula.words[role]
+            draws[role] = StateDraw(self.seed, self.group.step, self.stream + number, swapped)
+        return draws
+
+    def _new_values(self) -> dict[str, Tensor]:
+        master = self.source.read()
+        grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
+        states = {spec.role: self.targets[spec.role].read() for spec in self.formula.states}
+        master, updated = self.formula.update(self.param, grad, master, states, self.group.settings)
+        if updated.keys() != states.keys():
+            raise ConfigurationError(
+                f"{self.formula.optimizer}.update returned the states {sorted(updated)}; `states` declares "
+                f"{sorted(states)}"
+            )
+        new = {role: updated.get(role, master) for role in self.targets}
+        if self.average is not None:
+            new[AVERAGE] = averages.moved(self.average.read(), master, self.group.share)
+        return new
+
+    def finish(self, skip: Tensor | None = None) -> None:
+        """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
+        if self.grad is None:
+            self._move_average(skip)
+            return
+        live = [tensor for state in self.targets.values() for tensor in state.live()]
+        before = [] if skip is None else [tensor.clone() for tensor in live]
+        values = self._new_values()
+        if not self.requantizations:
+            self._measure(values, FlatMax())
+        draws = self._draws()
+        for role, state in self.targets.items():
+            state.write(values[role], self.requantizations[role], draws.get(role))
+        if skip is not None:
+            for tensor, old in zip(live, before, strict=True):
+                tensor.copy_(torch.where(skip.to(old.device), old, tensor))
+
+    def _move_average(self, skip: Tensor | None) -> None:
+        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
+        if self.average is None:
+            return
+        before = self.average.read()
+        after = averages.moved(before, self.source.read(), self.group.share)
+        self.average.write(after if skip is None else torch.where(skip, before, after), None)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The parameters of an optimizer's steps, until a state or a local tensor of a parameter is replaced.
+
+    `items`: the parameters with states. `frozen`: those without. `flags`: the names and ranks of `items`.
+    """
+
+    items: list[ParameterStep]
+    frozen: list[Tensor]
+    flags: FlagLayout
+
+    def release_gradients(self) -> None:
+        """Drop the references to gradients and new values of a step."""
+        for item in self.items:
+            item.grad, item.requantizations = None, {}
+
+    def is_current(self) -> bool:
+        """Return whether all parameters still have their local tensors and storages."""
+        for item in self.items:
+            local = private_torch.local_tensor(item.param)
+            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
+                return False
+        return True
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
@@ -36,35 +234,21 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
         optimizer = Momentum(model.parameters(), {"lr": 0.1, "momentum": 0.9})
 
-    Results are bitwise the same on any number of ranks. The base class provides:
-
-    - masters of quantized and 16-bit parameters, which start from `get_high_precision_init_val()` if the initial values
-      were kept, otherwise from the (dequantized) parameter;
-    - states and masters in 32, 16 or 8 bits, rounded stochastically when a step writes them. The random bits depend on
-      a seed (created by the constructor if needed, saved in the state dict), the step and the index in the global
-      tensor;
-    - steps that are skipped on all ranks if a gradient is not finite: nothing changes, and `skipped_steps` counts them;
-    - state dicts that load on any number of ranks.
-
-    States are allocated by the constructor, so a new process can load them, and are DTensors exactly where the
-    parameters are. A formula sees one element at a time. For norms of whole tensors (LAMB) or matrix products use
-    `MasterWeights`.
+    The base class provides masters, states in 32, 16 or 8 bits with stochastic rounding, skipped steps, and state dicts
+    that load on any number of ranks, all as in `FusedAdam`. Results are bitwise the same on any number of ranks. A
+    formula sees one element at a time. For norms of whole tensors (LAMB) or matrix products use `MasterWeights`.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. No parameter can be on the meta device. Trained
-            parameters are quantized, float32, bfloat16 or float16.
+        params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`.
         defaults: group entries for groups that do not set them; must include `lr`.
         state_dtypes: dtype of each state, by role: `torch.float32` (default), `torch.bfloat16`, `torch.float16` (with a
             power-of-two scale per 128 elements of a row) or `torch.uint8` (FP8 with the same scales: E4M3, or UE5M3 for
             nonnegative states). Only 2-D parameters have scaled states; other parameters use float32 instead.
-        capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`; see
-            `FusedAdam`. The formula must not synchronize either.
+        capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`. The
+            formula must not synchronize either.
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
-        use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
-        store_param_remainders: store only the bits of a master that the parameter does not hold; see `FusedAdam`.
-        max_skipped_in_a_row: raise after this many consecutive skipped steps.
-        ema_decay: keep an average of the weights; see `FusedAdam`.
+        use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -111,16 +295,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         skipped step. Optimizers without masters wait.
 
         Raises:
-            ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse; a group has an invalid
-                value; or parameters were replaced after the first step (replacements before it are adopted, with new
-                states).
+            ConfigurationError: a gradient does not have its parameter's layout, a group has an invalid value, or
+                parameters were replaced after the first step.
             RankMismatchError: a parameter has a gradient on some ranks only.
             NonFiniteGradientError: too many consecutive steps were skipped; on a GPU raised one step later.
         """
         if grad_scaler is not None:
             raise ConfigurationError(
-                f"{self._name}.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead, which "
-                "unscales the gradients first"
+                f"{self._name}.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead"
             )
         self._adopt_replaced_parameters()
         self._raise_late_error()
@@ -129,14 +311,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         groups = [self._group_settings(number, group) for number, group in enumerate(self.param_groups)]
-        plan = self._current_plan()
+        plan, applied = self._current_plan(), False
         try:
             self._take_gradients(plan, groups)
-            flags, remaining = self._measured(plan)
+            flags, remaining = self._reduce_flags_and_launch(plan)
             flags.warn_of_no_gradient()
-            applied = self._apply(flags, remaining)
-            self._finished(applied)
+            applied = self._finish_updates(flags, remaining)
         finally:
+            self._post_step(applied)
             plan.release_gradients()
         if applied:
             for item in plan.items:
@@ -161,7 +343,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
-        attribute = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
+        attribute = DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
         seed = self._seed
         for param in plan.frozen:
             if getattr(param, attribute, None) is not None:
@@ -170,25 +352,34 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             param, version = item.param, item.version()
             grad: Tensor | None = getattr(param, attribute, None)
             if grad is not None:
-                guards.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
+                check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
                 if self._made_for[param] != (param.dtype, param.shape):
-                    self._check_fits(param, self._made_for[param], item.depends_on_dtype or self._loses_master(item))
+                    # without a master, which the parameter could need in another dtype
+                    lacks_master = self._master_weights and item.source is item.weight
+                    self._check_fits(param, item.depends_on_dtype or lacks_master)
             if self._versions.setdefault(param, version) != version and MASTER in item.states:
-                if item.is_quantized:
+                if item.storage is not None:
                     self._raise_for_new_values(param)
                 item.source.adopt()
-            item.begin(grad, groups[item.number], seed)
+            item.set_inputs(grad, groups[item.number], seed)
             if item.grad is not None and item.grad.shape != item.local.shape:
                 raise ConfigurationError(
                     f"{self._names[param]} has local shape {tuple(item.local.shape)}, its gradient "
                     f"{tuple(item.grad.shape)}"
                 )
 
-    def _loses_master(self, item: ParameterStep) -> bool:
-        """Whether the parameter has no master, but would have one in another dtype."""
-        return self._master_weights and item.source is item.weight
+    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+        """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
 
-    def _apply(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
+        A subclass with kernels overrides this and launches its part of the step, which does nothing if a gradient is
+        bad.
+        """
+        reduction = FlatMax()
+        for item in plan.items:
+            item.measure(reduction)
+        return self._flags(plan, reduction), plan.items
+
+    def _finish_updates(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
         """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
         step.
 
@@ -196,14 +387,22 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
         - `capturable`: never. The device undoes the step and counts it.
         - deferred: in the next step. The device undoes the step, and until then the host counts it as applied.
-        - otherwise: now.
+        - otherwise: now. A weight without a master counts its random draws on the host, in state that can be saved
+          before the flags are read; so without masters all ranks wait.
         """
         if self._capturable:
-            self._last_bad_step.finish(remaining, flags, self.param_groups)
+            bad = flags.bad()
+            self._last_bad_step.keep_if(bad, flags)
+            for item in remaining:
+                item.finish(skip=bad)
+            for group in self.param_groups:
+                skipped = bad.to(group["step"].device).to(torch.int64)
+                group["step"].add_(1 - skipped)
+                group["skipped_steps"].add_(skipped)
+                group["skipped_in_a_row"].add_(1).mul_(skipped)
             return True
-        deferred = self._is_late(flags)
+        deferred = flags.deferred and self._master_weights
         if not deferred and self._skips(flags):
-            self._last_bad_step.keep(flags)
             return False
         for item in remaining:
             item.finish(flags.bad() if deferred else None)
@@ -212,34 +411,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         self._unread = flags if deferred else None
         return True
 
-    def _measured(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
-
-        A subclass with kernels overrides this and applies its part of the step here, unless a gradient is bad.
-        """
-        reduction = FlatMax()
-        for item in plan.items:
-            item.measure(reduction)
-        return self._flags(plan, reduction), plan.items
-
-    def _finished(self, applied: bool) -> None:
-        """Hook that runs at the end of a step, applied or skipped."""
+    def _post_step(self, applied: bool) -> None:
+        """Hook that runs at the end of a step, applied, skipped or failed."""
         return
-
-    def _is_late(self, flags: GradientFlags) -> bool:
-        """Whether reading the flags is left to the next step (or to whoever reads `skipped_steps` first).
-
-        The host then treats the step as applied. A weight without a master counts its random draws on the host, in
-        state that can be saved before the flags are read; so without masters all ranks wait.
-        """
-        return flags.deferred and self._master_weights
-
-    def _skips(self, flags: GradientFlags) -> bool:
-        try:
-            return flags.skips(self.param_groups, self._max_skipped_in_a_row)
-        except Exception:
-            self._finished(applied=False)
-            raise
 
     def _flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
         """Run the pending reductions and return the gradient flags of all ranks."""
@@ -269,7 +443,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if not self._use_decoupled_grad:
             return
         for param in self._names:
-            grad = getattr(param, guards.DECOUPLED_GRAD, None)
+            grad = getattr(param, DECOUPLED_GRAD, None)
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif grad is not None:

@@ -2,25 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
-from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.optimizers.kernel_step import CommonOptions
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam, largest_ratio
+from quantshard.numerics.states import EMA_DECAY, StateSpec
+from quantshard.optimizers.elementwise import Update
+from quantshard.optimizers.kernel_step import CommonOptions, KernelOptimizer
+from quantshard.state_storage import floor_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class AdamOptimizer(KernelOptimizer):
+    """Adam's update rule, for all groups of `FusedAdam` and the "adamw" groups of `Muon`."""
+
+    states: ClassVar[tuple[StateSpec, ...]] = STATES
+    checked_numbers = ("lr", "weight_decay", "betas", "eps", EMA_DECAY)
+
+    def update(
+        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Hyperparameters
+    ) -> Update:
+        """Apply `numerics.adam.adam` to one parameter."""
+        new = adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
+        return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
+
+    kernel_formula = update
+
+    def settings(self, group: dict[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of a group for this step."""
+        beta1, beta2 = map(float, group["betas"])
+        return Hyperparameters(
+            step=group["step"] + 1,
+            lr=group["lr"] if self._capturable else float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+            ema_decay=float(group.get(EMA_DECAY, 0.0)),
+        )
+
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values, and whether updates that need a bound have one."""
+        super().check_group(where, group)
+        if self._bounds_ratio and largest_ratio(*map(float, group["betas"])) == math.inf:
+            raise ConfigurationError(
+                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
+                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
+            )
+
+    @cached_property
+    def _bounds_ratio(self) -> bool:
+        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
+        squares."""
+        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
+
+    def _is_bounded(self, param: Tensor) -> bool:
+        return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None
+
+
 class FusedAdam(AdamOptimizer):
     """Adam or AdamW for models with quantized weights, on one process or sharded.
 
-    Every parameter with less precision than `master_weight_dtype` has a master weight. The master starts from
+    Every parameter with less precision than `master_weight_dtype` has a master weight. It starts from
     `get_high_precision_init_val()` if the initial values were kept, otherwise from the (dequantized) parameter. States
     are allocated by the constructor, so a new process can load them, and are DTensors exactly where the parameters are.
 
@@ -29,15 +82,13 @@ class FusedAdam(AdamOptimizer):
     seed (created by the constructor if needed, saved in the state dict), the step and the index in the global tensor,
     so the result is bitwise the same on any mesh and after resuming.
 
-    State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8). The last two are
-    scaled: each block of 128 elements of a row has a power-of-two scale, because unscaled float16 overflows above 65504
-    and loses squares of gradients below 2e-4. FP8 is E4M3 for the first moment and UE5M3 for the second, which is never
-    negative (`state_storage`). Only 2-D parameters have scaled states; other parameters use float32 instead.
+    State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8: E4M3 for the first
+    moment, UE5M3 for the second). The last two have a power-of-two scale per block of 128 elements of a row. Only 2-D
+    parameters have scaled states; other parameters use float32 instead.
 
     If any gradient is infinite or NaN, the step is skipped on all ranks: no weight, moment, scale or amax history
-    changes, and `skipped_steps` counts it. On GPUs the device skips the step, and the host learns about it in the next
-    one (see `step`). On GPUs a step runs in kernels that process all parameters at once, with the same bits
-    (`kernel_step`).
+    changes, and `skipped_steps` counts it. On GPUs a step runs in kernels that process all parameters at once, with the
+    same bits; the device skips bad steps, and the host learns about it in the next one (see `step`).
 
     Args:
         params: parameters, (name, parameter) pairs or groups. No parameter can be on the meta device. Trained
@@ -56,17 +107,15 @@ class FusedAdam(AdamOptimizer):
             Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
             with a preset must agree with it.
         master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated
-            and rounded stochastically to their own format. An element with the largest code of its FP4 block then grows
-            only by steps of 3% or more, since the block's scale is rounded to E4M3.
+            and rounded stochastically to their own format. The largest element of an FP4 block then grows only by 3% or
+            more, because the block's scale is rounded to E4M3.
         master_weight_dtype: float32 (default), float16 or bfloat16.
         exp_avg_dtype, exp_avg_sq_dtype: float32 (default), float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
         store_param_remainders: False by default. True stores only the bits of a master that the parameter itself does
-            not hold. A bfloat16 parameter needs the low 16 bits of a float32 master: the same training, bit for bit, in
-            half the memory. An 8-bit quantized weight with `master_weight_dtype=torch.float16` needs the low 8 bits of
-            a 16-bit master. This master has the exponent range of the codes and 8 more mantissa bits (E4M11), shares
-            the weight's scales, and its high byte, rounded to nearest, is the code. Other parameters keep a full
-            master.
+            not hold: for a bfloat16 parameter the low 16 bits of a float32 master (the same training, bit for bit), for
+            an 8-bit quantized weight with `master_weight_dtype=torch.float16` the low 8 bits of a 16-bit master, which
+            shares the weight's scales. Other parameters keep a full master.
         set_grad_none: deprecated default of `zero_grad`. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state

@@ -1,25 +1,23 @@
-"""Checks around an optimizer's update: initial masters, gradient flags, and parameters changed by others."""
+"""Gradient flags: which gradients are missing or bad on any rank, so that all ranks skip the same steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
-from quantshard import kernel_dispatch, limits, numerics, private_torch
-from quantshard.collectives import flat_max, process_groups
+from quantshard import kernel_dispatch, private_torch
+from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.collectives.flags import PendingFlag
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, warn_user
 from quantshard.tensor import components
-from quantshard.tensor.storage import KEY, SEED_STREAM
 
 DECOUPLED_GRAD = "decoupled_grad"
 """Attribute for a gradient of any floating-point dtype, which optimizers with `use_decoupled_grad` read."""
@@ -46,182 +44,12 @@ def gradient_of(param: Tensor) -> Tensor | None:
     return param.grad if decoupled is None else decoupled
 
 
-def initial_master(param: Tensor) -> Tensor:
-    """Return new local float32 values from which a parameter's master starts.
-
-    These are the initial values of the weight if they were kept (`get_high_precision_init_val`), otherwise the present
-    values.
-    """
-    local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized_local(param)
-    if quantized is None:
-        return local.to(torch.float32, copy=True)
-    initial_values = quantized.get_high_precision_init_val()
-    if initial_values is None:
-        return quantized.quantized_storage.dequantize()
-    return initial_values.to(quantized.device, torch.float32, copy=True)
-
-
-def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
-    """Return the maximum of `value` over ranks if the parameters are on several meshes or expert-parallel, otherwise
-    `value`.
-
-    A collective call in the first case.
-    """
-    params = list(params)
-    groups = dict.fromkeys(map(process_groups.stepping_group, params))
-    largest = torch.tensor([value], dtype=torch.int64, device="cpu")
-    for group in (
-        process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_expert_parallel, params)) else ()
-    ):
-        largest = largest.to(process_groups.collective_device(group))
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return int(largest)
-
-
-def rounding_seed(params: Sequence[Tensor]) -> int:
-    """Return a seed for an optimizer's random bits, derived from the key of the first quantized weight.
-
-    All replicas, including DDP's, share that key. Without quantized weights, the seed is drawn from torch's generator.
-    If ranks hold different parameters (experts, several meshes), they use the largest of their seeds.
-    """
-    first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
-    if first is None:
-        info = torch.iinfo(torch.int64)
-        seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
-    else:
-        low, high = numerics.random_words(int(first.quantized_storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
-        seed = int(high << 32 | low) - (1 << 63)
-    return largest_over_ranks(seed, params)
-
-
-def check_own_weights(optimizer: str, are_averages: bool) -> None:
-    """Check that the averages of the weights are not swapped in (`averaged_weights`).
-
-    Raises:
-        ConfigurationError: they are.
-    """
-    if are_averages:
-        raise ConfigurationError(
-            f"{optimizer}: inside averaged_weights(...) the model has the averages of its weights, and the optimizer "
-            "neither steps nor is read, saved or loaded; do that after the with block"
-        )
-
-
-def keep_out_of_graphs(kind: type[Any]) -> None:
-    """Exclude the `step` of an optimizer class from torch.compile: graphs break there and the step runs eagerly.
-
-    Call it in the constructor before PyTorch's, which wraps `step` once. A decorator would import the compiler together
-    with this package.
-    """
-    if not hasattr(kind.step, "hooked"):
-        kind.step = torch.compiler.disable(kind.step)
-
-
-def weight_version(param: Tensor) -> int:
-    """Return how often a parameter was written. Writes to a plain parameter through `.data` are not counted."""
-    quantized = components.quantized_local(param)
-    if quantized is None:
-        return private_torch.in_place_changes(param)
-    return quantized.quantized_storage.seen_version()
-
-
-def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Return `weight_version` of each parameter that is not quantized."""
-    return {param: weight_version(param) for param in params if components.quantized_local(param) is None}
-
-
-def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that a parameter has values and is quantized or of one of the given dtypes.
-
-    Raises:
-        ConfigurationError: the parameter is on the meta device or has another dtype.
-    """
-    if param.is_meta:
-        raise ConfigurationError(
-            f"{optimizer}: {name} is on the meta device; call reset_parameters() on the modules first"
-        )
-    if components.quantized_local(param) is None and param.dtype not in dtypes:
-        raise ConfigurationError(limits.refusal("wider parameters", f"{optimizer}: {name} is {param.dtype}"))
-
-
-def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
-    """Check that a quantized parameter's random key is equal on all ranks and unique, and that all shards are where
-    checkpoints and random bits expect them.
-
-    `also`: more int64 tensors [1] that must be equal on all ranks. Runs one collective per axis of each mesh.
-
-    Raises:
-        ConfigurationError: two parameters have the same key, or a shard is misplaced.
-        RankMismatchError: keys differ between ranks.
-    """
-    keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
-    owners: dict[int, str] = {}
-    named = list(named)
-    components.check_offsets(named)
-    for name, param in named:
-        quantized = components.quantized_local(param)
-        checked = keys.setdefault(private_torch.mesh_group(param), dict(also or {}))
-        if quantized is None:
-            continue
-        key = checked[name] = quantized.quantized_storage.state[KEY]
-        owner = owners.setdefault(id(key), name)
-        if owner != name:
-            raise ConfigurationError(
-                f"{owner} and {name} were one tied weight that fully_shard has cut twice, so they would train "
-                "apart; wrap the modules that share it as one group, fully_shard([a, b]), or their parent alone"
-            )
-    for group, checked in keys.items():
-        flat_max.check_equal_on_ranks(checked, group, "the random key")
-
-
-def kind(value: Any) -> str:
-    """Describe a value in a message: "a DTensor", "a plain tensor", or its type."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
-
-
-def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Check that a parameter and its gradient or state have the same shape, and that both or neither are DTensors.
-
-    Raises:
-        ConfigurationError: they differ.
-    """
-    if param.shape == other.shape and isinstance(param, DTensor) is isinstance(other, DTensor):
-        if not isinstance(param, DTensor) or (
-            param.placements == other.placements and param.device_mesh == other.device_mesh  # type: ignore[attr-defined]
-        ):
-            return
-    if kind(param) != kind(other):
-        raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
-    if isinstance(param, DTensor) and isinstance(other, DTensor):
-        specs = [(tuple(t.placements), t.device_mesh) for t in (param, other)]
-        if specs[0] != specs[1]:
-            raise ConfigurationError(
-                f"{name} has placements {specs[0][0]} on {specs[0][1]}, but its {what} {specs[1][0]} on {specs[1][1]}; "
-                "redistribute it to the parameter's"
-            )
-    shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
-    if param.shape != other.shape or shapes[0] != shapes[1]:
-        raise ConfigurationError(
-            f"{name} has shape {tuple(param.shape)} (local {shapes[0]}), but its {what} {tuple(other.shape)} (local "
-            f"{shapes[1]}); both must be the same"
-        )
-
-
-def check_local(param: DTensor, values: Tensor, name: str, what: str) -> None:
-    """Check that a plain tensor has the shape of this rank's shard of a parameter.
-
-    Raises:
-        ConfigurationError: the shapes differ.
-    """
-    local = tuple(private_torch.local_tensor(param).shape)
-    if tuple(values.shape) != local:
-        raise ConfigurationError(
-            f"{name} has shape {tuple(param.shape)}, of which this rank holds {local}; its {what} is a plain tensor of "
-            f"shape {tuple(values.shape)}: give this rank's part, or a DTensor of the whole shape"
-        )
+def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:
+    """Return float32 [count]: the first element is `RATE` if a learning rate on the device is invalid, all others are
+    0."""
+    rates = torch.stack([group["lr"] for group in groups])
+    bad = ~((rates >= 0) & (rates <= LARGEST_RATE)).all()
+    return functional.pad((bad * RATE).view(1), (0, count))[:count]
 
 
 class FlagLayout:
@@ -257,6 +85,9 @@ class GradientFlags:
         reduction: collects the flags for one collective.
         exceeding: problems of the gradients, float32 [parameters]; computed here if None.
         wrong: other problems, float32, of the first len(wrong) parameters.
+
+    Attributes:
+        table: the flags of all ranks, after `gather`.
     """
 
     def __init__(
@@ -304,11 +135,7 @@ class GradientFlags:
             self._names = [*self._names, "a parameter of other ranks"]
 
     def warn_of_no_gradient(self) -> None:
-        """Warn if no parameter has a gradient, for instance because the model was wrapped after the optimizer was
-        built.
-
-        Call it from `step`, so that the warning points at the caller of `step`.
-        """
+        """Warn if no parameter has a gradient. Call it from `step`, so that the warning points at its caller."""
         capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
         # Waits for the device only if this rank has no gradient.
         if not self._has_none or capturing or self.table[0].any():
@@ -318,8 +145,8 @@ class GradientFlags:
             return
         warn_user(
             f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
-            "step changes nothing; if they were replaced in the model after the optimizer was built, as by "
-            "fully_shard, build it after; under FSDP2 they have none after set_requires_gradient_sync(False) either"
+            "step changes nothing; if they were replaced in the model, as by fully_shard, build it after (or call "
+            "set_requires_gradient_sync(True) before the last backward)"
         )
 
     def bad(self) -> Tensor:
@@ -344,7 +171,7 @@ class GradientFlags:
 
         Raises:
             RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`. If not `deferred`, also
-                mismatches that delayed scaling found on the GPU in earlier passes (`MISMATCHES`).
+                for mismatches of delayed scaling (`MISMATCHES`).
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
@@ -368,7 +195,7 @@ class GradientFlags:
         elif groups[0]["skipped_in_a_row"] == 1:
             warn_user(
                 f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and nothing "
-                f"changed (skipped_steps counts; {most_in_a_row} in a row are an error)"
+                f"changed ({most_in_a_row} in a row are an error)"
             )
 
     def large_gradient(self) -> str:
@@ -380,11 +207,7 @@ class GradientFlags:
         return self._first(self.table[2]) if is_worst else ""
 
     def check_missing(self) -> None:
-        """Raise on every rank, once, if a gradient is missing on some ranks.
-
-        Raises:
-            RankMismatchError: names the first such parameter.
-        """
+        """Raise a RankMismatchError on every rank, once, if a gradient is missing on some ranks."""
         missing = self.table[0] * self.table[1]
         if missing.any():
             name = self._first(missing)
@@ -406,18 +229,17 @@ class GradientFlags:
             return
         if worst == RATE:
             raise ConfigurationError(
-                f"the last step was skipped, and changed nothing, for its learning rate was negative, infinite, NaN or "
-                f"above {LARGEST_RATE:g}; look at the schedule"
+                f"the last step was skipped, because its learning rate was negative, infinite, NaN or above "
+                f"{LARGEST_RATE:g}; check the schedule"
             )
         name = self._first(self.table[2] == worst)
         raise NonFiniteGradientError(
             {
                 TOO_LARGE: f"{in_a_row} steps in a row were skipped: {too_large(name)}",
-                NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight was "
-                "changed by them. Lower the learning rate, look at the data of these steps and whether weights are "
-                "finite, or load an older checkpoint",
-                WEIGHT: f"the update before this one made the master of {name} infinite or NaN, and it is no longer "
-                "trained; load an older checkpoint, and lower the learning rate",
+                NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; lower the "
+                "learning rate, check the data and the weights, or load an older checkpoint",
+                WEIGHT: f"the update before this one made the master of {name} infinite or NaN; load an older "
+                "checkpoint, and lower the learning rate",
             }[worst]
         )
 
@@ -425,12 +247,44 @@ class GradientFlags:
         return self._names[int(chosen.nonzero()[0])]
 
 
+class BadStepRecord:
+    """The flags of the last bad step: one number per parameter that says what was wrong.
+
+    With `capturable` they stay on the device and are read only on request, so a normal step does not synchronize.
+    """
+
+    def __init__(self) -> None:
+        self._flags: GradientFlags | None = None
+
+    def keep(self, flags: GradientFlags) -> None:
+        """Record the flags of a bad step that the host already knows about."""
+        self._flags = flags
+
+    def keep_if(self, bad: Tensor, flags: GradientFlags) -> None:
+        """Record flags on the device if `bad`, a bool scalar tensor, is true."""
+        table = flags.table
+        if self._flags is None or self._flags.table.shape != table.shape:
+            self._flags, flags.table = flags, torch.zeros_like(table)
+        last_table = self._flags.table
+        last_table.copy_(torch.where(bad, table, last_table))
+
+    def large_gradient(self) -> str:
+        """See `GradientFlags.large_gradient`."""
+        return "" if self._flags is None else self._flags.large_gradient()
+
+    def check(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
+        """Raise the errors of the steps since the last good one; see `GradientFlags`."""
+        if self._flags is not None:
+            self._flags.check_missing()
+            self._flags.check_skipped(groups, most_in_a_row)
+
+
 def too_large(name: str) -> str:
     """Describe a parameter whose gradient is finite but too large, for messages."""
     return (
         f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
-        "float64), so that its square overflows, and so would the second moment, for good; scale the loss down, or "
-        "call quantshard.optimizers.clip_grad_norm_ before the step"
+        "float64), so its square overflows; scale the loss down, or call quantshard.optimizers.clip_grad_norm_ before "
+        "the step"
     )
 
 

@@ -1,12 +1,12 @@
 """A step of Adam, Lion or Muon in multi-tensor kernels, and the base of these optimizers.
 
 A plan per device holds the addresses of the tensors that a step reads and writes, and is rebuilt if one changes. It
-also keeps the tensors alive, so that no address is reused. `step.ParameterStep` handles what the kernels do not
+also keeps the tensors alive, so that no address is reused. `elementwise.ParameterStep` handles what the kernels do not
 support: gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than
 two dims that are cut along another dim than the first.
 
 Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
-share blocks, that is one collective more than in `step`, but one pass less over states and weights.
+share blocks, that is one collective more than in `elementwise`, but one pass less over states and weights.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ from quantshard.kernels.optimizer.stored import (
     MatrixRegion,
     SettingsRow,
     StepParameter,
-    adam_row,
-    lion_row,
-    muon_row,
 )
-from quantshard.numerics.adam import Hyperparameters
+from quantshard.numerics.adam import Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import WEIGHT
-from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.optimizers.elementwise import ElementwiseOptimizer, ParameterStep, StepPlan
 from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags
-from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import GroupSettings, ParameterStep, StepPlan
+from quantshard.optimizers.state import TensorRegion
 from quantshard.state_storage import chosen_options
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
@@ -47,32 +43,10 @@ from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorag
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from quantshard.optimizers.matrix_exchange import MatrixWorkspace
+
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
-
-
-class MatrixWorkspace:
-    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._flat: dict[torch.device, Tensor] = {}
-
-    def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
-        """Return a bfloat16 matrix of each size, aligned to 16 elements."""
-        if device not in self._flat:
-            self._flat[device] = torch.empty(self._size, dtype=torch.bfloat16, device=device)
-        matrices, offset = {}, 0
-        for index, size in sizes.items():
-            count = math.prod(size)
-            matrices[index] = self._flat[device][offset : offset + count].view(size)
-            offset += rounded_up(count)
-        return matrices
-
-
-def rounded_up(count: int) -> int:
-    """Return the number of elements that a matrix of `count` elements occupies in a `MatrixWorkspace`."""
-    return -(count // -16) * 16
 
 
 @dataclass
@@ -139,35 +113,28 @@ class KernelStep:
             self._make_plans(work, is_bounded)
         if not self._rows:
             return False
-        rows = [_row(item.group, shape) for (_, shape), item in self._rows.items()]
+        rows = [
+            settings_row(item.group.settings, item.group.step, item.group.ema_decay, shape)
+            for (_, shape), item in self._rows.items()
+        ]
         self._work, self._left, self._directions = work, set(range(len(work))), {}
         for device_plan in self._planned:
-            items, device = [work[index] for index in device_plan.places], device_plan.plan.device
-            grads = [item.grad for item in items]
-            grads = [
-                grad if grad is None or (grad.dtype in GRADIENT_DTYPES and grad.device == device) else None
-                for grad in grads
-            ]
-            self._left.difference_update(
-                [
-                    index
-                    for index, item, grad in zip(device_plan.places, items, grads, strict=True)
-                    if grad is not None or item.grad is None
-                ]
-            )
-            # the next random draw of a quantized weight without a master
-            draws = [
-                int(item.storage.state[DRAWS]) if item.has_draws and grad is not None else 0  # type: ignore[union-attr]
-                for item, grad in zip(items, grads, strict=True)
-            ]
-            sizes = {
-                index: size
-                for index, size in device_plan.sizes.items()
-                if work[index].grad is not None and index not in self._left
-            }
+            grads, draws, sizes = [], [], {}
+            for index in device_plan.places:
+                item, grad = work[index], work[index].grad
+                if grad is None or (grad.dtype in GRADIENT_DTYPES and grad.device == device_plan.plan.device):
+                    self._left.remove(index)
+                else:
+                    grad = None
+                grads.append(grad)
+                # the next random draw of a quantized weight without a master
+                storage = item.storage if item.has_draws and grad is not None else None
+                draws.append(0 if storage is None else int(storage.state[DRAWS]))
+                if grad is not None and index in device_plan.sizes:
+                    sizes[index] = device_plan.sizes[index]
             if sizes:
                 assert workspace is not None
-                self._directions |= workspace.views(device, sizes)
+                self._directions |= workspace.views(device_plan.plan.device, sizes)
             directions = [self._directions.get(index) for index in device_plan.places]
             device_plan.plan.take(grads, rows, seed, draws, directions)
         return True
@@ -182,40 +149,28 @@ class KernelStep:
 
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
         self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
-        self._planned, self._rows, numbers = [], {}, list[int]()
+        self._planned, self._rows = [], {}
         if any(kernel_dispatch.has_kernels(item.local) for item in work):
-            for item in work:
+            by_device: dict[torch.device, dict[int, StepParameter]] = {}
+            for index, item in enumerate(work):
                 shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
                 self._rows.setdefault((item.number, shape), item)
-                numbers.append([*self._rows].index((item.number, shape)))
-            self._planned = self._plans(work, numbers, len(self._rows), is_bounded)
+                row = [*self._rows].index((item.number, shape))
+                bounded = is_bounded is not None and is_bounded(item.param)
+                parameter = _parameter(item, row, bounded) if kernel_dispatch.has_kernels(item.local) else None
+                if parameter is not None:
+                    by_device.setdefault(item.local.device, {})[index] = parameter
+            self._planned = [self._device_plan(work, *entry) for entry in by_device.items()]
         self._planned_work, self._addresses = work, self._current_addresses()
 
-    @staticmethod
-    def _plans(
-        work: Sequence[ParameterStep],
-        numbers: Sequence[int],
-        rows: int,
-        is_bounded: Callable[[Tensor], bool] | None,
-    ) -> list[_DevicePlan]:
-        parameters_by_device: dict[torch.device, list[tuple[int, StepParameter]]] = {}
-        for index, item in enumerate(work):
-            bounded = is_bounded is not None and is_bounded(item.param)
-            parameter = _parameter(item, numbers[index], bounded) if kernel_dispatch.has_kernels(item.local) else None
-            if parameter is not None:
-                parameters_by_device.setdefault(item.local.device, []).append((index, parameter))
-        device_plans = []
-        for device, pairs in parameters_by_device.items():
-            plan, indices = (
-                StepLaunchPlan([parameter for _, parameter in pairs], rows, device),
-                [index for index, _ in pairs],
-            )
-            grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
-            shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(indices)}
-            shared = {index: amaxes for index, amaxes in shared.items() if amaxes}
-            sizes = {index: entry.rectangle.shape for index, entry in pairs if entry.algorithm is Algorithm.MUON}
-            device_plans.append(_DevicePlan(plan, indices, shared, sizes))
-        return device_plans
+    def _device_plan(
+        self, work: Sequence[ParameterStep], device: torch.device, parameters: dict[int, StepParameter]
+    ) -> _DevicePlan:
+        plan = StepLaunchPlan([*parameters.values()], len(self._rows), device)
+        grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
+        shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(parameters)}
+        sizes = {i: entry.rectangle.shape for i, entry in parameters.items() if entry.algorithm is Algorithm.MUON}
+        return _DevicePlan(plan, [*parameters], {index: amaxes for index, amaxes in shared.items() if amaxes}, sizes)
 
     def exceeding(self) -> Tensor:
         """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]."""
@@ -228,9 +183,8 @@ class KernelStep:
             for index, flag in zip(device_plan.places, device_flags.to(device).unbind(), strict=True):
                 columns[index] = flag
         remaining = sorted(self._left)
-        for index, flag in zip(
-            remaining, exceeding([self._work[number].grad for number in remaining], device).unbind(), strict=True
-        ):
+        remaining_flags = exceeding([self._work[index].grad for index in remaining], device)
+        for index, flag in zip(remaining, remaining_flags.unbind(), strict=True):
             columns[index] = flag
         return torch.stack(columns)
 
@@ -283,14 +237,25 @@ def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     return torch.stack(flags) if flags else zero.new_empty(0)
 
 
-def _row(group: GroupSettings, shape: tuple[int, ...]) -> SettingsRow:
-    settings = group.settings
+def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
+    """Return a group's settings as kernels read them. `shape`: global shape of the matrices, for Muon."""
     if isinstance(settings, MuonSettings):
-        return muon_row(settings, group.step, group.ema_decay, shape)
+        columns = {**_shares(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
+        return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
     if isinstance(settings, LionSettings):
-        return lion_row(settings, group.step, group.ema_decay)
+        columns = {**_shares(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
+        return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
     assert isinstance(settings, Hyperparameters)
-    return adam_row(settings)
+    betas = float32(settings.beta1), float32(settings.beta2)
+    l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
+    columns = {**_shares(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
+    if not isinstance(step, Tensor):
+        columns |= dict(zip(("correction1", "correction2"), map(float, settings.corrections), strict=True))
+    return SettingsRow(step, settings.lr, columns, betas=betas, corrects=settings.bias_correction, ema_decay=ema_decay)
+
+
+def _shares(beta1: float, beta2: float) -> dict[str, float]:
+    return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
 
 
 def _algorithm(settings: Any) -> Algorithm:
@@ -404,11 +369,11 @@ class KernelOptimizer(ElementwiseOptimizer):
         """Return the argument `bounded` of `numerics.adam.adam` for a parameter."""
         return False
 
-    def _measured(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         if not self._has_kernels or not self._kernels.take(plan.items, self._seed, self._is_bounded):
-            return super()._measured(plan)
+            return super()._reduce_flags_and_launch(plan)
         flags = self._flags(plan, FlatMax(), self._kernels.exceeding())
         return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
 
-    def _finished(self, applied: bool) -> None:
+    def _post_step(self, applied: bool) -> None:
         self._kernels.finished(applied)

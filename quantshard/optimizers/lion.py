@@ -11,8 +11,8 @@ from torch import Tensor
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
 from quantshard.numerics.states import EMA_DECAY
+from quantshard.optimizers.elementwise import Update
 from quantshard.optimizers.kernel_step import CommonOptions, KernelOptimizer
-from quantshard.optimizers.step import Update
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

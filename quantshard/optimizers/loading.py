@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.optimizers import guards
+from quantshard.optimizers.base import kind
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -57,16 +57,21 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
         for saved_group, group in zip(groups, optimizer.param_groups, strict=True)
         for index, param in zip(saved_group["params"], group["params"], strict=True)
     ]
-    if any(map(_is_matched_by_name, groups)):
-        _check_frozen(entries, names)
-    loads = [(names[param], live, loaded) for param, live, loaded in entries]
-    for name, live, loaded in loads:
-        _check_states(name, live, loaded)
+    matched_by_name = any(map(_is_matched_by_name, groups))
+    for param, live, loaded in entries:
+        # For frozen parameters set_optimizer_state_dict passes nothing, or the live states themselves.
+        is_live = all(loaded.get(key) is value for key, value in live.items() if loaded)
+        if matched_by_name and live and not param.requires_grad and is_live:
+            raise CheckpointError(
+                f"{names[param]} is frozen, and set_optimizer_state_dict does not load its states; call "
+                "requires_grad_(True) for the load, then freeze it again"
+            )
+        _check_states(names[param], live, loaded)
     changed = False
-    for _, live, loaded in loads:
+    for _, live, loaded in entries:
         for key, value in loaded.items():
             if isinstance(value, Tensor):
-                changed |= _copied(private_torch.local_tensor(live[key]), private_torch.local_tensor(value), changed)
+                changed |= _copy(private_torch.local_tensor(live[key]), private_torch.local_tensor(value), changed)
             else:
                 live[key] = value
     for saved_group, group in zip(groups, optimizer.param_groups, strict=True):
@@ -74,21 +79,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
     return changed
 
 
-def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]) -> None:
-    """Reject what `set_optimizer_state_dict` passes for frozen parameters: nothing, or the live states themselves.
-
-    Raises:
-        CheckpointError: names the first such parameter.
-    """
-    for param, live, loaded in states:
-        if live and not param.requires_grad and all(loaded.get(key) is value for key, value in live.items() if loaded):
-            raise CheckpointError(
-                f"{names[param]} is frozen, and set_optimizer_state_dict does not load states of frozen parameters; "
-                "call requires_grad_(True) for the load, then freeze it again"
-            )
-
-
-def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
+def _copy(live: Tensor, value: Tensor, is_known: bool) -> bool:
     """Copy a value into a live tensor. Return whether it changed; False without a comparison if `is_known`."""
     if is_known or live is value or live.data_ptr() == value.data_ptr():
         live.copy_(value)
@@ -100,20 +91,26 @@ def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
 
 def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     live_groups, settings = optimizer.param_groups, components.own_settings(optimizer)
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, live_groups)]
-    if sizes[0] != sizes[1]:
+    saved_sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, live_groups))
+    if saved_sizes != own_sizes:
         raise CheckpointError(
-            f"the optimizer state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}; build it over the "
-            "same model"
+            f"the optimizer state has groups of {saved_sizes} parameters, this optimizer {own_sizes}; build it over "
+            "the same model"
         )
-    for theirs, ours in zip(saved, live_groups, strict=True):
-        if not _is_matched_by_name(theirs):
-            _check_names(theirs.get("param_names"), ours.get("param_names"))
-        for key in theirs.keys() & ours.keys() - {*components.PARAMETER_ENTRIES}:
-            if not components.can_take(key in settings, theirs[key], ours[key]):
+    for saved_group, group in zip(saved, live_groups, strict=True):
+        saved_names, names = saved_group.get("param_names"), group.get("param_names")
+        if saved_names is not None and names is not None and not _is_matched_by_name(saved_group):
+            for index, (saved_name, name) in enumerate(zip(saved_names, names, strict=True)):
+                if not components.is_same_name(saved_name, name):
+                    raise CheckpointError(
+                        f"parameter {index} of the optimizer state is {saved_name!r}, of this optimizer {name!r}; pass "
+                        "the same parameters in the same order"
+                    )
+        for key in saved_group.keys() & group.keys() - {*components.PARAMETER_ENTRIES}:
+            if not components.can_take(key in settings, saved_group[key], group[key]):
                 raise CheckpointError(
-                    f"the optimizer state says {key} = {shown(theirs[key])}, where this optimizer has "
-                    f"{shown(ours[key])}; choose another checkpoint"
+                    f"the optimizer state says {key} = {shown(saved_group[key])}, where this optimizer has "
+                    f"{shown(group[key])}; choose another checkpoint"
                 )
 
 
@@ -125,52 +122,41 @@ def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
     return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
 
 
-def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
-    if saved is None or own is None:
-        return
-    for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-        if not components.is_same_name(theirs, ours):
-            raise CheckpointError(
-                f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
-                "parameters in the same order"
-            )
-
-
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     if live and not loaded:
         raise CheckpointError(
-            f"{name}: the optimizer state has no entry for it; build this optimizer with the parameter frozen, as it "
-            "was when the saved one was built"
+            f"{name}: the optimizer state has no entry for it; freeze the parameter before this optimizer is built, as "
+            "in the saved run"
         )
     if loaded.keys() != live.keys():
         raise CheckpointError(
             f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}"
         )
     for key, value in loaded.items():
-        want, got = _described(live[key]), _described(value)
-        if want != got:
+        expected, found = _described(live[key]), _described(value)
+        if expected != found:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {got}, this optimizer's is {want}; {SAVED_OPTIONS}, over the same "
-                "model and mesh"
+                f"{name}: optimizer state {key} is {found}, this optimizer's is {expected}; {SAVED_OPTIONS}, over the "
+                "same model and mesh"
             )
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return guards.kind(value)
+        return kind(value)
     local = private_torch.local_tensor(value)
-    return f"{local.dtype} {tuple(value.shape)} in {guards.kind(value)} (local {tuple(local.shape)})"
+    return f"{local.dtype} {tuple(value.shape)} in {kind(value)} (local {tuple(local.shape)})"
 
 
-def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Copy the entries of a saved group. Tensors are copied in place, because a captured step reads their addresses."""
     for key, value in saved.items():
         if key in components.PARAMETER_ENTRIES:
             continue
-        value, live = components.as_setting(value, own.get(key)), own.get(key)
+        value, live = components.as_setting(value, group.get(key)), group.get(key)
         if isinstance(live, Tensor):
             live.copy_(value.reshape(live.shape)) if isinstance(value, Tensor) else live.fill_(value)
         elif isinstance(live, tuple) and isinstance(value, list):  # set_optimizer_state_dict(full_state_dict=True)
-            own[key] = tuple(value)
+            group[key] = tuple(value)
         else:
-            own[key] = value.clone() if isinstance(value, Tensor) else value
+            group[key] = value.clone() if isinstance(value, Tensor) else value

@@ -16,18 +16,25 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.errors import ConfigurationError
 from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import guards, loading, rounding
-from quantshard.optimizers.base import SWITCHES, ParameterOptimizer, check_ranges
-from quantshard.optimizers.state import make_weight
+from quantshard.optimizers import loading
+from quantshard.optimizers.base import (
+    SWITCHES,
+    ParameterOptimizer,
+    check_alike,
+    check_ranges,
+    initial_master,
+    weight_version,
+)
+from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
+from quantshard.optimizers.state import adopt, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
 
 UPDATES = "updates"
-OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
-"""Group entries that MasterWeights adds to the inner optimizer's."""
+"""State of each parameter that counts its updates."""
+
 EMA_STEPS = "ema_steps"
 """Group entry that counts the steps of the averages, if `EMA_DECAY` is set."""
 
@@ -47,9 +54,8 @@ class MasterWeights(ParameterOptimizer):
     parameters directly. During its step, float32 copies of all gradients exist as well.
 
     The constructor allocates zero states of the kinds that the inner optimizer's first step creates, so a new process
-    can load them. Entries that the inner optimizer creates only in later steps cannot be loaded. If any gradient is
-    infinite or NaN, the step is skipped on all ranks: no master, weight, scale or state changes, and `skipped_steps`
-    counts it.
+    can load them. If any gradient is infinite or NaN, the step is skipped on all ranks: nothing changes, and
+    `skipped_steps` counts it.
 
     Args:
         optimizer_class: a `torch.optim.Optimizer` class, or a function that returns such an optimizer for
@@ -62,8 +68,7 @@ class MasterWeights(ParameterOptimizer):
         settings: arguments of `optimizer_class`, such as lr and weight_decay. `fused=True` and `foreach=True` work.
 
     Raises:
-        ConfigurationError: a parameter is on the meta device or of another dtype, or the inner optimizer needs a
-            closure.
+        ConfigurationError: a parameter is on the meta device or of another dtype.
         RankMismatchError: ranks have different random keys for a weight.
     """
 
@@ -79,13 +84,14 @@ class MasterWeights(ParameterOptimizer):
         self._set_up(max_skipped_in_a_row)
         # clearer than the inner optimizer's error for strings
         check_ranges("MasterWeights", {**settings, EMA_DECAY: ema_decay}, self.checked_numbers)
-        self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
+        self._own_entries: dict[str, Any] = {"skipped_steps": 0, "skipped_in_a_row": 0}
+        if ema_decay:
+            self._own_entries |= {EMA_DECAY: float(ema_decay), EMA_STEPS: 0}
         super().__init__(params, {})  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._masters: dict[Tensor, Tensor] = {}
         self._averages: dict[Tensor, Tensor] = {}
-        self._made_for: dict[Tensor, tuple[torch.dtype, torch.Size]] = {}
-        self._overflown: Tensor | None = None  # see `_found_overflown`
+        self._overflown: Tensor | None = None  # see `_overflown_masters`
         groups = self.param_groups
         for group in groups:
             self._add_masters(group)
@@ -98,11 +104,7 @@ class MasterWeights(ParameterOptimizer):
         self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and allocate its masters and states. A collective call where parameters are sharded.
-
-        Raises:
-            ConfigurationError: the group has a parameter twice, or an option for all groups.
-        """
+        """Add a group and allocate its masters and states. A collective call where parameters are sharded."""
         if self._is_built:
             self._adopt_replaced_parameters()
         super().add_param_group(self._checked_group(param_group, options=(*SWITCHES, *self.defaults)))
@@ -117,9 +119,6 @@ class MasterWeights(ParameterOptimizer):
     def group_entries(self) -> tuple[str, ...]:
         """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
-
-    def _check_parameters(self) -> None:
-        guards.check_parameters((name, param) for param, name in self._names.items())
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -160,12 +159,12 @@ class MasterWeights(ParameterOptimizer):
 
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
-        guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
-        self._versions[param] = guards.weight_version(param)
+        self._check_trainable(param, (*PLAIN_DTYPES, torch.float64))
+        self._versions[param] = weight_version(param)
         self._made_for[param] = param.dtype, param.shape
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
-        master = guards.initial_master(param)
+        master = initial_master(param)
         if isinstance(param, DTensor):
             master = components.as_dtensor(master, param, list(param.placements), tuple(param.shape))
         return nn.Parameter(master)
@@ -188,13 +187,7 @@ class MasterWeights(ParameterOptimizer):
         probe = nn.Parameter(torch.zeros_like(self._masters[param]))
         probe.grad = torch.zeros_like(probe)
         optimizer = self._alone(probe, group)
-        try:
-            optimizer.step()
-        except TypeError as error:
-            raise ConfigurationError(
-                f"MasterWeights: {type(optimizer).__name__}.step() does not work without arguments ({error}); an "
-                "optimizer that calls a closure itself would see the model's weights unchanged between its calls"
-            ) from error
+        optimizer.step()
         state = optimizer.state.get(probe, {})
         for value in state.values():
             if isinstance(value, Tensor):
@@ -223,16 +216,13 @@ class MasterWeights(ParameterOptimizer):
         """Start averaging, from the present masters; see `FusedAdam.begin_average`.
 
         Averages count steps from the updates already made: the largest count of a group's parameters.
-
-        Raises:
-            ConfigurationError: averages are already kept, or the decay is invalid.
         """
         self._adopt_replaced_parameters()
         self._check_begins(decay)
-        self._own_entries |= _average_entries(decay)
+        self._own_entries |= {EMA_DECAY: float(decay), EMA_STEPS: 0}
         for group in self.param_groups:
             counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
-            group.update(_average_entries(decay, max(counts, default=0)))
+            group.update({EMA_DECAY: float(decay), EMA_STEPS: max(counts, default=0)})
         for param, state in ((param, self.state[param]) for param in self._masters):
             self._with_own(param, state, state[UPDATES])
 
@@ -261,10 +251,10 @@ class MasterWeights(ParameterOptimizer):
         self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
-                private_torch.local_tensor(master).copy_(guards.initial_master(param))
+                private_torch.local_tensor(master).copy_(initial_master(param))
             if self._is_averaging:
                 private_torch.local_tensor(self._averages[param]).copy_(private_torch.local_tensor(master))
-            self._versions[param] = guards.weight_version(param)
+            self._versions[param] = weight_version(param)
 
     @loading.with_hooks
     @torch.no_grad()
@@ -274,12 +264,11 @@ class MasterWeights(ParameterOptimizer):
         Raises:
             CheckpointError: it belongs to other parameters or another inner optimizer; the message names the first
                 difference.
-            ConfigurationError: the optimizer's parameters were replaced; see `step`.
         """
         self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
-        self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
+        self._accept_plain_values()
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -295,9 +284,8 @@ class MasterWeights(ParameterOptimizer):
             RankMismatchError: a gradient is missing on some ranks only.
             NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
                 infinite or NaN.
-            ConfigurationError: a parameter that was frozen has a gradient; others wrote to a quantized parameter; a
-                group has an invalid value; or parameters were replaced after the first update (replacements before it
-                are adopted, with new masters and states).
+            ConfigurationError: others wrote to a quantized parameter, a parameter that was frozen has a gradient, or a
+                group has an invalid value.
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -305,66 +293,57 @@ class MasterWeights(ParameterOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            check_ranges(f"MasterWeights: param_groups[{number}]", group, self.checked_numbers)
-        self._check_ours()
+            self.check_group(f"MasterWeights: param_groups[{number}]", group)
+        self._check_parameters_unchanged()
         reduction = FlatMax()
-        layout = guards.FlagLayout((self._names[param], param) for param in self._masters)
-        flags = guards.GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)
+        layout = FlagLayout((self._names[param], param) for param in self._masters)
+        flags = GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)
         reduction.reduce()
         flags.gather()
         flags.warn_of_no_gradient()
-        if flags.skips(self.param_groups, self._max_skipped_in_a_row):
+        if self._skips(flags):
             return loss
         with self._inner_step():
             self._inner.step()
-        self._overflown = self._found_overflown()
+        self._overflown = self._overflown_masters()
         self._write_weights()
         self._move_averages()
         return loss
 
-    def _found_overflown(self) -> Tensor | None:
+    def _overflown_masters(self) -> Tensor | None:
         """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
 
-        Nothing waits for the result. The next step sends it together with its gradient flags; checking it now would
-        cost a second synchronization and a second collective, because the shard of one rank can overflow alone.
+        The next step sends the result together with its gradient flags. Checking it now would cost a second
+        synchronization and a second collective.
         """
         if not self._masters:
             return None
         local_masters = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
         flags = kernel_dispatch.exceeding(local_masters, torch.finfo(torch.float32).max)
-        return (flags >= guards.NOT_FINITE) * guards.WEIGHT
+        return (flags >= NOT_FINITE) * WEIGHT
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, as any optimizer does.
-
-        Raises:
-            ConfigurationError: the optimizer's parameters were replaced; see `step`.
-        """
-        self._adopt_replaced_parameters()
-        return super().state_dict()
-
-    def _check_ours(self) -> None:
-        """Check that nothing but this optimizer has changed the parameters."""
+    def _check_parameters_unchanged(self) -> None:
+        """Check that only this optimizer has changed the parameters. Values written to plain parameters are copied into
+        their masters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:
                     self._raise_for_frozen(param)
                 continue
+            master = self._masters[param]
             if param.grad is not None:
                 if self._made_for[param] != (param.dtype, param.shape):
-                    self._check_fits(param, self._made_for[param], self._masters[param] is param)
-                guards.check_alike(param, param.grad, name, "gradient")
-            if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
-                self._take_over(param)
-
-    def _take_over(self, param: Tensor) -> None:
-        """Copy values that others wrote to a plain parameter into its master."""
-        if components.quantized_local(param) is not None:
-            self._raise_for_new_values(param)
-        if self._masters[param] is not param:
-            master = private_torch.local_tensor(self._masters[param]).detach()
-            rounding.adopt(master, private_torch.local_tensor(param).detach(), master.to(param.dtype))
-        self._versions[param] = guards.weight_version(param)
+                    self._check_fits(param, master is param)
+                check_alike(param, param.grad, name, "gradient")
+            version = weight_version(param)
+            if self._versions.setdefault(param, version) == version:
+                continue
+            if components.quantized_local(param) is not None:
+                self._raise_for_new_values(param)
+            if master is not param:
+                local_master = private_torch.local_tensor(master).detach()
+                adopt(local_master, private_torch.local_tensor(param).detach(), local_master.to(param.dtype))
+            self._versions[param] = version
 
     @contextmanager
     def _inner_step(self) -> Iterator[None]:
@@ -402,14 +381,10 @@ class MasterWeights(ParameterOptimizer):
             values = private_torch.local_tensor(self._masters[param])
             if components.quantized_local(param) is not None:
                 weight = make_weight(param)
-                pending.append((weight, values, weight.begin(values, reduction)))
+                pending.append((weight, values, weight.measure(values, reduction)))
             elif self._masters[param] is not param:
                 private_torch.local_tensor(param).copy_(values)
         reduction.reduce()
-        for weight, values, measured in pending:
-            weight.write(values, measured)
-        self._versions.update({param: guards.weight_version(param) for param in self._updated(self._masters)})
-
-
-def _average_entries(decay: float, steps: int = 0) -> dict[str, Any]:
-    return {EMA_DECAY: float(decay), EMA_STEPS: steps}
+        for weight, values, requantization in pending:
+            weight.write(values, requantization)
+        self._versions.update({param: weight_version(param) for param in self._updated(self._masters)})

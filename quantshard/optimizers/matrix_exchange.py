@@ -1,9 +1,8 @@
-"""Exchange of sharded matrices: each whole matrix is gathered on one rank, its owner, and scattered again.
+"""Exchange of Muon's sharded matrices: each is gathered whole on one rank, its owner, and scattered again.
 
-The bits of a matrix product depend on its shape. So an update that needs a whole matrix is the same on any mesh only if
-it is computed from the whole matrix, and each matrix has one owner so that not every rank computes all of them. Shards
-travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back in as many. Each axis
-forwards what arrived over the earlier ones, so no process groups are needed other than the mesh's.
+The bits of a matrix product depend on its shape, so an update is the same on any mesh only if it is computed from the
+whole matrix. Shards travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back
+in as many. Each axis forwards what arrived over the earlier ones, so the mesh's process groups suffice.
 
 The positions of all shards are computed from DTensor's metadata, which `components.check_offsets` has compared with the
 actual shards.
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from quantshard import private_torch
 from quantshard.collectives import process_groups
-from quantshard.optimizers.rounding import TensorRegion
+from quantshard.numerics.muon import MuonSettings
+from quantshard.optimizers.elementwise import ParameterStep, StepPlan
+from quantshard.optimizers.kernel_step import KernelStep
 
 Coordinate = tuple[int, ...]
 """A rank, as its index in each process group."""
@@ -147,33 +149,33 @@ class _AxisExchange:
     sent: list[list[tuple[int, int]]]
     received: list[list[tuple[int, int]]]
 
-    def forth(self, held: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def forth(self, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Send flat shards toward the owners: each rank then has fewer matrices and more of each."""
         received_parts = self._exchanged(
-            [held[number] for peer in self.sent for number, _ in peer], self.sent, self.received
+            [shards[number] for peer in self.sent for number, _ in peer], self.sent, self.received
         )
         parts_by_matrix: dict[int, list[Tensor]] = {}
         for (number, _), part in zip((pair for peer in self.received for pair in peer), received_parts, strict=True):
             parts_by_matrix.setdefault(number, []).append(part)
         return {number: torch.cat(parts) for number, parts in parts_by_matrix.items()}
 
-    def back(self, held: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def back(self, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Send flat shards back; the inverse of `forth`."""
-        sizes: dict[int, list[int]] = {number: [] for number in held}
+        sizes: dict[int, list[int]] = {number: [] for number in shards}
         for peer in self.received:
             for number, size in peer:
                 sizes[number].append(size)
-        parts = {number: iter(tensor.split(sizes[number])) for number, tensor in held.items()}
+        parts = {number: iter(tensor.split(sizes[number])) for number, tensor in shards.items()}
         outgoing = [next(parts[number]) for peer in self.received for number, _ in peer]
         received_parts = self._exchanged(outgoing, self.received, self.sent)
         return dict(zip((number for peer in self.sent for number, _ in peer), received_parts, strict=True))
 
     def _exchanged(
-        self, leaving: list[Tensor], sent: list[list[tuple[int, int]]], received: list[list[tuple[int, int]]]
+        self, outgoing: list[Tensor], sent: list[list[tuple[int, int]]], received: list[list[tuple[int, int]]]
     ) -> tuple[Tensor, ...]:
         device = process_groups.collective_device(self.group)  # differs from the tensors' device under CPU offload
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
-        send_buffer = torch.cat([empty, *(part.to(device) for part in leaving)])
+        send_buffer = torch.cat([empty, *(part.to(device) for part in outgoing)])
         recv_buffer = send_buffer.new_empty(sum(size for peer in received for _, size in peer))
         recv_bytes, send_bytes = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
         # Every backend supports uint8.
@@ -201,28 +203,22 @@ class MatrixExchange:
         candidates = [number for number, owner in enumerate(self._owners) if owner[:axis] == self._here[:axis]]
         sent = [
             [
-                (number, self._held(number, axis, self._here[axis]))
+                (number, self._elements(number, axis, self._here[axis]))
                 for number in candidates
                 if self._owners[number][axis] == q
             ]
             for q in peers
         ]
         owned = [number for number in candidates if self._owners[number][axis] == self._here[axis]]
-        received = [[(number, self._held(number, axis, q)) for number in owned] for q in peers]
+        received = [[(number, self._elements(number, axis, q)) for number in owned] for q in peers]
         return _AxisExchange(self._groups[axis], sent, received)
 
-    def _held(self, number: int, axis: int, peer: int) -> int:
+    def _elements(self, number: int, axis: int, peer: int) -> int:
         """Return how many elements of a matrix a rank of this axis holds before the exchange along it."""
         tail = (peer, *self._here[axis + 1 :])
         return sum(
             _area(piece) for coordinate, piece in self._layouts[number].pieces.items() if coordinate[axis:] == tail
         )
-
-    def check_part(self, number: int, held: TensorRegion) -> None:
-        """Check that this rank's shard of a matrix is the one that all ranks expect."""
-        (row, row_end), (col, col_end) = self._layouts[number].pieces[self._here]
-        same = (held.origin, held.shape) == ((row, col), (row_end - row, col_end - col))
-        assert same or 0 == row_end - row == held.shape[0], f"{held} is held, rows {row}:{row_end} are told"
 
     def gather(self, parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield the whole matrices that this rank owns, with their numbers. A collective call.
@@ -259,3 +255,71 @@ def _owners(layouts: Sequence[MatrixLayout], sizes: Sequence[int]) -> list[Coord
         owners[number] = owner
         loads[owner] += layouts[number].cost
     return [owners[number] for number in range(len(layouts))]
+
+
+# Plan of a step ---------------------------------------------------------------------------------------------------
+
+
+class MatrixWorkspace:
+    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._flat: dict[torch.device, Tensor] = {}
+
+    def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
+        """Return a bfloat16 matrix of each size, aligned to 16 elements."""
+        if device not in self._flat:
+            self._flat[device] = torch.empty(self._size, dtype=torch.bfloat16, device=device)
+        matrices, offset = {}, 0
+        for index, size in sizes.items():
+            count = math.prod(size)
+            matrices[index] = self._flat[device][offset : offset + count].view(size)
+            offset += rounded_up(count)
+        return matrices
+
+
+def rounded_up(count: int) -> int:
+    """Return the number of elements that a matrix of `count` elements occupies in a `MatrixWorkspace`."""
+    return -(count // -16) * 16
+
+
+class MatrixBucket(NamedTuple):
+    """Matrices that are orthogonalized together.
+
+    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
+    `kernels`: updates them.
+    """
+
+    indices: list[int]
+    work: list[ParameterStep]
+    exchange: MatrixExchange
+    kernels: KernelStep
+
+
+class MatrixPlan(NamedTuple):
+    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
+
+    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
+    """
+
+    plan: StepPlan
+    buckets: list[MatrixBucket]
+    workspace_size: int
+    other_indices: list[int]
+    others: list[ParameterStep]
+
+    @staticmethod
+    def of(plan: StepPlan, bucket_bytes: int) -> MatrixPlan:
+        """Divide the parameters of a step into buckets; see `buckets`."""
+        items = plan.items
+        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
+        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
+        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
+        result = []
+        for numbers in buckets(layouts, bucket_bytes):
+            indices = [matrices[number] for number in numbers]
+            exchange = MatrixExchange([layouts[number] for number in numbers])
+            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
+        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
+        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])

@@ -9,12 +9,12 @@ extra memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
@@ -23,15 +23,14 @@ from quantshard.numerics import adam, muon
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER, RATE_FACTORS, MuonSettings
 from quantshard.numerics.states import EMA_DECAY, StateSpec
-from quantshard.optimizers import guards, kernel_step, matrix_groups
-from quantshard.optimizers.adam_optimizer import AdamOptimizer
+from quantshard.optimizers import kernel_step
 from quantshard.optimizers.base import check_ranges
-from quantshard.optimizers.kernel_step import CommonOptions, KernelStep, MatrixWorkspace, rounded_up
-from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
-from quantshard.optimizers.matrix_groups import ALGORITHM
-from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import ParameterStep, StepPlan, Update, UpdateFormula
-from quantshard.state_storage import MUON
+from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update, UpdateFormula
+from quantshard.optimizers.fused_adam import AdamOptimizer
+from quantshard.optimizers.guards import GradientFlags
+from quantshard.optimizers.kernel_step import CommonOptions, KernelStep
+from quantshard.optimizers.matrix_exchange import MatrixBucket, MatrixExchange, MatrixPlan, MatrixWorkspace
+from quantshard.state_storage import ADAMW, MUON
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,9 +38,19 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 1 << 27
 """Size of the bfloat16 shards that a rank sends at once; it receives about as much (see `matrix_exchange.buckets`)."""
 
-
 SMALLEST_EPS = 2.0**-126
 """Smallest eps of the orthogonalization: in bfloat16 smaller values are zero on some GPUs, and make zeros NaN."""
+
+
+ALGORITHM = "algorithm"
+"""Group entry that chooses the algorithm: `MUON` or `ADAMW`."""
+
+ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
+"""Default entries of "adamw" groups, except lr."""
+
+MUON_ENTRIES = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+ADAMW_ENTRIES = ("betas", "bias_correction", "adam_w_mode")
+"""`MUON_ENTRIES` have no effect in "adamw" groups, and `ADAMW_ENTRIES` none in "muon" groups."""
 
 
 class Muon(AdamOptimizer):
@@ -54,15 +63,14 @@ class Muon(AdamOptimizer):
     parallelism on any number of ranks, including uneven and empty shards. They also depend on the hardware, the
     software versions and the number of CPU threads.
 
-    Each rank orthogonalizes its share of the matrices. Shards travel to the owner of a matrix and back in one bfloat16
-    all-to-all per mesh axis and bucket. A step needs up to about 8 times 128 MiB of extra memory per rank, or 8 times
-    the rank's largest whole matrix in bfloat16 if that is larger. Replicas (HSDP, DDP) each repeat the work.
+    Each rank orthogonalizes its share of the matrices (`matrix_exchange`). A step needs up to about 8 times 128 MiB of
+    extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger. Replicas (HSDP,
+    DDP) each repeat the work.
 
     The entry `algorithm` of a group chooses "muon" (default) or "adamw"; the latter takes `betas`, `eps` and
-    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. All groups form one optimizer: a step is taken
-    or skipped for all of them, and one state dict holds all states. A matrix keeps a master and the momentum: 8 bytes
-    per parameter in float32. Masters, low-precision states, stochastic rounding, skipped steps, loading and GPU kernels
-    work as in `FusedAdam`; only the orthogonalization runs as PyTorch matrix products.
+    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. A step is taken or skipped for all groups. A
+    matrix keeps a master and the momentum: 8 bytes per parameter in float32. Masters, low-precision states, stochastic
+    rounding, skipped steps, loading and GPU kernels work as in `FusedAdam`.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`; `muon_groups` builds the groups of a
@@ -130,12 +138,8 @@ class Muon(AdamOptimizer):
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`.
-
-        Raises:
-            ConfigurationError: also if a parameter of a "muon" group is not a matrix, or an "adamw" group has no lr.
-        """
-        group = matrix_groups.completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
+        """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`."""
+        group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
         super().add_param_group(group)
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
@@ -164,11 +168,7 @@ class Muon(AdamOptimizer):
         )
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values.
-
-        Raises:
-            ConfigurationError: a value is invalid.
-        """
+        """Validate a group's values."""
         if group[ALGORITHM] != MUON:
             super().check_group(where, group)
             return
@@ -195,33 +195,38 @@ class Muon(AdamOptimizer):
         new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
-    def _measured(self, plan: StepPlan) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         matrices = self._current_matrix_plan(plan)
         workspace = MatrixWorkspace(matrices.workspace_size)
         in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
         adam_in_kernels = self._has_kernels and self._kernels.take(matrices.others, self._seed, self._is_bounded)
         parts = [
-            *[(each.indices, each.kernels, used) for each, used in zip(matrices.buckets, in_kernels, strict=True)],
+            *[
+                (bucket.indices, bucket.kernels, used)
+                for bucket, used in zip(matrices.buckets, in_kernels, strict=True)
+            ],
             (matrices.other_indices, self._kernels, adam_in_kernels),
         ]
         on_kernels = any(uses_kernels for _, _, uses_kernels in parts)
         flags = self._flags(plan, FlatMax(), _exceeding(plan.items, parts) if on_kernels else None)
-        skips = _StepSkip(flags, on_kernels, self._capturable)
-        if not on_kernels and not self._capturable and skips.on_host:
+        bad = flags.send() if on_kernels and not self._capturable else flags.bad()
+        undone_on_device = self._capturable or (flags.deferred and self._master_weights)
+        if not on_kernels and not self._capturable and bad:
             # The caller reads the same flags, and warns.
             return flags, []
         for bucket, uses_kernels in zip(matrices.buckets, in_kernels, strict=True):
-            self._step_matrices(bucket, skips, uses_kernels)
+            self._step_matrices(bucket, bad, undone_on_device, uses_kernels)
         if adam_in_kernels:
-            return flags, self._kernels.update(skips.on_device)
+            return flags, self._kernels.update(bad)
         _measure(matrices.others)
         return flags, matrices.others
 
-    def _step_matrices(self, bucket: MatrixBucket, skips: _StepSkip, on_kernels: bool) -> None:
-        """Orthogonalize the momentum of a bucket and update its parameters; a skipped step leaves them unchanged or
-        restores them.
+    def _step_matrices(self, bucket: MatrixBucket, bad: Tensor, undone_on_device: bool, on_kernels: bool) -> None:
+        """Orthogonalize the momentum of a bucket and update its parameters, unless `bad`. A collective call if the
+        matrices are sharded.
 
-        A collective call if the matrices are sharded.
+        `undone_on_device`: the host does not read `bad`, and the device undoes updates in PyTorch. Otherwise they are
+        not run at all, because a write that is undone still counts as a write.
         """
         work = bucket.work
         kernel_directions = bucket.kernels.made_directions() if on_kernels else {}
@@ -230,13 +235,12 @@ class Muon(AdamOptimizer):
         remaining = work
         if on_kernels:
             bucket.kernels.give_directions(directions)
-            remaining = bucket.kernels.update(skips.on_device)
+            remaining = bucket.kernels.update(bad)
         else:
             _measure(work)
-        by_device = self._capturable or (skips.deferred and self._master_weights)
-        if remaining and (by_device or not skips.on_host):
+        if remaining and (undone_on_device or not bad):
             for item in remaining:
-                item.finish(skips.on_device if by_device else None)
+                item.finish(bad if undone_on_device else None)
         self._directions = {}
 
     @staticmethod
@@ -258,8 +262,8 @@ class Muon(AdamOptimizer):
             for item, part in zip(work, exchange.scatter(owned), strict=True)
         ]
 
-    def _finished(self, applied: bool) -> None:
-        super()._finished(applied)
+    def _post_step(self, applied: bool) -> None:
+        super()._post_step(applied)
         for bucket in () if self._matrix_plan is None else self._matrix_plan.buckets:
             bucket.kernels.finished(applied)
 
@@ -268,73 +272,8 @@ class Muon(AdamOptimizer):
         if self._matrix_plan is None or self._matrix_plan.plan is not plan:
             if self._matrix_plan is not None:
                 self._captured += [bucket.kernels for bucket in self._matrix_plan.buckets if bucket.kernels.is_captured]
-            self._matrix_plan = MatrixPlan.of(plan)
+            self._matrix_plan = MatrixPlan.of(plan, BUCKET_BYTES)
         return self._matrix_plan
-
-
-class MatrixBucket(NamedTuple):
-    """Matrices that are orthogonalized together.
-
-    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
-    `kernels`: updates them.
-    """
-
-    indices: list[int]
-    work: list[ParameterStep]
-    exchange: MatrixExchange
-    kernels: KernelStep
-
-
-class MatrixPlan(NamedTuple):
-    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
-
-    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
-    """
-
-    plan: StepPlan
-    buckets: list[MatrixBucket]
-    workspace_size: int
-    other_indices: list[int]
-    others: list[ParameterStep]
-
-    @staticmethod
-    def of(plan: StepPlan) -> MatrixPlan:
-        """Divide the parameters of a step into buckets."""
-        items = plan.items
-        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
-        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
-        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
-        result = []
-        for numbers in buckets(layouts, BUCKET_BYTES):
-            indices = [matrices[number] for number in numbers]
-            exchange = MatrixExchange([layouts[number] for number in numbers])
-            for position, index in enumerate(indices):
-                exchange.check_part(position, TensorRegion.of_local(items[index].param))
-            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
-        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
-        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])
-
-
-class _StepSkip:
-    """Whether a step is skipped: a bool scalar for the device and, if the host reads it, a bool for the host.
-
-    Kernels read the device's flag. Updates in PyTorch are not run at all if the host already knows the flag, because a
-    write that is undone still counts as a write. `deferred`: reading the flag on the host would wait for the device.
-    """
-
-    def __init__(self, flags: guards.GradientFlags, is_sent: bool, capturable: bool) -> None:
-        self._flags = flags
-        self._sent = flags.send() if is_sent and not capturable else None
-        self.deferred = flags.deferred
-
-    @cached_property
-    def on_device(self) -> Tensor:
-        return self._flags.bad() if self._sent is None else self._sent
-
-    @cached_property
-    def on_host(self) -> bool:
-        # Not called while a CUDA graph is captured.
-        return bool(self.on_device)
 
 
 def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], KernelStep, bool]]) -> Tensor:
@@ -370,3 +309,125 @@ def _to_orthogonalize(item: ParameterStep) -> Tensor:
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)
     return muon.momentum(item.grad, buffer, item.group.settings).update.to(torch.bfloat16)
+
+
+# Parameter groups -------------------------------------------------------------------------------------------------
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    head: str | Iterable[str] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Split a model's named parameters into groups for `Muon`: matrices of hidden layers, and everything else for
+    AdamW.
+
+    AdamW gets embeddings (weights of `nn.Embedding` and parameters tied to them), the output head, and all parameters
+    that are not 2-D: norms, biases, stacked experts. Vectors form a separate group without weight decay.
+
+        optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
+
+    Args:
+        model: the model, already sharded if it will be.
+        head: names or patterns (such as `*.gate.weight`) of modules or parameters for AdamW: the layer that computes
+            the logits, and any others. () means that there is none. By default the head is detected from
+            `get_output_embeddings` (transformers models) or from being tied to an embedding.
+        adamw: entries of the "adamw" groups: lr, betas, eps, weight_decay (for parameters with two dims or more).
+
+    Raises:
+        ConfigurationError: the head cannot be detected, or a name matches nothing.
+    """
+    if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
+        raise ConfigurationError(
+            f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
+            f"{', '.join(ADAMW_SETTINGS)}"
+        )
+    named = list(model.named_parameters())
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    adamw_ids = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
+    groups = {
+        MUON: [(name, param) for name, param in named if param.ndim == 2 and id(param) not in adamw_ids],
+        "others": [
+            (name, param) for name, param in named if param.ndim > 2 or (param.ndim == 2 and id(param) in adamw_ids)
+        ],
+        "vectors": [(name, param) for name, param in named if param.ndim < 2],
+    }
+    settings = {ALGORITHM: ADAMW, **(adamw or {})}
+    result: list[dict[str, Any]] = [
+        {"params": groups[MUON], ALGORITHM: MUON},
+        {"params": groups["others"], **settings},
+        {"params": groups["vectors"], **settings, "weight_decay": 0.0},
+    ]
+    return [group for group in result if group["params"]]
+
+
+def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
+    """Return the ids of the parameters of the layer that computes the logits."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        return {id(param) for param in output.parameters(recurse=False)}
+    if len(embedded) > 0 and _is_tied(model, embedded):
+        return set()
+    weighted_modules = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    raise ConfigurationError(
+        "muon_groups(model): the layer that computes the logits is not known, and AdamW should train it; name it, as "
+        f"head={weighted_modules[-1] if weighted_modules else 'lm_head'!r}, or give head=() if there is none"
+    )
+
+
+def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
+    """Whether a layer other than an embedding uses an embedding's weight."""
+    other_modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    return any(id(param) in embedded for module in other_modules for param in module.parameters(recurse=False))
+
+
+def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
+    matched = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        ids = [id(param) for name, param in named if any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))]
+        if not ids:
+            raise ConfigurationError(
+                f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
+                f"{', '.join(name for name, _ in named[:5])}, ..."
+            )
+        matched.update(ids)
+    return matched
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield a parameter's name and the names of the modules that contain it."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group to add as number `number`, with the defaults of "adamw" groups filled in if it is one."""
+    algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
+    if algorithm not in (MUON, ADAMW):
+        raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")
+    if unused := [name for name in (ADAMW_ENTRIES if algorithm == MUON else MUON_ENTRIES) if name in group]:
+        raise ConfigurationError(
+            f"Muon: group {number} has {', '.join(unused)}, which would do nothing, since its {ALGORITHM} is "
+            f"{algorithm!r}; leave it out"
+        )
+    if algorithm == MUON:
+        _check_matrices(number, group["params"])
+        return group
+    if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
+        raise ConfigurationError(
+            f"Muon: group {number}, of {ADAMW!r}, has no lr of its own, and Muon's lr suits AdamW only with "
+            "adjust_lr_fn='match_rms_adamw'; set one, as muon_groups(model, adamw={'lr': 3e-4}) does"
+        )
+    return {**ADAMW_SETTINGS, **group}
+
+
+def _check_matrices(number: int, params: Iterable[Any]) -> None:
+    pairs = (entry if isinstance(entry, tuple) else (f"number {index}", entry) for index, entry in enumerate(params))
+    invalid = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
+    if invalid:
+        raise ConfigurationError(
+            f"Muon: group {number} has parameters that are no matrices: {', '.join(invalid[:8])}"
+            + (f" and {len(invalid) - 8} more" if len(invalid) > 8 else "")
+            + ". Give these to AdamW, as optimizers.muon_groups(model, adamw={'lr': 3e-4}) does"
+        )

@@ -6,28 +6,124 @@ A state is allocated like its parameter and appears in checkpoints as plain (D)T
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import numerics, private_torch
+from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.formats import Orientation, OrientedCodes
+from quantshard.formats import FP16, Orientation, OrientedCodes
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
-from quantshard.numerics import split_codes
-from quantshard.numerics.states import REMAINDER_SUFFIX, StateKind
-from quantshard.optimizers import rounding
-from quantshard.optimizers.rounding import StateDraw, TensorRegion
+from quantshard.numerics import RandomBits, split_codes
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind
 from quantshard.recipe import QuantSpec
+from quantshard.sharding import Shard
 from quantshard.state_storage import needs_master, splits, state_cell, stored_dtype
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
+
+# Rounding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorRegion:
+    """Position of a local tensor in the global one.
+
+    `global_shape`: shape of the global tensor. `origin`: global index of the first local element. `shape`: local shape.
+    """
+
+    global_shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of_local(param: Tensor) -> TensorRegion:
+        """Return the region of a parameter's local shard."""
+        quantized = components.quantized_local(param)
+        if quantized is not None:
+            return TensorRegion.of_shard(quantized.quantized_storage.shard)
+        shape = tuple(private_torch.local_tensor(param).shape)
+        return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
+
+    @staticmethod
+    def of_shard(shard: Shard) -> TensorRegion:
+        """Return the region of a `Shard`."""
+        return TensorRegion(shard.global_shape, shard.origin, shard.shape)
+
+
+class StateDraw(NamedTuple):
+    """Identifies the random bits of one state in one step: the optimizer's seed, the step, and the stream number of the
+    state. They depend on the index in the global tensor, so results are the same on any mesh.
+
+    `swapped`: swap the high and low 16 bits of each word. Rounding uses the high bits, so two states can share one
+    stream.
+    """
+
+    seed: int
+    step: int | Tensor
+    stream: int
+    swapped: bool = False
+
+    def words(self, region: TensorRegion, device: torch.device) -> Tensor:
+        """Return int64 in [0, 2**32), of the region's shape: one word per element, in row-major order of the global
+        tensor."""
+        trailing_dims = region.global_shape[1:]
+        whole: tuple[int, ...] = (*(region.global_shape[:1] or (1,)), math.prod(trailing_dims))
+        origin, shape = region.origin, region.shape
+        if len(region.shape) != 2:  # whole rows, which are then cut along the other dims
+            origin, shape = (*(origin[:1] or (0,)), 0), (*(shape[:1] or (1,)), whole[1])
+        bits = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)  # type: ignore[arg-type]
+        words = kernel_dispatch.random_words(bits, device)
+        if len(region.shape) != 2:
+            words = words.view((*region.shape[:1], *trailing_dims))
+            for dim in range(1, len(region.shape)):
+                words = words.narrow(dim, region.origin[dim], region.shape[dim])
+        return numerics.swap_halves(words) if self.swapped else words
+
+
+def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
+    """Round float32 to `dtype`: stochastically if `words` are given, otherwise to nearest (as `numerics.split_bfloat16`
+    does).
+
+    Stochastic rounding goes up with a probability proportional to the remainder, so small updates add up on average. It
+    saturates at the largest finite value. Dtypes other than bfloat16 and float16 are cast.
+    """
+    if dtype is torch.bfloat16:
+        return numerics.split_bfloat16(values)[0] if words is None else _stochastic_bfloat16(values, words)
+    if dtype is torch.float16 and words is not None:
+        return numerics.encode_stochastic(values, FP16, words)
+    return values.to(dtype)
+
+
+def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
+    """Add 16 random bits to the low 16 bits, which are the fraction of the way to the next bfloat16; a carry rounds up.
+    Exact.
+
+    NaN becomes one fixed NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
+    """
+    bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
+    high = torch.where(values.isnan(), 0x7FC0, (bits + (words >> 16)) >> 16)
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:
+    """Copy elements of a plain parameter that others changed into its float32 master.
+
+    `written`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
+    """
+    master.copy_(torch.where(param == written, master, param.to(master.dtype)))
+
+
+# States -----------------------------------------------------------------------------------------------------------
 
 
 class OptimizerState(ABC):
@@ -84,14 +180,14 @@ class OptimizerState(ABC):
         """
         return
 
-    def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
+    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         """Register the reductions that writing `values` needs, and return them for `write`."""
         return None
 
     @abstractmethod
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
-        """Write the local values. `begun`: result of `begin`. `draw`: random bits for stochastic rounding (None: to
-        nearest)."""
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+        """Write the local values. `requantization`: result of `measure`. `draw`: random bits for stochastic rounding
+        (None: to nearest)."""
 
     def seed(self, values: Tensor) -> None:
         """Initialize this master from local float32 values, rounded to nearest, without changing the parameter.
@@ -119,7 +215,7 @@ class FloatState(OptimizerState):
         return torch.finfo(self.local.dtype).eps > torch.finfo(torch.float32).eps
 
     @cached_property
-    def place(self) -> TensorRegion:
+    def region(self) -> TensorRegion:
         """Position of the local shard in the global tensor."""
         return TensorRegion.of_local(self.owner)
 
@@ -137,12 +233,12 @@ class FloatState(OptimizerState):
 
     def adopt(self) -> None:
         param = private_torch.local_tensor(self.owner).detach()
-        rounding.adopt(self.local, param, rounding.round_to(self.local, param.dtype, None))
+        adopt(self.local, param, round_to(self.local, param.dtype, None))
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         dtype = self.local.dtype
-        words = None if draw is None else draw.words(self.place, values.device)
-        new = rounding.round_to(values, dtype, words)
+        words = None if draw is None else draw.words(self.region, values.device)
+        new = round_to(values, dtype, words)
         if self.nonnegative and self.rounds:
             limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
@@ -189,7 +285,7 @@ class RemainderState(OptimizerState):
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         for target, half in zip(self.live(), numerics.split_bfloat16(values), strict=True):
             target.copy_(half)
 
@@ -233,12 +329,12 @@ class QuantizedState(OptimizerState):
     def read(self) -> Tensor:
         return self.storage.dequantize()
 
-    def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
+    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         return Requantization(self.storage, values, self.shared, reduction)
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
-        assert begun is not None
-        begun.commit(
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+        assert requantization is not None
+        requantization.commit(
             values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
         )
         if self.nonnegative:
@@ -262,9 +358,9 @@ class QuantizedWeight(QuantizedState):
         history = self.storage.state.get(AMAX_HISTORY)
         return [*self.storage.components.values(), *([] if history is None else [history])]
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
-        assert begun is not None
-        begun.commit(values, None if draw is None else storages.rounding_words(self.storage))
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+        assert requantization is not None
+        requantization.commit(values, None if draw is None else storages.rounding_words(self.storage))
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
@@ -314,18 +410,29 @@ class SplitState(OptimizerState):
         storage = self.storage
         return split_codes.dequantize(self._codes, storage.touched(), self.low, storage.shard.origin)
 
-    def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        return self.weight.begin(values, reduction)
+    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
+        return self.weight.measure(values, reduction)
 
-    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
-        assert begun is not None
+    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+        assert requantization is not None
         region = TensorRegion.of_shard(self.storage.shard)
-        begun.commit(values, remainder=Remainder(self.low, None if draw is None else draw.words(region, values.device)))
+        requantization.commit(
+            values, remainder=Remainder(self.low, None if draw is None else draw.words(region, values.device))
+        )
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     def seed(self, values: Tensor) -> None:
         storage = self.storage
         self.low.copy_(split_codes.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
+
+
+def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
+    """Return the roles (states, master or weight) that are rounded stochastically.
+
+    Small updates must add up in the master, or in the parameter if it has no master. A parameter with a master is
+    rounded to nearest.
+    """
+    return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
@@ -364,6 +471,6 @@ def make_average(param: Tensor, source: OptimizerState) -> OptimizerState:
 def assign(state: OptimizerState, values: Tensor) -> None:
     """Set a state from local float32 values, rounded to nearest. A collective call if ranks share blocks."""
     reduction = FlatMax()
-    pending = state.begin(values, reduction)
+    requantization = state.measure(values, reduction)
     reduction.reduce()
-    state.write(values, pending)
+    state.write(values, requantization)

@@ -27,7 +27,7 @@ from quantshard import checkpoints, private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.formats import Orientation
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
-from quantshard.optimizers.rounding import TensorRegion
+from quantshard.optimizers.state import TensorRegion
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.axes import CUTS, MESHES, MORE_MESHES, Axes, build, quantized_layers, whole
@@ -71,7 +71,7 @@ def held(model: nn.Module, optimizer: FusedAdam | None = None) -> Held:
     for name, param in model.named_parameters():
         local = components.quantized_local(param)
         if local is None:
-            place = TensorRegion.of(param)
+            place = TensorRegion.of_local(param)
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             found[name] = (private_torch.local_tensor(param), here)
         else:
@@ -368,8 +368,7 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
         states = {f"{key}.{entry}": value for key, param in params for entry, value in optimizer.state[param].items()}
         for key, value in states.items():
             param = model.get_parameter(key.rpartition(".")[0])
-            local = components.quantized_local(param)
-            place = TensorRegion.of(param) if local is None else TensorRegion.of_shard(local.quantized_storage.shard)
+            place = TensorRegion.of_local(param)
             here = at((start, start + size) for start, size in zip(place.origin, place.shape, strict=True))
             pieces[key] = (private_torch.local_tensor(value), here if value.ndim else ())
         found.append(pieces)

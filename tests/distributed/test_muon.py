@@ -18,7 +18,7 @@ import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import RankMismatchError
 from quantshard.optimizers import Muon, muon, muon_groups
-from quantshard.optimizers.rounding import TensorRegion
+from quantshard.optimizers.state import TensorRegion
 from quantshard.tensor import components
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks

@@ -21,10 +21,11 @@ from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.formulas import quotient_by_root
 from quantshard.kernels.optimizer.parameters import StepPasses, passes_of
 from quantshard.kernels.optimizer.plan import StepLaunchPlan
-from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter, adam_row
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
-from quantshard.optimizers import rounding
+from quantshard.optimizers.kernel_step import settings_row
+from quantshard.optimizers.state import round_to
 from quantshard.recipe import QuantSpec
 from quantshard.state_storage import state_cell
 from quantshard.tensor import storage as storages
@@ -180,7 +181,7 @@ class Case:
         return words
 
     def oracle(self, h, others):
-        """What `optimizers.step.ParameterStep` does."""
+        """What `optimizers.elementwise.ParameterStep` does."""
         if self.grad is None:
             return
         low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
@@ -208,7 +209,7 @@ class Case:
 
     def write(self, thing, values, words, keep_positive, others):
         if thing.storage is None:
-            new = rounding.round_to(values, thing.plain.dtype, words)
+            new = round_to(values, thing.plain.dtype, words)
             if keep_positive and thing.plain.dtype is torch.bfloat16:
                 new.masked_fill_((new == 0) & (values > 0), 2.0**-133)
             thing.plain.copy_(new)
@@ -246,7 +247,12 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
 
 
 def step(plan, cases, groups, skip=None, others=None):
-    plan.take([c.grad for c in cases], [adam_row(group) for group in groups], SEED, [DRAW] * len(cases))
+    plan.take(
+        [c.grad for c in cases],
+        [settings_row(group, group.step, group.ema_decay) for group in groups],
+        SEED,
+        [DRAW] * len(cases),
+    )
     plan.update(skip)
     for amax in plan.amaxes:
         found = (others or {}).get((amax.parameter, amax.role), {}).get(amax.component)

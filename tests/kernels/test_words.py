@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from quantshard import kernel_dispatch
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
-from quantshard.optimizers.rounding import StateDraw, TensorRegion
+from quantshard.optimizers.state import StateDraw, TensorRegion
 from tests.tensor.test_tensor import same
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

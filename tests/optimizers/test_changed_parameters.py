@@ -8,7 +8,7 @@ from torch import nn
 
 from quantshard import Linear, autocast, quantized_model_init
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, rounding
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, master_weights
 
 OPTIMIZERS = {
     "masters": lambda params: FusedAdam(params, lr=1e-3),
@@ -125,8 +125,8 @@ def test_what_was_adopted_is_not_adopted_again(monkeypatch):
     """Neither where there is no gradient, nor of a parameter that is its own master."""
     params = [weight(), weight(), weight(torch.float32)]
     optimizer, adopted = MasterWeights(torch.optim.AdamW, params, lr=1e-3), []
-    adopt = rounding.adopt
-    monkeypatch.setattr(rounding, "adopt", lambda *args: (adopted.append(args[0].shape), adopt(*args)))
+    adopt = master_weights.adopt
+    monkeypatch.setattr(master_weights, "adopt", lambda *args: (adopted.append(args[0].shape), adopt(*args)))
     with torch.no_grad():
         params[1].mul_(2)
     for number in range(4):

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
-from quantshard.optimizers import Lion, Muon, kernel_step, step
+from quantshard.optimizers import Lion, Muon, elementwise, kernel_step
 from quantshard.optimizers import muon as muon_module
 from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import in_turns
@@ -151,7 +151,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
     class Halved(Lion):
         def update(
             self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
-        ) -> step.Update:
+        ) -> elementwise.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 
@@ -258,7 +258,7 @@ def test_a_formula_of_ones_own_for_adamws_groups() -> None:
     """A subclass of Muon with another update steps these by it, on kernels too."""
 
     class Halved(Muon):
-        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> step.Update:
+        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> elementwise.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 

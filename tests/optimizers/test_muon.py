@@ -175,7 +175,7 @@ def test_steps_in_a_row_that_are_skipped_end_with_the_parameters_name():
         ({"algorithm": "adam"}, {}, "algorithm = 'adam'; use 'muon' or 'adamw'"),
         ({"betas": (0.9, 0.9)}, {}, "has betas, which would do nothing, since its algorithm is 'muon'"),
         ({"algorithm": "adamw", "lr": 1e-3, "ns_steps": 3}, {}, "has ns_steps, which would do nothing"),
-        ({"algorithm": "adamw"}, {"lr": 0.02}, r"has no lr of its own; Muon's, 0.02, suits"),
+        ({"algorithm": "adamw"}, {"lr": 0.02}, r"has no lr of its own, and Muon's lr suits"),
         ({"algorithm": "adamw", "lr": 1e-3, "betas": (0.9, 1.0)}, {}, "less than 1"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from quantshard import numerics
 from quantshard.formats import FP16
 from quantshard.numerics import join_bfloat16, split_bfloat16
-from quantshard.optimizers.rounding import StateDraw, TensorRegion, round_to
+from quantshard.optimizers.state import StateDraw, TensorRegion, round_to
 
 CPU = torch.device("cpu")
 

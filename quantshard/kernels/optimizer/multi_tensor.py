@@ -40,12 +40,6 @@ def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device="cpu"), counts).to(device)
 
 
-def contiguous(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if it is contiguous and aligned to 16 bytes, else a copy."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
 # ----------------------------------------------------------------------------------------------------------------- amax
 
 AMAX_ROW: Final = ("number", "numel", "first")

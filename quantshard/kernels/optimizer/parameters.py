@@ -1,4 +1,4 @@
-"""The passes of a step that a parameter needs, and the kernel constants that follow from its storage.
+"""What a step needs for each parameter: its passes, the kernel constants that follow from its storage, and amaxes.
 
 A parameter takes one of three ways through a step, by the source of the scales of the tensors that are written:
 
@@ -13,9 +13,11 @@ A parameter takes one of three ways through a step, by the source of the scales 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 from quantshard.formats import ALL, FP16_1X128, Orientation, Scaling
 from quantshard.kernels import language as ql
@@ -175,3 +177,45 @@ def is_aligned(p: StepParameter) -> bool:
             tensors.append(state.tensor)
     lengths = (p.rectangle.shape[1], p.rectangle.origin[1])
     return all(n % 16 == 0 for n in lengths) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------- amaxes
+
+USED, REDO = "used", "redo"
+"""Delayed scaling: the amax that sets the scale; whether to quantize again."""
+
+
+class AmaxWorkspace:
+    """Memory for the amaxes of a step: one flat float32 tensor, zeroed before each step.
+
+    `places`: offset and shape of each grid, by parameter number, role and component (or `USED`, `REDO`).
+    """
+
+    def __init__(self, parameters: Sequence[StepParameter], device: torch.device) -> None:
+        self.places: dict[tuple[int, str, str], tuple[int, tuple[int, int]]] = {}
+        self._size = 0
+        for number, parameter in enumerate(parameters):
+            for role, state in parameter.scaled.items():
+                for copy in state.fmt.copies.values():
+                    if state.is_given(copy):
+                        self._add(number, role, copy.scale.name, state.shard.component_shape(copy.scale))
+                    if copy.amax is not None and (number, role, copy.amax.name) not in self.places:
+                        self._add(number, role, copy.amax.name, (1, 1))
+                if state.history is not None:
+                    self._add(number, role, USED, (1, 1))
+                    self._add(number, role, REDO, (1, 1))
+        self.flat = torch.zeros(self._size, dtype=torch.float32, device=device)
+
+    def _add(self, number: int, role: str, name: str, shape: tuple[int, int]) -> None:
+        self.places[number, role, name] = (self._size, shape)
+        self._size += shape[0] * shape[1]
+
+    def view(self, key: tuple[int, str, str]) -> Tensor:
+        """Return a grid."""
+        start, shape = self.places[key]
+        return self.flat[start : start + shape[0] * shape[1]].view(shape)
+
+    def address(self, number: int, role: str, name: str) -> int:
+        """Return the address of a grid, or 0 if there is none."""
+        place = self.places.get((number, role, name))
+        return 0 if place is None else self.flat.data_ptr() + 4 * place[0]

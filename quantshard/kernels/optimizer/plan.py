@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,15 @@ from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer import step as kp
-from quantshard.kernels.optimizer.parameters import StepPasses, is_aligned, passes_of, step_kernel_config
+from quantshard.kernels.optimizer.parameters import (
+    REDO,
+    USED,
+    AmaxWorkspace,
+    StepPasses,
+    is_aligned,
+    passes_of,
+    step_kernel_config,
+)
 from quantshard.kernels.optimizer.stored import (
     SETTINGS,
     Algorithm,
@@ -39,9 +48,9 @@ from quantshard.kernels.optimizer.stored import (
     SettingsRow,
     StepParameter,
     StoredTensor,
-    table_of,
 )
 from quantshard.kernels.tables import device_table
+from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
@@ -74,36 +83,6 @@ class _KernelLaunch:
     redo: bool = False
 
 
-class _AmaxWorkspace:
-    """Memory for the amaxes of a step: one flat float32 tensor, zeroed before each step."""
-
-    def __init__(self) -> None:
-        self.places: dict[tuple[int, str, str], tuple[int, tuple[int, int]]] = {}
-        self.size = 0
-
-    def add(self, number: int, role: str, name: str, shape: tuple[int, int]) -> None:
-        """Reserve a grid."""
-        self.places[number, role, name] = (self.size, shape)
-        self.size += shape[0] * shape[1]
-
-    def allocate(self, device: torch.device) -> None:
-        """Allocate the tensor."""
-        self.flat = torch.zeros(self.size, dtype=torch.float32, device=device)
-
-    def view(self, key: tuple[int, str, str]) -> Tensor:
-        """Return a grid."""
-        start, shape = self.places[key]
-        return self.flat[start : start + shape[0] * shape[1]].view(shape)
-
-    def address(self, number: int, role: str, name: str) -> int:
-        """Return the address of a grid, or 0 if it was not reserved."""
-        reserved = self.places.get((number, role, name))
-        return 0 if reserved is None else self.flat.data_ptr() + 4 * reserved[0]
-
-
-_USED, _REDO = "used", "redo"  # delayed scaling: the amax that sets the scale; whether to quantize again
-
-
 class StepLaunchPlan:
     """Launch plan of a step; see the head of this file. It stores addresses: make a new plan if a tensor was replaced.
 
@@ -123,10 +102,8 @@ class StepLaunchPlan:
                 "before, and none of its tensors may be replaced between the two"
             )
         self._ways = [passes_of(parameter) for parameter in self.parameters]
-        self._workspace = self._reserved()
-        self._workspace.allocate(device)
-        workspace = self._workspace
-        self.amaxes = [AmaxGrid(*key, workspace.view(key)) for key in workspace.places if key[2] not in (_USED, _REDO)]
+        self._workspace = workspace = AmaxWorkspace(self.parameters, device)
+        self.amaxes = [AmaxGrid(*key, workspace.view(key)) for key in workspace.places if key[2] not in (USED, REDO)]
         aligned = [is_aligned(parameter) for parameter in self.parameters]
         self._aligned = aligned
         self._first, self._last = self._launches()
@@ -145,21 +122,6 @@ class StepLaunchPlan:
         self._skip: Tensor | None = None
 
     # Tables ----------------------------------------------------------------------------------------------------------
-
-    def _reserved(self) -> _AmaxWorkspace:
-        workspace = _AmaxWorkspace()
-        for number, parameter in enumerate(self.parameters):
-            for role, state in parameter.scaled.items():
-                for copy in state.fmt.copies.values():
-                    if state.is_given(copy):
-                        shape = state.shard.component_shape(copy.scale)
-                        workspace.add(number, role, copy.scale.name, shape)
-                    if copy.amax is not None and (number, role, copy.amax.name) not in workspace.places:
-                        workspace.add(number, role, copy.amax.name, (1, 1))
-                if state.history is not None:
-                    workspace.add(number, role, _USED, (1, 1))
-                    workspace.add(number, role, _REDO, (1, 1))
-        return workspace
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
@@ -202,7 +164,7 @@ class StepLaunchPlan:
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
         parameter = self.parameters[number]
-        redo = self._workspace.address(number, WEIGHT, _REDO)
+        redo = self._workspace.address(number, WEIGHT, REDO)
         row = [
             number, parameter.group, *parameter.rectangle.shape, *parameter.rectangle.origin,
             parameter.rectangle.global_shape[1], across, first,
@@ -229,7 +191,7 @@ class StepLaunchPlan:
             return 0 if component is None else self._workspace.address(number, role, component.name)
 
         measured = of(copy.scale) and of(copy.scale) + 4 * first
-        used_amax = self._workspace.address(number, role, _USED)
+        used_amax = self._workspace.address(number, role, USED)
         codes, scale = thing.components[copy.codes.name], thing.components[copy.scale.name]
         return [
             codes.data_ptr(), scale.data_ptr() + first * scale.element_size(), stride,
@@ -245,7 +207,7 @@ class StepLaunchPlan:
                 for copy in state.fmt.copies.values():
                     if not state.is_later(copy):
                         continue
-                    grid = copy.scale.name if state.history is None else _USED
+                    grid = copy.scale.name if state.history is None else USED
                     address = self._workspace.address
                     scale, second = state.components[copy.scale.name], copy.amax
                     rule = sr.scale_rule(copy, state.scaling, torch.float32, self.device)
@@ -267,8 +229,8 @@ class StepLaunchPlan:
                 (copy,) = state.fmt.copies.values()
                 address = self._workspace.address
                 rows.setdefault(state.scaling.most_recent, []).append([
-                    number, state.history.data_ptr(), state.history.numel(), address(number, role, _USED),
-                    address(number, role, copy.scale.name), address(number, role, _REDO),
+                    number, state.history.data_ptr(), state.history.numel(), address(number, role, USED),
+                    address(number, role, copy.scale.name), address(number, role, REDO),
                 ])  # fmt: skip
         return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
 
@@ -305,7 +267,7 @@ class StepLaunchPlan:
             else [0 if direction is None else direction.data_ptr() for direction in directions]
         )
         columns = zip(codes, addresses, draws or zeros, direction_addresses, strict=True)
-        self._upload([value for parameter in columns for value in parameter] + table_of(rows, seed))
+        self._upload([value for parameter in columns for value in parameter] + _settings_table(rows, seed))
         self._present = codes
         self._correct(rows)
 
@@ -365,7 +327,9 @@ class StepLaunchPlan:
             if grad is not None:
                 if grad.dtype not in GRADIENT_DTYPES:
                     grad = grad.float()
-                grad = km.contiguous(grad) if aligned else grad.contiguous()
+                grad = grad.contiguous()
+                if aligned and grad.data_ptr() % 16:  # kernels read 16 bytes at once
+                    grad = grad.clone()
             grads.append(grad)
         self._held = [grad for grad in grads if grad is not None]
         return grads
@@ -475,3 +439,31 @@ def launch_options(how: ks.StepKernelConfig) -> dict[str, Any]:
         return options
     options["maxnreg"] = 128 if words or how.rows > 16 or not how.aligned else 80
     return options
+
+
+def _settings_table(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
+    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, bias correction flags, and
+    columns.
+
+    Two float32 columns share an int64. Values that are tensors are filled in on the device.
+    """
+    table: list[int] = []
+    decays: list[float] = []
+    floats: list[float] = []
+    for row in rows:
+        columns, step = dict(row.columns), 0
+        if not isinstance(row.step, Tensor):
+            assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
+            step = row.step
+            columns |= {"lr": float(row.lr), "kept": float(row.kept)}
+            columns["share"] = float(averages.share(row.ema_decay, step)) if row.ema_decay else 0.0
+        table += [seed or 0, step]
+        decays += [*row.betas, row.ema_decay]
+        floats += [columns.get(name, 0.0) for name in SETTINGS]
+    floats += [0.0] * (len(floats) % 2)
+    return [*table, *_as_int64("d", decays), *[int(row.corrects) for row in rows], *_as_int64("f", floats)]
+
+
+def _as_int64(kind: str, values: Sequence[float]) -> tuple[int, ...]:
+    data = struct.pack(f"<{len(values)}{kind}", *values)
+    return struct.unpack(f"<{len(data) // 8}q", data)

@@ -3,8 +3,8 @@
     read(state) -> x          x -> amaxes, x -> codes and scales, or a rounded plain value
 
 A table on the device holds what differs between the tensors of a launch (addresses, shapes, regions); a second table
-holds what differs between steps. `StepKernelConfig` has the compile-time constants. The oracle is `optimizers.state`,
-with `optimizers.rounding` and `numerics`.
+holds what differs between steps. `StepKernelConfig` has the compile-time constants. The oracle is `optimizers.state`
+with `numerics`.
 """
 
 from __future__ import annotations

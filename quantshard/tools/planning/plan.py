@@ -22,7 +22,7 @@ from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
-from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
+from quantshard.optimizers.muon import ALGORITHM, muon_groups
 from quantshard.sharding import Shard
 from quantshard.state_storage import (
     ADAMW,
