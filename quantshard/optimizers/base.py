@@ -273,9 +273,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Make new states if parameters were replaced in the groups. Call it before every access to a state.
 
         accelerate shards a model after its optimizer was built, and then puts the sharded parameters into the groups.
-
-        Raises:
-            ConfigurationError: averages are swapped in, or the states hold updates or loaded values.
         """
         if self._averages_swapped_in:
             raise ConfigurationError(
@@ -287,8 +284,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
             return
         if self._is_assigned or self._has_updates():
             raise ConfigurationError(
-                f"{self._name}: the parameters in its groups are not those that its states were made for; replace "
-                "parameters before the first step or load, add groups by add_param_group(), or build a new optimizer"
+                f"{self._name}: the parameters in its groups are not those that its states were made for; replace them "
+                "before the first step or load, or build a new optimizer"
             )
         self._make_states()
 
@@ -353,8 +350,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def _raise_for_new_values(self, param: Tensor) -> None:
         raise ConfigurationError(
             f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
-            "overwrite them; load the optimizer's state too, or reseed_masters(). For averages of weights use "
-            "ema_decay and quantshard.optimizers.averaged_weights"
+            "overwrite them; load the optimizer's state too, or call reseed_masters()"
         )
 
     def _accept_plain_values(self) -> None:

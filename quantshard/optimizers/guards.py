@@ -145,8 +145,7 @@ class GradientFlags:
             return
         warn_user(
             f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
-            "step changes nothing; if they were replaced in the model, as by fully_shard, build it after (or call "
-            "set_requires_gradient_sync(True) before the last backward)"
+            "step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
         )
 
     def bad(self) -> Tensor:
@@ -296,16 +295,24 @@ def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Ten
         flags[0 if is_present else 1, index:end].fill_(1.0)
         index = end
     if exceeding is None:
-        columns = [torch.zeros((), dtype=torch.float32, device=layout.device)] * len(grads)
+        parts = []
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
             present = {
                 index: private_torch.local_tensor(grad)
                 for index, (is_wide, grad) in enumerate(zip(layout.are_wide, grads, strict=True))
                 if grad is not None and is_wide is wide
             }
-            values = kernel_dispatch.exceeding(list(present.values()), largest) if present else flags[2, :0]
-            for index, value in zip(present, values.to(layout.device).unbind(), strict=True):
-                columns[index] = value
-        exceeding = torch.stack(columns)
+            if present:
+                parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
+        exceeding = in_order(parts, len(grads), layout.device)
     flags[2].copy_(exceeding)
     return flags
+
+
+def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
+    """Return float32 [count] with the numbers of all `parts`, which are (indices, numbers) pairs, and 0 elsewhere."""
+    columns = [torch.zeros((), dtype=torch.float32, device=device)] * count
+    for indices, numbers in parts:
+        for index, number in zip(indices, numbers.to(device).unbind(), strict=True):
+            columns[index] = number
+    return torch.stack(columns)

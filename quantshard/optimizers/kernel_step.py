@@ -34,7 +34,7 @@ from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import WEIGHT
 from quantshard.optimizers.elementwise import ElementwiseOptimizer, ParameterStep, StepPlan
-from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags
+from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags, in_order
 from quantshard.optimizers.state import TensorRegion
 from quantshard.state_storage import chosen_options
 from quantshard.tensor import storage as storages
@@ -177,16 +177,10 @@ class KernelStep:
         flags = [device_plan.plan.exceeding(LARGEST_GRADIENT) for device_plan in self._planned]
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
-        device = private_torch.local_tensor(self._work[0].param).device
-        columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
-        for device_plan, device_flags in zip(self._planned, flags, strict=True):
-            for index, flag in zip(device_plan.places, device_flags.to(device).unbind(), strict=True):
-                columns[index] = flag
-        remaining = sorted(self._left)
-        remaining_flags = exceeding([self._work[index].grad for index in remaining], device)
-        for index, flag in zip(remaining, remaining_flags.unbind(), strict=True):
-            columns[index] = flag
-        return torch.stack(columns)
+        device, remaining = private_torch.local_tensor(self._work[0].param).device, sorted(self._left)
+        parts = [(device_plan.places, part) for device_plan, part in zip(self._planned, flags, strict=True)]
+        parts.append((remaining, exceeding([self._work[index].grad for index in remaining], device)))
+        return in_order(parts, len(self._work), device)
 
     def made_directions(self) -> dict[int, Tensor]:
         """Return this rank's shards of the matrices to orthogonalize, bfloat16, by index in the work."""

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,6 @@ from torch.distributed.tensor import DTensor, Placement
 
 from quantshard import private_torch
 from quantshard.collectives import process_groups
-from quantshard.numerics.muon import MuonSettings
-from quantshard.optimizers.elementwise import ParameterStep, StepPlan
-from quantshard.optimizers.kernel_step import KernelStep
 
 Coordinate = tuple[int, ...]
 """A rank, as its index in each process group."""
@@ -257,9 +253,6 @@ def _owners(layouts: Sequence[MatrixLayout], sizes: Sequence[int]) -> list[Coord
     return [owners[number] for number in range(len(layouts))]
 
 
-# Plan of a step ---------------------------------------------------------------------------------------------------
-
-
 class MatrixWorkspace:
     """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one."""
 
@@ -282,44 +275,3 @@ class MatrixWorkspace:
 def rounded_up(count: int) -> int:
     """Return the number of elements that a matrix of `count` elements occupies in a `MatrixWorkspace`."""
     return -(count // -16) * 16
-
-
-class MatrixBucket(NamedTuple):
-    """Matrices that are orthogonalized together.
-
-    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
-    `kernels`: updates them.
-    """
-
-    indices: list[int]
-    work: list[ParameterStep]
-    exchange: MatrixExchange
-    kernels: KernelStep
-
-
-class MatrixPlan(NamedTuple):
-    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
-
-    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
-    """
-
-    plan: StepPlan
-    buckets: list[MatrixBucket]
-    workspace_size: int
-    other_indices: list[int]
-    others: list[ParameterStep]
-
-    @staticmethod
-    def of(plan: StepPlan, bucket_bytes: int) -> MatrixPlan:
-        """Divide the parameters of a step into buckets; see `buckets`."""
-        items = plan.items
-        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
-        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
-        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
-        result = []
-        for numbers in buckets(layouts, bucket_bytes):
-            indices = [matrices[number] for number in numbers]
-            exchange = MatrixExchange([layouts[number] for number in numbers])
-            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
-        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
-        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from quantshard.optimizers import kernel_step
 from quantshard.optimizers.base import check_ranges
 from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update, UpdateFormula
 from quantshard.optimizers.fused_adam import AdamOptimizer
-from quantshard.optimizers.guards import GradientFlags
+from quantshard.optimizers.guards import GradientFlags, in_order
 from quantshard.optimizers.kernel_step import CommonOptions, KernelStep
-from quantshard.optimizers.matrix_exchange import MatrixBucket, MatrixExchange, MatrixPlan, MatrixWorkspace
+from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, MatrixWorkspace, buckets, rounded_up
 from quantshard.state_storage import ADAMW, MUON
 
 if TYPE_CHECKING:
@@ -272,23 +272,59 @@ class Muon(AdamOptimizer):
         if self._matrix_plan is None or self._matrix_plan.plan is not plan:
             if self._matrix_plan is not None:
                 self._captured += [bucket.kernels for bucket in self._matrix_plan.buckets if bucket.kernels.is_captured]
-            self._matrix_plan = MatrixPlan.of(plan, BUCKET_BYTES)
+            self._matrix_plan = MatrixPlan.of(plan)
         return self._matrix_plan
 
 
-def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], KernelStep, bool]]) -> Tensor:
+class MatrixBucket(NamedTuple):
+    """Matrices that are orthogonalized together.
+
+    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
+    `kernels`: updates them.
+    """
+
+    indices: list[int]
+    work: list[ParameterStep]
+    exchange: MatrixExchange
+    kernels: KernelStep
+
+
+class MatrixPlan(NamedTuple):
+    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
+
+    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
+    """
+
+    plan: StepPlan
+    buckets: list[MatrixBucket]
+    workspace_size: int
+    other_indices: list[int]
+    others: list[ParameterStep]
+
+    @staticmethod
+    def of(plan: StepPlan) -> MatrixPlan:
+        """Divide the parameters of a step into buckets."""
+        items = plan.items
+        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
+        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
+        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
+        result = []
+        for numbers in buckets(layouts, BUCKET_BYTES):
+            indices = [matrices[number] for number in numbers]
+            exchange = MatrixExchange([layouts[number] for number in numbers])
+            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
+        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
+        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])
+
+
+def _exceeding(work: Sequence[ParameterStep], parts: Sequence[tuple[list[int], KernelStep, bool]]) -> Tensor:
     """Return `numerics.exceeds` of each gradient, float32 [parameters]; `parts` says which ones kernels process."""
     device = private_torch.local_tensor(work[0].param).device
-    columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(work)
-    for indices, kernels, uses_kernels in parts:
-        flags = (
-            kernels.exceeding()
-            if uses_kernels
-            else kernel_step.exceeding([work[number].grad for number in indices], device)
-        )
-        for index, flag in zip(indices, flags.to(device).unbind(), strict=True):
-            columns[index] = flag
-    return torch.stack(columns)
+    flags = [
+        kernels.exceeding() if uses_kernels else kernel_step.exceeding([work[index].grad for index in indices], device)
+        for indices, kernels, uses_kernels in parts
+    ]
+    return in_order(zip([indices for indices, _, _ in parts], flags, strict=True), len(work), device)
 
 
 def _measure(work: Iterable[ParameterStep]) -> None:
