@@ -117,7 +117,7 @@ class ParameterStep:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """Record that kernels wrote the parameter."""
         torch.autograd.graph.increment_version(self.local)
         if self.storage is not None:

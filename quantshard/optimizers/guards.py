@@ -242,8 +242,8 @@ class GradientFlags:
             }[worst]
         )
 
-    def _first(self, chosen: Tensor) -> str:
-        return self._names[int(chosen.nonzero()[0])]
+    def _first(self, mask: Tensor) -> str:
+        return self._names[int(mask.nonzero()[0])]
 
 
 class BadStepRecord:

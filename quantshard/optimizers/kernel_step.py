@@ -66,8 +66,8 @@ class _DevicePlan:
 class KernelStep:
     """The parameters of an optimizer that kernels update.
 
-    Each step calls `take`, `exceeding`, `update` and `finished`, and for matrices of Muon `made_directions` and
-    `give_directions` before `update`. Plans are made again if the work or the address of a tensor has changed.
+    Each step calls `take`, `exceeding`, `update` and `finished`, and for matrices of Muon `make_directions` and
+    `set_directions` before `update`. Plans are made again if the work or the address of a tensor has changed.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class KernelStep:
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
         self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
         self._work: Sequence[ParameterStep] = ()
-        self._left: set[int] = set()
+        self._remaining: set[int] = set()
         self._directions: dict[int, Tensor] = {}
 
     @property
@@ -117,13 +117,13 @@ class KernelStep:
             settings_row(item.group.settings, item.group.step, item.group.ema_decay, shape)
             for (_, shape), item in self._rows.items()
         ]
-        self._work, self._left, self._directions = work, set(range(len(work))), {}
+        self._work, self._remaining, self._directions = work, set(range(len(work))), {}
         for device_plan in self._planned:
             grads, draws, sizes = [], [], {}
             for index in device_plan.places:
                 item, grad = work[index], work[index].grad
                 if grad is None or (grad.dtype in GRADIENT_DTYPES and grad.device == device_plan.plan.device):
-                    self._left.remove(index)
+                    self._remaining.remove(index)
                 else:
                     grad = None
                 grads.append(grad)
@@ -175,20 +175,20 @@ class KernelStep:
     def exceeding(self) -> Tensor:
         """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]."""
         flags = [device_plan.plan.exceeding(LARGEST_GRADIENT) for device_plan in self._planned]
-        if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
+        if len(flags) == 1 and not self._remaining and len(flags[0]) == len(self._work):
             return flags[0]
-        device, remaining = private_torch.local_tensor(self._work[0].param).device, sorted(self._left)
+        device, remaining = private_torch.local_tensor(self._work[0].param).device, sorted(self._remaining)
         parts = [(device_plan.places, part) for device_plan, part in zip(self._planned, flags, strict=True)]
         parts.append((remaining, exceeding([self._work[index].grad for index in remaining], device)))
         return in_order(parts, len(self._work), device)
 
-    def made_directions(self) -> dict[int, Tensor]:
+    def make_directions(self) -> dict[int, Tensor]:
         """Return this rank's shards of the matrices to orthogonalize, bfloat16, by index in the work."""
         for device_plan in self._planned:
             device_plan.plan.make_directions()
         return self._directions
 
-    def give_directions(self, parts: Sequence[Tensor]) -> None:
+    def set_directions(self, parts: Sequence[Tensor]) -> None:
         """Store the orthogonalized shards, one per parameter of the work."""
         for index, direction in self._directions.items():
             direction.copy_(parts[index])
@@ -204,8 +204,8 @@ class KernelStep:
         reduction = FlatMax()
         shared = {index: amaxes for device_plan in self._planned for index, amaxes in device_plan.shared.items()}
         # All ranks need the same order, even if kernels take different parameters on each.
-        for index in sorted(self._left | shared.keys()):
-            if index in self._left:
+        for index in sorted(self._remaining | shared.keys()):
+            if index in self._remaining:
                 self._work[index].measure(reduction)
                 continue
             for values, groups in shared[index]:
@@ -214,13 +214,13 @@ class KernelStep:
         for device_plan in self._planned:
             device_plan.plan.finish()
         averaged = {index for index, item in enumerate(self._work) if item.grad is None and item.average is not None}
-        return [self._work[index] for index in sorted(self._left | averaged)]
+        return [self._work[index] for index in sorted(self._remaining | averaged)]
 
     def finished(self, applied: bool) -> None:
         """Release the work and its gradients. If the step was applied, record the parameters that kernels wrote."""
         for index, item in enumerate(self._work if applied else ()):
-            if index not in self._left and item.grad is not None:
-                item.written()
+            if index not in self._remaining and item.grad is not None:
+                item.mark_written()
         self._work, self._directions = (), {}
 
 

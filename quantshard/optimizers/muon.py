@@ -229,12 +229,12 @@ class Muon(AdamOptimizer):
         not run at all, because a write that is undone still counts as a write.
         """
         work = bucket.work
-        kernel_directions = bucket.kernels.made_directions() if on_kernels else {}
+        kernel_directions = bucket.kernels.make_directions() if on_kernels else {}
         directions = self._orthogonalized(work, bucket.exchange, kernel_directions)
         self._directions = dict(zip((item.param for item in work), directions, strict=True))
         remaining = work
         if on_kernels:
-            bucket.kernels.give_directions(directions)
+            bucket.kernels.set_directions(directions)
             remaining = bucket.kernels.update(bad)
         else:
             _measure(work)
@@ -245,13 +245,16 @@ class Muon(AdamOptimizer):
 
     @staticmethod
     def _orthogonalized(
-        work: list[ParameterStep], exchange: MatrixExchange, made: Mapping[int, Tensor]
+        work: list[ParameterStep], exchange: MatrixExchange, kernel_directions: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """Return this rank's shard of the orthogonalized momentum of each parameter, as bfloat16. A collective call.
 
-        `made`: momentum shards that kernels already computed, by index in `work`.
+        `kernel_directions`: momentum shards that kernels already computed, by index in `work`.
         """
-        parts = (made[index] if index in made else _to_orthogonalize(item) for index, item in enumerate(work))
+        parts = (
+            kernel_directions[index] if index in kernel_directions else _to_orthogonalize(item)
+            for index, item in enumerate(work)
+        )
         matrices = exchange.gather(parts)
         owned = {
             number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)

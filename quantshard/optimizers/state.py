@@ -115,12 +115,12 @@ def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
     return high.to(torch.int16).view(torch.bfloat16)
 
 
-def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:
+def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
     """Copy elements of a plain parameter that others changed into its float32 master.
 
-    `written`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
+    `rounded_master`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
     """
-    master.copy_(torch.where(param == written, master, param.to(master.dtype)))
+    master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
 # States -----------------------------------------------------------------------------------------------------------

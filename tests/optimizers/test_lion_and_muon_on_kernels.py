@@ -70,7 +70,7 @@ def planned(optimizer: KernelOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
     kernels = [optimizer._kernels]
     kernels += [bucket.kernels for bucket in optimizer._matrix_plan.buckets] if isinstance(optimizer, Muon) else []
-    assert all(each._left == set() and not each._work and not each._directions for each in kernels)
+    assert all(each._remaining == set() and not each._work and not each._directions for each in kernels)
     return sum(len(plan.places) for each in kernels for plan in each._planned)
 
 
@@ -209,14 +209,14 @@ def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
         params = {f"w{number}": nn.Parameter(random(16, 32, seed=number).to(DEVICE)) for number in range(4)}
         optimizer = Muon(list(params.items()), lr=0.02, max_skipped_in_a_row=1)
         starts: list[int] = []
-        real = kernel_step.KernelStep.give_directions
+        real = kernel_step.KernelStep.set_directions
 
         def noted(self: Any, parts: Any, real: Any = real, starts: list[int] = starts) -> None:
             starts.extend(direction.data_ptr() for direction in self._directions.values())
             real(self, parts)
 
         with kernels_on(*devices), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel_step.KernelStep, "give_directions", noted)
+            patch.setattr(kernel_step.KernelStep, "set_directions", noted)
             set_grads(params, 0)
             optimizer.step()
             assert (

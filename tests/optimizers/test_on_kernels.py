@@ -150,7 +150,7 @@ def check(recipe: str, masters: str, moments: str, second: str | None = None, **
     expected, _ = train(recipe, options)
     found, optimizer = train(recipe, options, DEVICE)
     [planned] = optimizer._kernels._planned
-    assert len(planned.places) == 8 and optimizer._kernels._left == set()
+    assert len(planned.places) == 8 and optimizer._kernels._remaining == set()
     assert not optimizer._kernels._work  # whose gradients would live on
     assert not differing(found, expected)
     assert optimizer.skipped_steps == 1
@@ -247,7 +247,7 @@ def test_decoupled_gradients_of_other_dtypes() -> None:
             with kernels_on(*devices):
                 optimizer.step()
         results.append(everything(params, optimizer))
-        assert optimizer._kernels._left == ({7} if devices else set())
+        assert optimizer._kernels._remaining == ({7} if devices else set())
     assert not differing(*results)
 
 
