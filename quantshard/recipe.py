@@ -10,7 +10,7 @@ high precision.
 Every operand is quantized along the dim that its GEMM sums over. The rows of a format refer to the operand as it
 appears in the table above, with the summed dim last, so the operands of wgrad are quantized from the transposed
 tensors. A weight is stored once, so its two entries are the same row: a row with square blocks (its own transpose), a
-row with two copies, or a row with blocks along its rows only, which dgrad dequantizes (the fallback "turned").
+row with two copies, or a row with blocks along its rows only (the fallback "dgrad dequantizes").
 
 The named recipes have the numerics and argument names of TransformerEngine (its `common/recipe`). `MixedRecipe` takes
 the operands of some GEMMs from another recipe, and `TableRecipe` accepts any table.

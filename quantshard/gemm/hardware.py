@@ -232,9 +232,9 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         return (*names, "quantized each forward") if cell is not None else ()
     fmt = stored.cell.format
     if not fmt.serves_columns:
-        names.append("turned")
+        names.append("dgrad dequantizes")
     if stored.gathered and not stored.has(Orientation.ROWWISE):
-        names.append("fetched")
+        names.append("extra gather")
     return tuple(names)
 
 
@@ -242,7 +242,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
 def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
     """GEMMs without a native product of their two quantized formats on this hardware.
 
-    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("turned").
+    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("dgrad dequantizes").
     """
     gemms = []
     for gemm, roles in OPERANDS.items():

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import storage as storages
-from quantshard.tensor.quantized_tensor import RULES, Placeholder, QuantizedTensor, Rule, first_quantized
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule, first_quantized
+from quantshard.tensor.storage import AMAX_HISTORY, Placeholder, QuantizedStorage
 
 aten = torch.ops.aten
 

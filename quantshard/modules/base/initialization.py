@@ -19,7 +19,7 @@ from quantshard.collectives import flat_max
 from quantshard.distributed import distribute
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, moves, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
@@ -156,7 +156,7 @@ def quantize_weight(module: Any, name: str, owner: str) -> None:
     module._born_states[name] = {key: value.clone() for key, value in state.items()}
     new = empty_weight(module, name, cell, state, old.dtype, device)
     new.requires_grad_(old.requires_grad)
-    new.__dict__.update(components.set_attributes(old))
+    new.__dict__.update(moves.set_attributes(old))
     values = private_torch.local_tensor(old).detach()
     if not values.is_meta and not module._awaits_values:  # otherwise values are loaded later
         requantize.requantize_([(new, values)], names=[f"{owner}.{name}"])
