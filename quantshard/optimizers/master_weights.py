@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import kernel_dispatch, private_torch, state_storage
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics import averages
+from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, rounding
 from quantshard.optimizers.base import SWITCHES, ParameterOptimizer, check_ranges
@@ -248,11 +248,11 @@ class MasterWeights(ParameterOptimizer):
         """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
-            share = averages.share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
+            share = adam.average_share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
             for param in group["params"]:
                 if param in self._masters:
                     average = private_torch.local_tensor(self._averages[param])
-                    average.copy_(averages.moved(average, private_torch.local_tensor(self._masters[param]), share))
+                    average.copy_(adam.moved_average(average, private_torch.local_tensor(self._masters[param]), share))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import limits, private_torch
+from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule, first_quantized
@@ -267,23 +267,4 @@ def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> 
         "if DistributedDataParallel does it to give all ranks the weights of rank 0, call quantshard.broadcast_(model) "
         "(or check_replicas(model)) on every rank first, then DistributedDataParallel(model, init_sync=False), and do "
         "not use join()"
-    )
-
-
-def _refuse_sharded(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    raise UnsupportedOperationError(
-        f"{operation} of a DTensor, around {private_torch.local_tensor(args[0])!r}: use .to_local().dequantize() for "
-        "this rank's values, or, after unshard() of the FSDP-wrapped module, .dequantize() of its parameter for all"
-    )
-
-
-private_torch.answer_for_dtensors(aten.dequantize.self, _refuse_sharded)
-
-
-@rule(private_torch.all_gather_of_dtensor, needed_by="DTensor.full_tensor, to be told what to do")
-def _refuse_to_gather(tensor: QuantizedTensor, *others: Any) -> Tensor:
-    raise UnsupportedOperationError(
-        f"full_tensor() or redistribute() of a DTensor around {tensor!r} would gather its codes as values; use "
-        ".to_local().dequantize() for this rank's values, after unshard() of the FSDP-wrapped module .dequantize() of "
-        "its parameter for all, and module.state_dict() or get_model_state_dict() for codes and scales"
     )

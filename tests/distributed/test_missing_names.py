@@ -209,9 +209,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
-    f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers": "an error of PyTorch's takes the place of ours",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",
-    "torch.ops._c10d_functional.all_gather_into_tensor.default": "the table of operations refuses it, in other words",
 }
 """Names without which nothing is lost but words."""
 

@@ -32,7 +32,7 @@ from quantshard.kernels.quantize.targets import (
     Targets,
     plan_quantization,
 )
-from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
+from quantshard.numerics import HADAMARD_NEGATIVE
 
 NAN = tl.constexpr(0x7FC00000)
 """The bits of a NaN. As an integer they exceed the bits of every number."""
