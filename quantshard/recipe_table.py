@@ -181,12 +181,7 @@ class TableRecipe(Recipe):
 
 
 def check_scalings(label: str, table: Table) -> None:
-    """Check how the operands of a table are scaled.
-
-    Raises:
-        ConfigurationError: a Hadamard transform that does not cancel, or two operands of one role with different amax
-            histories, although a role has only one history.
-    """
+    """Check how the operands of a table are scaled."""
     activations = {operand: cell.scaling for operand, cell in table.items() if operand[0] is not TensorRole.WEIGHT}
     transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
     if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):

@@ -199,9 +199,6 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
 
     Args:
         dims: the dim that each mesh axis cuts, or None.
-
-    Raises:
-        ConfigurationError: the shard was cut in another way.
     """
     pieces = pieces_outermost_first(shard)
     axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]

@@ -77,11 +77,7 @@ def scaled_state(key: str) -> str:
 
 
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
-    """Check that states of this role can have the dtype.
-
-    Raises:
-        ConfigurationError: the dtype is not supported.
-    """
+    """Check that states of this role can have the dtype."""
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
@@ -227,22 +223,14 @@ presets store it the same way.
 
 
 def check_preset(where: str, name: Any) -> StateOptions:
-    """Return the options of a preset.
-
-    Raises:
-        ConfigurationError: there is no preset of this name. The message starts with `where`.
-    """
+    """Return the options of a preset."""
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
 
 
 def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
-    """Check that `store_param_remainders` is used with masters, of a dtype that it supports.
-
-    Raises:
-        ConfigurationError: there are no masters or their dtype is not supported. The message starts with `where`.
-    """
+    """Check that `store_param_remainders` is used with masters, of a dtype that it supports."""
     if not has_masters or master is torch.bfloat16:
         raise ConfigurationError(
             f"{where}(store_param_remainders=True): parameter and remainder are a master, so leave "
@@ -258,9 +246,6 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
         where: the optimizer that received the arguments, for error messages.
         preset: a name in `PRESETS`, or None.
         given: option -> value, for names in `OPTION_NAMES`. None means not set.
-
-    Raises:
-        ConfigurationError: there is no such preset, an option contradicts it, or options contradict each other.
     """
     explicit = {name: value for name, value in given.items() if value is not None}
     if preset is None:

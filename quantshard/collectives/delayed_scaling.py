@@ -235,10 +235,6 @@ class PendingAmaxes:
         On a GPU, flush does not wait for the result of the check that ranks agree. If they disagree, nothing is
         recorded, and the next flush, optimizer step or save raises (`MISMATCHES`). Flush waits for the result of the
         previous pass, but not for work that was queued after it.
-
-        Raises:
-            RankMismatchError: on every rank, if ranks of a group used different modules, in this flush or, on a GPU, in
-                the previous one.
         """
         by_group: dict[Groups, list[PendingHistory]] = {}
         joint = self.take_joint() if all([pending.group is None for pending in self._joint.values()]) else []

@@ -34,10 +34,6 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
         param: quantized or not, with any number of dims, on any device including meta.
         mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
         dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
-
-    Raises:
-        ConfigurationError: the axis does not divide the dim, a cut would divide a byte of packed codes, or the
-            parameter is already sharded.
     """
     subject = f"a parameter {tuple(param.shape)}"
     if isinstance(param, DTensor):
@@ -78,9 +74,6 @@ def empty_parameter(
         device: device of the shard. "meta" allocates nothing.
         cell: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
         state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
-
-    Raises:
-        ConfigurationError: as in `shard_parameter`.
     """
     shape = torch.Size(shape)
     start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")

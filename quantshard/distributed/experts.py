@@ -26,12 +26,7 @@ from quantshard.errors import ConfigurationError
 
 
 def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> range:
-    """Return the experts of this rank, of `num_experts` that are spread over a 1-D mesh. Without a mesh: all.
-
-    Raises:
-        ConfigurationError: on every rank: the mesh has several axes or does not divide the experts, or there are no
-            experts.
-    """
+    """Return the experts of this rank, of `num_experts` that are spread over a 1-D mesh. Without a mesh: all."""
     if num_experts < 1:
         raise ConfigurationError(f"{owner}: {num_experts} experts; there must be 1 or more")
     if ep_mesh is None:

@@ -38,11 +38,7 @@ class TensorParallelConfig:
     tp_mesh: DeviceMesh | None = None
 
     def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
-        """Return the mesh that is known at construction, or None.
-
-        Raises:
-            ConfigurationError: the arguments contradict each other.
-        """
+        """Return the mesh that is known at construction, or None."""
         mesh = self.tp_mesh
         if mesh is None and self.tp_group is not None:
             mesh = mesh_of_group(self.tp_group, device)
@@ -63,12 +59,7 @@ def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, tp_size: int) -> None:
-    """Check that these can be the meshes of a module.
-
-    Raises:
-        ConfigurationError: `tp_mesh` has several axes, or a size other than `tp_size` (unless that is 1), or
-            `weight_mesh` lacks some of its ranks.
-    """
+    """Check that these can be the meshes of a module."""
     if tp_mesh.ndim != 1:
         raise ConfigurationError(
             f"{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; give the tensor-parallel one alone, "
@@ -89,11 +80,7 @@ def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None
 
 
 def put_on_mesh(module: Any, tp_mesh: DeviceMesh) -> None:
-    """Convert a module's parameters to DTensors on a tensor-parallel axis, cut as its `_cuts` says.
-
-    Raises:
-        ConfigurationError: on every rank: the mesh does not divide a dim, or parameters are already on a mesh.
-    """
+    """Convert a module's parameters to DTensors on a tensor-parallel axis, cut as its `_cuts` says."""
     owner = type(module).__name__
     named = list(module.named_parameters(recurse=False))
     is_placed = [isinstance(param, DTensor) and param.device_mesh == tp_mesh for _, param in named]

@@ -79,20 +79,14 @@ def has_offloaded_parameters() -> bool:
 
 
 @needs_attributes(_GATHERS)
-def sharded_parameters() -> list[tuple[DTensor, str]]:
-    """FSDP2's sharded parameters in this process and their names, or the class of the module if FSDP2 has no name.
+def sharded_parameters() -> list[DTensor]:
+    """FSDP2's sharded parameters in this process.
 
-    FSDP2 looks up names in the first forward, but not for parameters that replaced its own. Within the dispatch of an
-    operation only the local tensor is visible, and no public record leads from it to its DTensor.
+    Within the dispatch of an operation only the local tensor is visible, and no public record leads from it to its
+    DTensor.
     """
-    params = []
-    for state in _known_states():
-        for group in _param_groups(state):
-            for fsdp_param in group.fsdp_params:
-                info = fsdp_param._module_info
-                name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
-                params.append((_sharded_param(fsdp_param), name))
-    return params
+    groups = (group for state in _known_states() for group in _param_groups(state))
+    return [_sharded_param(fsdp_param) for group in groups for fsdp_param in group.fsdp_params]
 
 
 def _sharded_param(fsdp_param: Any) -> Any:

@@ -128,15 +128,13 @@ def _slice(
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
-            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) copies codes alone into a sharded "
-            "weight: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
+            f"copy_ of a {source.dtype} tensor into {destination!r}: codes need their scales; use load_state_dict, or "
+            "checkpoints.load_from_rank0(model, state_dict) for set_model_state_dict(broadcast_from_rank0=True)"
         )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: quantizing needs amaxes of all ranks, and no "
-            "collective hides in copy_; call quantshard.checkpoints.load_high_precision(model, state_dict) on every "
-            "rank, or quantize_ on an unsharded weight"
+            f"copy_ of a {source.dtype} tensor into {destination!r} needs amaxes of all ranks; call quantshard."
+            "checkpoints.load_high_precision(model, state_dict) on every rank, or quantize_ on an unsharded weight"
         )
     if not isinstance(destination, QuantizedTensor):
         raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
@@ -145,8 +143,8 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
         target.fill(source.quantized_storage)
     elif target.gathered:
         raise _refuse(
-            "copy_", destination, "the copy that FSDP gathered: what is written to it is lost; call reshard() on the "
-            "FSDP-wrapped module first, and copy into its sharded parameter"
+            "copy_", destination, "the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and copy "
+            "into its sharded parameter"
         )  # fmt: skip
     elif target is not source.quantized_storage:
         copy_bytes(target, source.quantized_storage)
@@ -154,15 +152,11 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 
 def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    """Copy components and state between storages of the same format and the same place in the global tensor.
-
-    Raises:
-        UnsupportedOperationError: format or place differ.
-    """
+    """Copy components and state between storages of the same format and the same place in the global tensor."""
     if target.cell != source.cell or target.shard != source.shard:
         raise UnsupportedOperationError(
-            f"copy_ between quantized tensors moves bytes, so both must be of one format and one shard; here "
-            f"{source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}"
+            f"copy_ from {source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}: quantized "
+            "tensors must have one format and shard"
         )
     for name, part in target.components.items():
         part.copy_(source.components[name])
@@ -263,8 +257,7 @@ def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
 @rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
 def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
     raise UnsupportedOperationError(
-        f"cat and broadcast of tensors of which one is {first_quantized(tensors)!r} would treat its codes as values; "
-        "if DistributedDataParallel does it to give all ranks the weights of rank 0, call quantshard.broadcast_(model) "
-        "(or check_replicas(model)) on every rank first, then DistributedDataParallel(model, init_sync=False), and do "
-        "not use join()"
+        f"cat or broadcast of {first_quantized(tensors)!r} would treat its codes as values; for "
+        "DistributedDataParallel(model, init_sync=False), without join(), call quantshard.broadcast_(model) or "
+        "check_replicas(model) on every rank first"
     )

@@ -112,8 +112,7 @@ class QuantizedTensor(Tensor):
     def check_filled(self, what: str) -> None:
         if isinstance(self.quantized_storage, Placeholder):
             raise UnsupportedOperationError(
-                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing until a "
-                "quantized tensor is copied into them"
+                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing; copy one into it"
             )
 
     def data_ptr(self) -> int:
@@ -151,9 +150,6 @@ class QuantizedTensor(Tensor):
 
         A quantized tensor of the same format and place, such as the result of `.to()`, can be assigned. This tensor
         then becomes a handle to that storage, and keeps its identity, attributes and hooks.
-
-        Raises:
-            UnsupportedOperationError: the assigned tensor is plain, or has another format or place.
         """
         return self.detach()  # type: ignore[return-value]
 
@@ -227,11 +223,11 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            is_average = getattr(func, "overloadpacket", None) in _OF_AVERAGES
+            hint = _AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else ""
             raise UnsupportedOperationError(
                 f"{func} on {first_quantized((*args, *(kwargs or {}).values()))!r} would dequantize or change it; "
-                "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), requantize_() to "
-                f"write it, or convert(filter=...) to leave its layer out{_AVERAGE if is_average else ''}"
+                "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), a quantshard module to "
+                f"multiply, requantize_() to write it, or convert(filter=...) to leave its layer out{hint}"
             )
         return rule(*args, **(kwargs or {}))
 
@@ -316,9 +312,6 @@ def quantize_weight(
         dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
-
-    Raises:
-        UnsupportedOperationError: `values` is not a matrix of a floating dtype.
     """
     if values.ndim != 2 or not values.is_floating_point():
         raise UnsupportedOperationError(

@@ -143,23 +143,18 @@ class QuantizedStorage:
         return self.gathered and self.version != self.home.version
 
     def check_captured(self, owner: str) -> None:
-        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none.
-
-        Raises:
-            ConfigurationError: they do not; the message names the weight, `owner`.
-        """
+        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none."""
         if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
             return
         if self.captured:
             raise ConfigurationError(
-                f"{owner} was gathered by FSDP while a CUDA graph was captured, so it has values in replays only; "
-                "capture forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
+                f"{owner} was gathered while a CUDA graph was captured, so it has values in replays only; capture "
+                "forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
             )
         if is_capturing and torch.is_grad_enabled():
             raise ConfigurationError(
-                f"{owner} was gathered by FSDP before the capture of this CUDA graph, so all replays would use its "
-                "values of now; call reshard() on the FSDP-wrapped module before the capture: a forward without a "
-                "backward leaves weights gathered"
+                f"{owner} was gathered before the capture of this CUDA graph, so all replays would use its present "
+                "values; call reshard() on the FSDP-wrapped module before the capture"
             )
 
     @property
@@ -433,11 +428,7 @@ def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
 
 
 def next_draw(state: dict[str, Tensor]) -> int | Tensor:
-    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them.
-
-    Raises:
-        UnsupportedOperationError: the host counts draws while a CUDA graph is being captured.
-    """
+    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them."""
     draws = state[DRAWS]
     if not counts_on_host(state):
         number: int | Tensor = draws.view(()).clone()  # `add_` below would change a view
