@@ -25,18 +25,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "hub_offline",
-    "open_regular",
-    "printable",
-    "read_json",
-    "read_regular",
-    "read_toml",
-    "regular_content",
-    "regular_size",
-    "toml_table",
-]
-
 Path_ = str | os.PathLike[str]
 
 _MIB: Final = 1 << 20
@@ -61,7 +49,7 @@ _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 
 
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
 
     Args:
         limit: maximum bytes.

@@ -57,8 +57,8 @@ class MismatchRecord:
         if flag is None:
             if is_capturing:  # a graph's memory has no value before the first replay
                 raise ConfigurationError(
-                    "a CUDA graph is captured of what ranks must agree on, and none of it ran before; run a step "
-                    "before the capture"
+                    "a CUDA graph captures a check that ranks agree, which never ran before; run a step before the "
+                    "capture"
                 )
             with torch.inference_mode(False):
                 flag = self._found[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)

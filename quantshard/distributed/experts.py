@@ -101,8 +101,7 @@ class Dispatch:
         if outputs.shape[0] != rows or weights.numel() != sum(self.route.sent):
             raise ConfigurationError(
                 f"Dispatch.combine: outputs {list(outputs.shape)} and weights {list(weights.shape)} do not fit the "
-                f"{rows} rows that this rank's experts got and the {sum(self.route.sent) // choices} tokens with "
-                f"{choices} experts each that it sent"
+                f"{rows} rows received and the {sum(self.route.sent) // choices} tokens with {choices} experts sent"
             )
         sorting = self.route.sorting
         if sorting is not None:

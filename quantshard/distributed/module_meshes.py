@@ -62,20 +62,18 @@ def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None
     """Check that these can be the meshes of a module."""
     if tp_mesh.ndim != 1:
         raise ConfigurationError(
-            f"{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; give the tensor-parallel one alone, "
-            'such as mesh["tp"]'
+            f'{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass one, such as mesh["tp"]'
         )
     if tp_size not in (1, tp_mesh.size()):
         raise ConfigurationError(
-            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; give a mesh of "
-            f"{tp_size} ranks, or leave tp_size out"
+            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; leave one out"
         )
     if weight_mesh is not None:
         lacking = sorted(set(tp_mesh.mesh.flatten().tolist()) - set(weight_mesh.mesh.flatten().tolist()))
         if lacking:
             raise ConfigurationError(
-                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; it is all axes that weights are sharded "
-                "over, flattened, the tensor-parallel one included (or leave it out: the parameters say it)"
+                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; pass all axes that weights are sharded "
+                "over, flattened, or leave it out"
             )
 
 
@@ -116,8 +114,8 @@ def local_part(module: Any, name: str, param: Any) -> Any:
     if whole or (on_tp_mesh and cut is not None and param.placements == (Shard(cut),)):
         return param.to_local()
     raise ConfigurationError(
-        f"{type(module).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the module "
-        "through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+        f"{type(module).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
+        "FSDP-wrapped module around it, or its unshard() first"
     )
 
 
@@ -126,6 +124,5 @@ def _cut_otherwise(module: Any, name: str, actual: str) -> str:
     action = "has it whole" if cut is None else f"cuts its dim {cut}"
     return (
         f"{type(module).__name__}.{name} is {actual}, but tensor parallelism over {module.tp_size} ranks {action}; "
-        "a weight that is shared with another module must be cut likewise there, as parallelize_module does, before it "
-        "is assigned here"
+        "cut a weight that modules share equally in all of them, before it is assigned here"
     )

@@ -68,7 +68,7 @@ class TensorParallel:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ConfigurationError(
-                f"rank {dist.get_rank()} is not in the tensor-parallel group it was given; give each rank its own group"
+                f"rank {dist.get_rank()} is not in its tensor-parallel group; pass each rank its own group"
             )
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
@@ -89,8 +89,8 @@ def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
         raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
     if mode is None and sequence_parallel:
         raise ConfigurationError(
-            f"{owner}(sequence_parallel=True) gathers or scatters tokens around a weight that is cut, but nothing says "
-            "how: give parallel_mode, or set_parallel_mode=True for modules of several layers"
+            f"{owner}(sequence_parallel=True) needs parallel_mode, or set_parallel_mode=True for modules of several "
+            "layers"
         )
 
 
@@ -170,12 +170,9 @@ def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
     """Return the number of rows (dim 0) of an activation of `shape` per rank under sequence parallelism."""
     if shape[0] % tp.size:
-        below = shape[0] - shape[0] % tp.size
         raise ConfigurationError(
             f"sequence parallelism cannot divide the {shape[0]} rows (dim 0) of an activation {list(shape)} equally "
-            f"over the {tp.size} ranks of the tensor-parallel group; pad or cut the sequence to a multiple of "
-            f"{tp.size}, such as {below + tp.size}" + (f" or {below}" if below else "") + ", or leave "
-            "sequence_parallel off"
+            f"over {tp.size} ranks; pad or cut the sequence to a multiple of {tp.size}, or leave sequence_parallel off"
         )
     return shape[0] // tp.size
 

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
+from quantshard.numerics.states import StateSpec
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
-ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT)
-"""Values of a parameter that a step reads and writes: means of the gradient and its square, master and weight."""
-
 STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
 """The second moment must not round to zero: that would blow up the step if the first moment is nonzero."""
 
