@@ -57,7 +57,7 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
     """
     real_path, size = _regular(path, follow)
     if limit is not None and size > limit:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read of such a file", path)
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", path)
     no_follow = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # the file could have been replaced by a link
     return open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
 

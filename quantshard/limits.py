@@ -224,11 +224,6 @@ REFUSALS: Final[dict[str, Limit]] = {
         "a checkpoint holds its plain components",
         "save module.state_dict() instead of the tensor, the parameter or the module",
     ),
-    "array": Limit(
-        "numpy(), tolist() and DLPack do not take a quantized tensor",
-        "it holds codes and scales, and no array of values",
-        "use .dequantize() for its values, and module.state_dict() for codes and scales",
-    ),
     "shared memory": Limit(
         "share_memory_ of a quantized tensor is not supported",
         "it has no storage of its own that could be shared",

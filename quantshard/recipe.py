@@ -124,8 +124,7 @@ class MixedRecipe(Recipe):
         self._flatten()
         if self._first.weight is None:
             raise ConfigurationError(
-                f"recipe {self.name!r}: {self._first.name!r} stores weights in high precision, and then no GEMM is "
-                "quantized; begin with a recipe that quantizes them"
+                f"recipe {self.name!r}: {self._first.name!r} does not quantize weights; begin with a recipe that does"
             )
         check_scalings(self.name, self.table)
 
@@ -411,14 +410,14 @@ def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
     for part in parts:
         gemm, colon, name = part.partition(":")
         if gemm in names or gemm not in _GEMM_NAMES or not colon:
-            reason = "is there twice" if gemm in names else "is none of fprop:NAME, dgrad:NAME and wgrad:NAME"
+            reason = "is there twice" if gemm in names else "is not fprop:NAME, dgrad:NAME or wgrad:NAME"
             meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in names else ""
             raise ConfigurationError(
                 f"unknown recipe {given!r}: {part!r} {reason}; {meant_gemm}write it as in current/wgrad:bf16"
             )
         if name not in NAMES:
             raise ConfigurationError(
-                f"unknown recipe {given!r}: {name!r} is none; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
+                f"unknown recipe {given!r}: {name!r}; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
             )
         names[gemm] = name
     return names

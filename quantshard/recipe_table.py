@@ -103,8 +103,8 @@ class Recipe:
         cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(cells) != 1:
             raise ConfigurationError(
-                f"recipe {self.name!r} names two formats for weights ({cells}), but a weight is stored once; give both "
-                "entries one row: with square blocks, or with a rowwise and a columnwise copy"
+                f"recipe {self.name!r} has two formats for weights ({cells}); give both entries one row, with square "
+                "blocks or with two copies"
             )
         cell = cells.pop()
         if cell is not None:
@@ -115,13 +115,12 @@ class Recipe:
         scaling = cell.scaling
         if scaling.stochastic_rounding or scaling.random_hadamard:
             raise ConfigurationError(
-                f"recipe {self.name!r}: weights are rounded to nearest and not transformed; leave stochastic_rounding "
-                "and random_hadamard to activations and gradients"
+                f"recipe {self.name!r}: stochastic_rounding and random_hadamard are for activations and gradients, not "
+                "for weights"
             )
         if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in cell.format.copies.values()):
             raise ConfigurationError(
-                f"recipe {self.name!r}: an amax history gives one scale for the whole tensor, but {cell.format.name} "
-                "has blocks; use a per-tensor format with it"
+                f"recipe {self.name!r}: {cell.format.name} has blocks, and an amax history needs a per-tensor format"
             )
 
     @cached_property
@@ -186,16 +185,14 @@ def check_scalings(label: str, table: Table) -> None:
     transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
     if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):
         raise ConfigurationError(
-            f"recipe {label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
-            "random_hadamard for both or for neither, and in no other GEMM"
+            f"recipe {label!r}: set random_hadamard for both operands of wgrad or for neither, and in no other GEMM"
         )
     for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT):
         histories = {gemm: (s.history, s.most_recent) for (other, gemm), s in activations.items() if other is role}
         if len(set(histories.values())) > 1:
             described = ", ".join(f"{gemm.value} {_history(*history)}" for gemm, history in histories.items())
             raise ConfigurationError(
-                f"recipe {label!r}: operands of the role {role.value} have one amax history, and are all scaled by it, "
-                f"in one way, or none; here are {described}"
+                f"recipe {label!r}: operands of the role {role.value} have one amax history or none; here are {described}"
             )
 
 

@@ -211,7 +211,7 @@ PRESETS: Final = {
 """The presets by name; docs/optimizers.md gives the reasons.
 
 lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
-stored. (For a BF16 parameter the master is float32, and 16 bits are stored.)
+stored. For a BF16 parameter the master is float32, and 16 bits are stored.
 
 lean6: one more byte, for a second moment in BF16, where every value has its own exponent. With one scale per 128
 values, the second moment is the first state that a large neighbor spoils, because it holds squares of gradients.
@@ -233,9 +233,8 @@ def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None
     """Check that `store_param_remainders` is used with masters, of a dtype that it supports."""
     if not has_masters or master is torch.bfloat16:
         raise ConfigurationError(
-            f"{where}(store_param_remainders=True): parameter and remainder are a master, so leave "
-            f"master_weights=True (not {has_masters}); it is of float32 beside a bfloat16 parameter, and of 16 bits "
-            f"beside an FP8 weight if master_weight_dtype is float16, which must be one of the two (not {master})"
+            f"{where}(store_param_remainders=True) needs master_weights=True (not {has_masters}), and a "
+            f"master_weight_dtype of float32, or float16 for FP8 weights (not {master})"
         )
 
 
@@ -252,16 +251,14 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
         dtype = explicit.get("master_weight_dtype", torch.float32)
         if explicit.get("master_weights") is False and dtype is not torch.float32:
             raise ConfigurationError(
-                f"{where}(master_weights=False, master_weight_dtype={dtype}): there are no "
-                "masters to be of a dtype; leave one of the two out"
+                f"{where}(master_weights=False, master_weight_dtype={dtype}): leave one of the two out"
             )
         return StateOptions(**explicit)
     options = check_preset(f"{where}(preset={preset!r})", preset)
     for name, value in explicit.items():
         if value != getattr(options, name):
             raise ConfigurationError(
-                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; leave "
-                "one of the two out"
+                f"{where}(preset={preset!r}, {name}={value}): the preset has {getattr(options, name)}; leave one out"
             )
     return options
 

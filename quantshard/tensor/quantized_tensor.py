@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,20 +129,6 @@ class QuantizedTensor(Tensor):
     def share_memory_(self) -> QuantizedTensor:
         """Raise: a quantized tensor has no storage of its own to share."""
         raise UnsupportedOperationError(limits.refusal("shared memory", self))
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raise, like `tolist`, `np.asarray` and DLPack: there is no array of values."""
-        raise UnsupportedOperationError(limits.refusal("array", self))
-
-    def tolist(self) -> NoReturn:
-        """Raise, like `numpy`."""
-        self.numpy()
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        self.numpy()
-
-    def __dlpack__(self, **_: Any) -> NoReturn:  # type: ignore[override]
-        self.numpy()
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
