@@ -192,7 +192,7 @@ def check_scalings(label: str, table: Table) -> None:
         if len(set(histories.values())) > 1:
             described = ", ".join(f"{gemm.value} {_history(*history)}" for gemm, history in histories.items())
             raise ConfigurationError(
-                f"recipe {label!r}: {role.value} operands have one amax history or none; here are {described}"
+                f"recipe {label!r}: role {role.value} has one amax history or none; here are {described}"
             )
 
 
