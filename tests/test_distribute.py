@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import quantshard as qs
 from quantshard import checkpoints, private_torch
-from quantshard.distributed.distribute import empty_parameter, shard_parameter
+from quantshard.distributed.module_meshes import empty_parameter, shard_parameter
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components

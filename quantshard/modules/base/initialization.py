@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import numerics, private_torch, sharding
 from quantshard.collectives import flat_max
-from quantshard.distributed import distribute
+from quantshard.distributed import module_meshes
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec
 from quantshard.tensor import components, moves, requantize
@@ -73,7 +73,7 @@ def empty_weight(
     """A parameter without values, quantized by `cell` or in high precision if `cell` is None."""
     shape: tuple[int, int] = module._weights[name].shape
     if module.tp_mesh is not None:
-        return distribute.empty_parameter(
+        return module_meshes.empty_parameter(
             shape, module.tp_mesh, module._cuts[name], dtype=dtype, device=device, cell=cell, state=state
         )
     if cell is None:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from quantshard import limits, private_torch
 from quantshard.collectives.process_groups import Group
-from quantshard.distributed import distribute, module_meshes, tensor_parallel
+from quantshard.distributed import module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
@@ -145,7 +145,7 @@ class QuantizedModule(nn.Module):
         self._vectors[name], self._cuts[name] = fill, cut
         param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
         if self.tp_mesh is not None:
-            param = distribute.shard_parameter(param, self.tp_mesh, cut)
+            param = module_meshes.shard_parameter(param, self.tp_mesh, cut)
         self.register_parameter(name, param)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
