@@ -360,7 +360,8 @@ def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
     weight = next(target for target in targets if isinstance(target, QuantizedTensor))
     raise UnsupportedOperationError(
         f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
-        "or foreach=False, or quantshard.optimizers.FusedAdam, or fused=True within optimizers.MasterWeights"
+        "or foreach=False, quantshard.optimizers.FusedAdam (for AdamW: weight_decay=0.01), or fused=True within "
+        "optimizers.MasterWeights"
         f"{_TRAINER if 'transformers.trainer' in sys.modules else ''}"
     )
 
