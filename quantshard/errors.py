@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from typing import Any
 
 _OURS = ("quantshard", "torch", "contextlib")
-_told: set[str] = set()
+_warned_topics: set[str] = set()
 
 
 def printable(text: str, but: str = "") -> str:
@@ -100,19 +100,19 @@ class NonFiniteGradientError(QuantshardError, RuntimeError):
 
 def is_told(topic: str) -> bool:
     """True if `warn_once` has warned about this topic in this process."""
-    return topic in _told
+    return topic in _warned_topics
 
 
 def silence(topic: str) -> None:
     """Leave out the warnings of `warn_once` on this topic in this process."""
-    _told.add(topic)
+    _warned_topics.add(topic)
 
 
 def warn_once(topic: str, text: str) -> None:
     """Warn at the user's line, once per topic and process, about something that is not an error."""
-    if topic in _told:
+    if topic in _warned_topics:
         return
-    _told.add(topic)
+    _warned_topics.add(topic)
     warn_user(text, is_counted=True)
 
 
