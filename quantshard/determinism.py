@@ -46,9 +46,8 @@ class _TorchSettings(NamedTuple):
         )
 
     def put(self) -> None:
-        torch.use_deterministic_algorithms(
-            self.enabled, warn_only=self.warn_only
-        )  # also turns off Inductor's autotuning
+        # also turns off Inductor's autotuning
+        torch.use_deterministic_algorithms(self.enabled, warn_only=self.warn_only)
         _deterministic().fill_uninitialized_memory = self.fill
         torch.backends.cudnn.deterministic = self.cudnn
         torch.backends.cudnn.benchmark = self.cudnn_benchmark

@@ -40,10 +40,7 @@ from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
 class ElementFormats(str, Enum):
-    """Element encodings: one for all tensors, or E4M3 in forward and E5M2 for gradients (HYBRID).
-
-    Per-tensor recipes accept E4M3 and HYBRID. Each of the other recipes accepts only its own encoding.
-    """
+    """Element encodings. HYBRID is E4M3 in forward and E5M2 for gradients. Per-tensor recipes accept E4M3 and HYBRID."""
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"
@@ -106,10 +103,6 @@ class MixedRecipe(Recipe):
     Args:
         recipe: the recipe of the weights, and of GEMMs that have no recipe of their own.
         fprop, dgrad, wgrad: the recipe of the inputs and gradients in this GEMM.
-
-    Raises:
-        ConfigurationError: a recipe is unknown, the first one stores no quantized weights, or the two operands of one
-            role would need different amax histories, as in "delayed/wgrad:current".
     """
 
     recipe: str | Recipe
@@ -378,11 +371,7 @@ def concrete_name(name: str) -> str:
 
 
 def resolve(recipe: str | Recipe | None) -> Recipe:
-    """Return the recipe with this name. A `Recipe` is returned unchanged, and None means "auto".
-
-    Raises:
-        ConfigurationError: the name is not in `CHOICES` and is not the name of a `MixedRecipe` of these.
-    """
+    """Return the recipe with this name: one of `CHOICES`, or a `MixedRecipe` of these. None means "auto"."""
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str | None):

@@ -36,7 +36,6 @@ OPERANDS: Final = {
 }
 """The roles of the left and right operands of each GEMM."""
 
-
 _HISTORY_MARK = "+hist"
 
 

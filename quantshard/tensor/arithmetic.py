@@ -80,32 +80,18 @@ def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
     return x + weight * (end - x)
 
 
-IN_PLACE: dict[Formula, Sequence[Any]] = {
-    _add: [aten.add_.Tensor, aten.add_.Scalar],
-    _sub: [aten.sub_.Tensor, aten.sub_.Scalar],
-    _mul: [aten.mul_.Tensor, aten.mul_.Scalar],
-    _div: [aten.div_.Tensor, aten.div_.Scalar],
-    _addcmul: [aten.addcmul_.default],
-    _addcdiv: [aten.addcdiv_.default],
-    _lerp: [aten.lerp_.Scalar, aten.lerp_.Tensor],
-}
-
-IN_PLACE_LISTS: dict[Formula, Any] = {
-    _add: aten._foreach_add_,
-    _sub: aten._foreach_sub_,
-    _mul: aten._foreach_mul_,
-    _div: aten._foreach_div_,
-    _addcmul: aten._foreach_addcmul_,
-    _addcdiv: aten._foreach_addcdiv_,
-    _lerp: aten._foreach_lerp_,
-}
+IN_PLACE: dict[Formula, str] = {
+    _add: "add", _sub: "sub", _mul: "mul", _div: "div", _addcmul: "addcmul", _addcdiv: "addcdiv", _lerp: "lerp"
+}  # fmt: skip
+"""The operations that change weights in place, such as `aten.add_` and `aten._foreach_add_`, by their formulas."""
 
 
 def _register() -> None:
-    for formula, operations in IN_PLACE.items():
-        for operation in operations:
+    for formula, name in IN_PLACE.items():
+        for overload in {"Tensor", "Scalar", "default"}.intersection(getattr(aten, f"{name}_").overloads()):
+            operation = getattr(getattr(aten, f"{name}_"), overload)
             rule(operation, needed_by="torch.optim with foreach=False, users' loops")(_one(operation, formula))
-    for formula, packet in IN_PLACE_LISTS.items():
+        packet = getattr(aten, f"_foreach_{name}_")
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 operation = getattr(packet, overload)

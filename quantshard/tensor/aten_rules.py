@@ -75,16 +75,14 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a placeholder of a given size, or a plain tensor, with `make`, if the dtype is not a floating
-    one."""
+    """A rule that makes a placeholder of a given size, or a plain tensor by `make` for other than floating dtypes."""
 
     def new(
         tensor: QuantizedTensor,
         size: Sequence[int],
         dtype: torch.dtype | None = None,
-        layout: Any = None,
         device: torch.device | None = None,
-        pin_memory: bool | None = None,
+        **_: Any,
     ) -> Tensor:
         target = torch.device(device) if device is not None else tensor.device
         if dtype is not None and not dtype.is_floating_point:
@@ -175,11 +173,9 @@ def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTenso
 def _to_copy(
     tensor: QuantizedTensor,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     non_blocking: bool = False,
-    memory_format: Any = None,
+    **_: Any,
 ) -> QuantizedTensor:
     if dtype is not None and not dtype.is_floating_point:
         raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
@@ -189,12 +185,7 @@ def _to_copy(
 
 @rule(aten.empty_like.default, needed_by="module.to_empty")
 def _empty_like(
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: Any = None,
+    tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> Tensor:
     tensor.check_filled("empty_like")
     target = torch.device(device) if device is not None else tensor.device
@@ -220,12 +211,7 @@ def plain_like(make: Callable[..., Tensor]) -> Rule:
     """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
 
     def like(
-        tensor: QuantizedTensor,
-        dtype: torch.dtype | None = None,
-        layout: Any = None,
-        device: torch.device | None = None,
-        pin_memory: bool | None = None,
-        memory_format: Any = None,
+        tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
     ) -> Tensor:
         return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 

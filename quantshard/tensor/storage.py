@@ -261,11 +261,7 @@ class QuantizedStorage:
 
     def take(self, source: QuantizedStorage) -> None:
         """Become another handle to the data of `source`."""
-        self.cell, self.shard, self.components = source.cell, source.shard, source.components
-        self.state, self.high_precision = source.state, source.high_precision
-        self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
-        self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
-        self._views = source._views
+        vars(self).update(vars(source))
 
     @torch.no_grad()
     def write(

@@ -12,7 +12,6 @@ from torch.optim import swa_utils
 from quantshard import Linear, quantized_model_init, requantize_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
-from quantshard.tensor import arithmetic
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
@@ -527,10 +526,6 @@ def test_users_loops():
         if hasattr(new, "quantized_storage"):
             moved = (new.dequantize() - old.dequantize()).detach().float().mean()
             assert moved == pytest.approx(-1.1e-2, rel=0.1)
-
-
-def test_every_formula_has_both_forms():
-    assert arithmetic.IN_PLACE.keys() == arithmetic.IN_PLACE_LISTS.keys()
 
 
 @pytest.mark.parametrize("foreach", [True, False])
