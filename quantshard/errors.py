@@ -1,16 +1,5 @@
 """The exceptions that quantshard raises on purpose.
 
-    QuantshardError
-     |-- ConfigurationError (also a ValueError)     an argument, option or file of the user does not fit
-     |-- RecipeMismatchError (also a ValueError)    a weight does not have the format that the active recipe requires
-     |-- UnsupportedOperationError (also a RuntimeError)  an operation would silently change or dequantize a weight
-     |-- FallbackError (also a RuntimeError)        strict mode is on and an operation would take a slower path
-     |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
-     |    `-- LostRankError                       another rank exited or never joined; includes its reason, if known
-     |-- RankMismatchError (also a RuntimeError)    ranks disagree on a value that must be equal
-     |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
-     `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
-
 Each message states what happened, to which tensor, with which numbers, and what to do next. Messages can contain names
 from untrusted files and are printed to terminals, so all errors escape control characters here.
 """

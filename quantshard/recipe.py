@@ -40,7 +40,7 @@ from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
 class ElementFormats(str, Enum):
-    """Element encodings. HYBRID is E4M3 in forward and E5M2 for gradients. Per-tensor recipes accept E4M3 and HYBRID."""
+    """Element encodings. HYBRID is E4M3 in forward and E5M2 for gradients. Per-tensor recipes take E4M3 or HYBRID."""
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"

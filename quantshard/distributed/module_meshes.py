@@ -219,20 +219,18 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
 def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: str) -> tuple[int, int]:
     """Return the start and length of this rank's shard along `dim`."""
     if mesh.ndim != 1:
-        raise ConfigurationError(f'{subject}: give one axis of the mesh, e.g. mesh["tp"], not all of {_named(mesh)}')
+        raise ConfigurationError(f'{subject}: pass one axis of the mesh, e.g. mesh["tp"], not all of {mesh}')
     if dim is None:
         return 0, 0
     if not 0 <= dim < len(shape):
-        raise ConfigurationError(
-            f"{subject} has no dim {dim} to shard over {_named(mesh)}; use one of its dims or None"
-        )
+        raise ConfigurationError(f"{subject} has no dim {dim} to shard; use one of its dims or None")
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
     if shape[dim] % ranks:
         raise ConfigurationError(
-            limits.refusal("uneven axis", f"{subject}, dim {dim} of {shape[dim]} over {ranks} ranks of {_named(mesh)}")
+            limits.refusal("uneven axis", f"{subject}, dim {dim} of {shape[dim]} over {ranks} ranks")
         )
     if coordinate is None:
-        raise ConfigurationError(f"{subject}: this rank is not in the mesh {_named(mesh)}")
+        raise ConfigurationError(f"{subject}: this rank is not in the mesh {mesh}")
     chunk = shape[dim] // ranks
     return coordinate[0] * chunk, chunk
 
@@ -243,13 +241,8 @@ def _check_codes(cell: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim:
     codes = [part for part in cell.format.components if part.role is Role.CODES]
     if not all(cut.is_clean(part) for part in codes):
         packed = max(part.block_shape[dim] for part in codes)
-        raise ConfigurationError(
-            limits.refusal(
-                "cut in a byte",
-                f"a {cell.tag} parameter {shape}, dim {dim} in pieces of {cut.chunk} over {mesh.size()} ranks of "
-                f"{_named(mesh)}, {packed} codes a byte",
-            )
-        )
+        pieces = f"dim {dim} in pieces of {cut.chunk} over {mesh.size()} ranks, {packed} codes a byte"
+        raise ConfigurationError(limits.refusal("cut in a byte", f"a {cell.tag} parameter {shape}, {pieces}"))
 
 
 def _alone(piece: QuantizedStorage, mesh: DeviceMesh) -> QuantizedStorage:
@@ -266,9 +259,3 @@ def _parameter(
 ) -> nn.Parameter:
     placement = Replicate() if dim is None else Shard(dim)
     return nn.Parameter(private_torch.dtensor_around(local, mesh, [placement], shape), requires_grad=requires_grad)
-
-
-def _named(mesh: DeviceMesh) -> str:
-    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-    return "(" + ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True)) + ")"
