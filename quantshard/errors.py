@@ -87,11 +87,6 @@ class NonFiniteGradientError(QuantshardError, RuntimeError):
     """Too many consecutive steps had infinite or NaN gradients, or the optimizer cannot skip such a step."""
 
 
-def is_told(topic: str) -> bool:
-    """True if `warn_once` has warned about this topic in this process."""
-    return topic in _warned_topics
-
-
 def silence(topic: str) -> None:
     """Leave out the warnings of `warn_once` on this topic in this process."""
     _warned_topics.add(topic)

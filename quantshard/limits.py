@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from quantshard.errors import FallbackError, is_told, warn_once
+from quantshard.errors import FallbackError, warn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,5 +245,4 @@ def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
 
 def warn(name: str, subject: str, if_intended: str) -> None:
     """Warn once per process that `subject` takes the fallback `name`. `if_intended`: how to silence the warning."""
-    if not is_told(name):
-        warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")
+    warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")

@@ -284,8 +284,8 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
                 )
     if storage not in _places:
         raise UnsupportedOperationError(
-            f"in-place arithmetic on {weight!r}, a shard that is no parameter of a fully_shard-ed module; change the "
-            "module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
+            f"in-place arithmetic on {weight!r}, a shard that is not a parameter of a fully_shard-ed module; change "
+            "the module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
             "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
     placement = _places[storage]
