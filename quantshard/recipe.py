@@ -68,12 +68,6 @@ class MMParams:
 def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
     """Return the GEMMs that the recipe lets accumulate fast; see `MMParams`."""
     params = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
-    for gemm, mm_params in zip(Gemm, params, strict=True):
-        if not isinstance(mm_params, MMParams):
-            raise ConfigurationError(
-                f"{type(recipe).__name__}(fp8_gemm_{gemm.value}={mm_params!r}): give a "
-                "recipe.MMParams(use_split_accumulator=...)"
-            )
     return frozenset(gemm for gemm, mm_params in zip(Gemm, params, strict=True) if not mm_params.use_split_accumulator)
 
 
@@ -206,7 +200,6 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_element_formats("DelayedScaling", self.fp8_format)
-        _fast(self)  # raises if an argument has the wrong type
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigurationError(
                 f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"
@@ -243,7 +236,6 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
-        _fast(self)  # raises if an argument has the wrong type
 
     name = "current"
 
