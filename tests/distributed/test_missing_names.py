@@ -191,10 +191,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_PREFIX": [wrapped],
     f"{_DTENSOR}._dtensor_spec.DTensorSpec": [sharded_state],
     f"{_DTENSOR}._dtensor_spec.TensorMeta": [sharded_state],
-    f"{_DTENSOR}._utils.compute_local_shape_and_global_offset": [offset],
-    f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [
-        lambda _: private_torch.dtensor_extents((4,), (2,), (Shard(0),), (1,))
-    ],
+    f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [offset],
     f"{_DTENSOR}.placement_types._StridedShard": [
         lambda _: private_torch.is_strided_over(_StridedShard(0, split_factor=2), 2)
     ],
