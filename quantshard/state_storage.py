@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
 from quantshard.recipe_table import QuantSpec
@@ -131,19 +131,6 @@ UNUSED_OPTIONS: Final = {
 """The `StateOptions` that each algorithm ignores."""
 
 
-class StateBytes(NamedTuple):
-    """Bytes per element of a large matrix, scales included."""
-
-    weight: float
-    master: float
-    moments: float
-
-    @property
-    def together(self) -> float:
-        """Bytes per element of weight, master and both moments."""
-        return self.weight + self.master + self.moments
-
-
 @dataclass(frozen=True)
 class StateOptions:
     """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers' arguments.
@@ -172,22 +159,12 @@ class StateOptions:
         }[algorithm]
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
-    def bytes_of(self, weight: Format) -> StateBytes:
-        """Bytes per element of a weight in this format and of its states under AdamW."""
-        sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
-        if MASTER in sizes and self.store_param_remainders and splits(weight, torch.float32, self.master_weight_dtype):
-            sizes[MASTER] = 1.0
-        return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
-
 
 OPTION_NAMES: Final = tuple(field.name for field in fields(StateOptions) if field.name != "momentum_buffer_dtype")
 """The options of `FusedAdam` that a preset sets."""
 
-PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
-"""The arguments of `FusedAdam` that choose how masters and moments are stored."""
-
 STATE_ARGUMENTS: Final = (
-    *PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
+    "preset", *OPTION_NAMES, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
 )  # fmt: skip
 """The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
 so parameter groups cannot override them."""
@@ -275,11 +252,6 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
         if dtypes in [options.dtypes(algorithm) for algorithm in ALGORITHMS]
         and split in (None, options.store_param_remainders)
     )
-
-
-def _state_bytes(state: str, dtype: torch.dtype) -> float:
-    cell = state_cell(dtype, state in NONNEGATIVE)
-    return float(dtype.itemsize) if cell is None else cell.format.bytes_per_element
 
 
 # Parameter groups -------------------------------------------------------------------------------------------------
