@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-_OURS = ("quantshard", "torch", "contextlib")
+_INTERNAL = ("quantshard", "torch", "contextlib")
 _warned_topics: set[str] = set()
 
 
@@ -35,14 +35,14 @@ def printable(text: str, but: str = "") -> str:
 class QuantshardError(Exception):
     """Base of all errors that quantshard raises on purpose."""
 
-    _kept = "\n"
-    _longest = 1 << 20
+    _unescaped = "\n"
+    _max_length = 1 << 20
 
     def __str__(self) -> str:
         """Return the escaped message. A message that is too long is cut in the middle."""
-        message = printable(super().__str__(), but=self._kept)
-        half = self._longest // 2
-        return message if len(message) <= self._longest else f"{message[:half]}...{message[-half:]}"
+        message = printable(super().__str__(), but=self._unescaped)
+        half = self._max_length // 2
+        return message if len(message) <= self._max_length else f"{message[:half]}...{message[-half:]}"
 
 
 class ConfigurationError(QuantshardError, ValueError):
@@ -68,7 +68,7 @@ class FallbackError(QuantshardError, RuntimeError):
 class CheckpointError(QuantshardError, RuntimeError):
     """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of limited length."""
 
-    _kept, _longest = "", 4000
+    _unescaped, _max_length = "", 4000
 
 
 class LostRankError(CheckpointError):
@@ -108,7 +108,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: b
             shown even if Python has shown the same text at the same line, because it concerns another object.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame = frame.f_back
     names: dict[str, Any] = vars(sys) if frame is None else frame.f_globals
     registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # Python's record of shown warnings

@@ -372,20 +372,20 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
 
 
 @cache
-def _stock(given: str) -> Recipe:
+def _stock(text: str) -> Recipe:
     """Return the recipe of this name, always the same object, so that caches can compare by identity."""
-    name = given.lower()
+    name = text.lower()
     first, *gemm_parts = name.split("/")
     if first not in NAMES:
         raise ConfigurationError(
-            f"unknown recipe {given!r}; {meant(first or given, CHOICES)}choose one of: {', '.join(CHOICES)}"
+            f"unknown recipe {text!r}; {meant(first or text, CHOICES)}choose one of: {', '.join(CHOICES)}"
         )
-    if given != name:
+    if text != name:
         return _stock(name)
-    return MixedRecipe(first, **_recipes_of_gemms(given, gemm_parts)) if gemm_parts else NAMES[first]()
+    return MixedRecipe(first, **_recipes_of_gemms(text, gemm_parts)) if gemm_parts else NAMES[first]()
 
 
-def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
+def _recipes_of_gemms(text: str, parts: list[str]) -> dict[str, str]:
     """Parse the GEMM:NAME parts that follow the first name of a `MixedRecipe`."""
     names: dict[str, str] = {}
     for part in parts:
@@ -394,11 +394,11 @@ def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
             reason = "is there twice" if gemm in names else "is not fprop:NAME, dgrad:NAME or wgrad:NAME"
             meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in names else ""
             raise ConfigurationError(
-                f"unknown recipe {given!r}: {part!r} {reason}; {meant_gemm}write it as in current/wgrad:bf16"
+                f"unknown recipe {text!r}: {part!r} {reason}; {meant_gemm}write it as in current/wgrad:bf16"
             )
         if name not in NAMES:
             raise ConfigurationError(
-                f"unknown recipe {given!r}: {name!r}; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
+                f"unknown recipe {text!r}: {name!r}; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
             )
         names[gemm] = name
     return names

@@ -215,15 +215,15 @@ def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None
         )
 
 
-def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
+def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str, Any]) -> StateOptions:
     """Combine a preset with explicit options. Without a preset, missing options get their defaults.
 
     Args:
         where: the optimizer that received the arguments, for error messages.
         preset: a name in `PRESETS`, or None.
-        given: option -> value, for names in `OPTION_NAMES`. None means not set.
+        options_by_name: option -> value, for names in `OPTION_NAMES`. None means not set.
     """
-    explicit = {name: value for name, value in given.items() if value is not None}
+    explicit = {name: value for name, value in options_by_name.items() if value is not None}
     if preset is None:
         dtype = explicit.get("master_weight_dtype", torch.float32)
         if explicit.get("master_weights") is False and dtype is not torch.float32:

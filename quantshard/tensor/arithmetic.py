@@ -221,10 +221,10 @@ def _forget_larger_amaxes(requantization: Requantization) -> None:
         history.mul_(amax.view(()) * SHRINKAGE >= history.max())
 
 
-def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
+def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
     """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
-    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
-    change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
+    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in quantized)]
+    change = [(result != storage.dequantize()).any() for storage, result in zip(quantized, results, strict=True)]
     return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
