@@ -25,7 +25,7 @@ from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
 from quantshard.tools.trainer.models.model import generate
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS, Forked, started
 from tests.distributed.pool import run_ranks

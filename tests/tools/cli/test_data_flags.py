@@ -9,10 +9,9 @@ import pytest
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.data import from_table
-from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import from_mapping
+from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
 from tests.tools.cli import sources
 from tests.tools.cli.hostile import SMALL, Started, told
 
@@ -51,7 +50,7 @@ REFUSED = {
     "--data text --data-format jsonl": "data_format = 'jsonl': choose one of: auto, text",
     "--data text --tokenizer tokenzier": "/tokenizer?); name a folder with tokenizer.json",
     "--data text --tokenizer text": "text cannot be read as a tokenizer",
-    "--data text --end-of-document x": "--end-of-document 'x' is about --tokenizer, which is not given",
+    "--data text --end-of-document x": "--end-of-document 'x' is about --tokenizer; give both",
     "--data text --tokenizer tokenizer --end-of-document <x>": "the tokenizer has no token '<x>' to end documents with",
     "--data a.jsonl --tokenizer tokenizer --seq-length 9000": "too few for seq_length = 9000",
     "--data a.jsonl --token-cache text": "cannot write",

@@ -15,7 +15,7 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer import run_dir
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.worker import WorkerJob, _anew
+from quantshard.tools.trainer.worker import WorkerJob, _requantization
 
 CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}
 
@@ -126,7 +126,7 @@ def test_where_there_are_no_locks_a_warning_names_the_folder(run, monkeypatch):
 def test_lossy_is_asked_for_each_time(run):
     """What a start did without masters is done again until a checkpoint has it; another recipe is another question."""
     resumed, other = WorkerJob(True, False), WorkerJob(True, False, overrides={"recipe": "block"})
-    assert _anew(run, resumed) == (False, False)
+    assert _requantization(run, resumed) == (False, False)
     run.append(run.starts, {"step": 2, "recipe": "nvfp4", "requantized": "7 weights", "lossy": True})
-    assert _anew(run, resumed) == (True, True)
-    assert _anew(run, other) == (True, False)
+    assert _requantization(run, resumed) == (True, True)
+    assert _requantization(run, other) == (True, False)

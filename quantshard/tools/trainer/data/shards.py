@@ -112,10 +112,7 @@ class ShardIndex:
             except OSError as error:
                 raise unreadable(path, error) from None
             if size != expected:
-                raise ConfigurationError(
-                    f"{path} has {size} bytes, but {INDEX} says {shard.tokens} tokens of {self.dtype}, which are "
-                    f"{expected}; make the shards anew by quantshard tokenize"
-                )
+                raise ConfigurationError(f"{path} has {size} bytes, not {expected} as in {INDEX}; make it again")
             result.append((path, size))
         return result
 
@@ -147,12 +144,9 @@ def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
     except (TypeError, KeyError):
         index = None
     if index is None or not index.is_valid:
-        raise ConfigurationError(f"{folder / INDEX} has a missing or invalid field; make the shards anew")
+        raise ConfigurationError(f"{folder / INDEX} has a missing or invalid field; make the shards again")
     if index.complete is not True and not unfinished:
-        raise ConfigurationError(
-            f"{folder} holds tokens that were not finished; give the same quantshard tokenize command again, which "
-            "goes on with them"
-        )
+        raise ConfigurationError(f"{folder} holds tokens that were not finished; run the same tokenize command again")
     return index
 
 
@@ -172,14 +166,12 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
         dtype, header = _HEADERS[first], _HEADER_BYTES
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
         raise ConfigurationError(
-            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
-            "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
+            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; give the right --vocabulary "
+            "(more than 65536: uint32)"
         )
     actual = (size - header) // TOKEN_DTYPES[dtype].itemsize
     if header and count != actual:
-        raise ConfigurationError(
-            f"{path}: the header counts {count} tokens, the file has {actual}; is it cut off? make it again"
-        )
+        raise ConfigurationError(f"{path}: the header counts {count} tokens, the file has {actual}; make it again")
     return dtype, header
 
 
@@ -266,8 +258,7 @@ class ShardedSource:
         index = read_index(folder, unfinished=True)
         if index.key != self.key:
             raise ConfigurationError(
-                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder, or "
-                "remove it"
+                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder"
             )
         index.sizes(folder)
         if not index.complete:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from quantshard import foreign
-from quantshard.errors import ConfigurationError
-from quantshard.foreign import FILE_BYTES, regular_content
+from quantshard.errors import ConfigurationError, meant
+from quantshard.foreign import FILE_BYTES, read_regular
 from quantshard.interop.layouts.files import companions
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer.data.sources import library
@@ -34,10 +33,7 @@ _TOLD = 8
 
 
 class ByteTokenizer:
-    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT.
-
-    As of any tokenizer: `vocabulary` is the number of tokens, `end_of_document` the token that follows a document.
-    """
+    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT."""
 
     vocabulary, end_of_document, digest = VOCABULARY, END_OF_DOCUMENT, BYTES_DIGEST
 
@@ -81,7 +77,12 @@ class LibraryTokenizer:
         self.vocabulary = max(entries.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST_TOKENS:
             raise ConfigurationError(f"the tokenizer has {self.vocabulary} tokens; from 1 to {_MOST_TOKENS} may be")
-        self.end_of_document = _token_of(entries, end_of_document)
+        if end_of_document not in entries:
+            hint = meant(end_of_document, entries)
+            raise ConfigurationError(
+                f"the tokenizer has no token {end_of_document[:80]!r} to end documents with; {hint}"
+            )
+        self.end_of_document = entries[end_of_document]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Encode each text; the library uses one thread per CPU."""
@@ -100,14 +101,6 @@ class LibraryTokenizer:
 
 
 Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
-
-
-def _token_of(entries: Mapping[str, int], text: str) -> int:
-    if text not in entries:
-        near = get_close_matches(text[:80], entries, 1) if len(entries) < 1 << 20 else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigurationError(f"the tokenizer has no token {text[:80]!r} to end documents with{hint}")
-    return entries[text]
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -139,11 +132,8 @@ def tokenizer_contents(path: str) -> dict[str, bytes]:
     """Read the files of a tokenizer, by name."""
     contents = {}
     for file in tokenizer_files(path):
-        try:
-            name = FAST if file == Path(path) else file.name
-            contents[name] = regular_content(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read the tokenizer's {file}: {error.strerror or error}") from None
+        name = FAST if file == Path(path) else file.name
+        contents[name] = read_regular(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
     return contents
 
 
@@ -155,16 +145,13 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
     """
     if not path:
         if end_of_document:
-            raise ConfigurationError(
-                f"--end-of-document {end_of_document[:80]!r} is about --tokenizer, which is not given; leave it out"
-            )
+            raise ConfigurationError(f"--end-of-document {end_of_document[:80]!r} is about --tokenizer; give both")
         return ByteTokenizer()
     contents = tokenizer_contents(path)
     actual = tokenizer_digest(contents)
     if digest not in ("", actual):
         raise ConfigurationError(
-            f"{path} is not the tokenizer that the data were made with (its SHA-256 is {digest[:12]}...); name that "
-            "one with --tokenizer"
+            f"{path} is not the tokenizer that the data were made with (SHA-256 {digest[:12]}...); name that one"
         )
     backend = _backend(path, contents)
     return LibraryTokenizer(backend, end_of_document or end_token(path, contents, backend), actual)
@@ -181,16 +168,14 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
     special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
     hint = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
     raise ConfigurationError(
-        f"--tokenizer {path} does not say which token ends a document (eos_token in {_SPECIAL[0]}); name it with "
-        f"--end-of-document TOKEN{hint}"
+        f"--tokenizer {path} has no eos_token in {_SPECIAL[0]}; name it with --end-of-document TOKEN{hint}"
     )
 
 
 def end_text(tokenizer: Tokenizer) -> str:
     """Return the text of the token that ends a document; "" for bytes."""
-    return (
-        str(tokenizer.backend.id_to_token(tokenizer.end_of_document)) if isinstance(tokenizer, LibraryTokenizer) else ""
-    )
+    is_of_bytes = isinstance(tokenizer, ByteTokenizer)
+    return "" if is_of_bytes else str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
 
 
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
@@ -206,8 +191,7 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
         raise _no_tokenizer(path, error) from None
     if backend is None:
         raise ConfigurationError(
-            f"--tokenizer {path}: transformers reads it as {type(loaded).__name__}, which is not one of the tokenizers "
-            f"library; convert it to a {FAST}"
+            f"--tokenizer {path}: {type(loaded).__name__} is not one of the tokenizers library; convert it to a {FAST}"
         )
     return backend
 

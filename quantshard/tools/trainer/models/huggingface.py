@@ -14,7 +14,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from quantshard import checkpoints, foreign, private_torch
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.foreign import FieldReader, shown
 from quantshard.interop.conversion.convert import convert
 from quantshard.interop.conversion.linear import ConvertedLinear
@@ -35,7 +34,7 @@ from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import inputs
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
 _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
@@ -68,8 +67,7 @@ def weights_beside(path: str) -> str:
     files = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
     if files:
         raise ConfigurationError(
-            f"{folder} has weights in {files[0]}, which is not read, as it may run code; write safetensors of it with "
-            "transformers, or begin anew with --random-weights"
+            f"{folder} has weights in {files[0]}, which may run code; give safetensors, or --random-weights"
         )
     return ""
 
@@ -99,18 +97,15 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     try:
         import transformers
     except ImportError:
-        raise ConfigurationError(
-            f"{where} describes a model of transformers, which is not installed: pip install transformers"
-        ) from None
+        raise ConfigurationError(f"{where} needs transformers; run: pip install transformers") from None
     _check_counts(content, where)
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
     model_types = list(transformers.CONFIG_MAPPING)
     if kind not in model_types:
-        near = get_close_matches(str(kind), model_types, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "is this a model's configuration?"
+        hint = meant(kind, model_types) or "is this a model's configuration?"
         raise ConfigurationError(
-            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
+            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint.strip()}"
         )
     config_fields = {name: value for name, value in _harmless(content).items() if name not in _READ}
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -131,10 +126,8 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
         raise
     # a field of a wrong type can raise any exception in transformers
     except Exception as error:
-        line = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"{where}: transformers cannot build it: {type(error).__name__}: {line:.300}"
-        ) from None
+        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigurationError(f"{where}: transformers cannot build it: {line:.300}") from None
     return model
 
 
@@ -156,8 +149,7 @@ def _check_decoder(config: Any, where: str) -> None:
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         raise ConfigurationError(
-            f"{where}: {config.model_type} is an encoder, and train predicts the next token; set is_decoder to true in "
-            "a copy of its config.json to train it as a decoder"
+            f"{where}: {config.model_type} is an encoder; set is_decoder in its config.json to train it as a decoder"
         )
 
 
@@ -215,7 +207,7 @@ def converted(
     try:
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
-        way_out = "" if recipes.single is None else f"; --recipe {HIGH_PRECISION} leaves it as it is"
+        way_out = f"; --recipe {HIGH_PRECISION} converts nothing" if list(recipes.patterns) == ["*"] else ""
         # in the terms of the settings
         message = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))
         raise ConfigurationError(f"{where}: {message}{way_out}") from None
@@ -345,7 +337,6 @@ def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
     for leaf, tensor in values.items():
         if tensor.is_floating_point() and tensor.isnan().any():
             raise ConfigurationError(
-                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; begin with weights, "
-                "and a release of transformers that fills it"
+                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; give --init-from"
             )
     return values

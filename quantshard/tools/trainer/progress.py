@@ -26,7 +26,7 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.progress import transfer_bar
 from quantshard.tools.terminal.screen import Screen, complain
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
-from quantshard.tools.trainer.settings.schema import check_value
+from quantshard.tools.trainer.settings.values import check_value
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ _SHOWN_WARNING = "quantshard: WARNING: "
 """Prefix that `terminal.screen` gives Python warnings."""
 
 
-def asked_level(settings: TrainSettings) -> int | None:
+def explicit_level(settings: TrainSettings) -> int | None:
     """Return the explicitly set level; None if there is none."""
     name = settings.log_level if settings.log_level != "auto" else os.environ.get(VARIABLE) or "auto"
     check_value(VARIABLE, name, KINDS["log_level"])
@@ -120,7 +120,7 @@ def asked_level(settings: TrainSettings) -> int | None:
 @contextmanager
 def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
-    level = asked_level(settings)
+    level = explicit_level(settings)
     file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
     handlers: list[logging.Handler] = [file]
     if rank == 0:
