@@ -345,7 +345,6 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--model", "FOLDER", "--seq-length", "9", "--recipe", "*.up_prj=bf16,*=mxfp8"], "did you mean 'up_proj'?"),
         (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
         (["--recompute", "all"], "choose one of: none, activation, layer"),
-        (["--micro-batch", "2", "--micro-batches", "2"], "both say how a process takes its share"),
         (
             ["--micro-batch", "5"],
             "global_batch = 16 sequences cannot be split evenly over 1 processes x micro_batch = 5",

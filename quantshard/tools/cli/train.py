@@ -19,7 +19,7 @@ import typer
 from quantshard.errors import ConfigurationError, nearest
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
-from quantshard.tools.trainer import launch, restarts, worker
+from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
 from quantshard.tools.trainer.settings.config import (
@@ -202,20 +202,10 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     """Check that an existing run can be resumed, and launch it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
-    # Raises for forbidden edits; the workers report the others.
-    restarts.edited(str(folder.config), settings, folder.read_starts())
     mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
     processes = processes or mesh_processes or int(launched["processes"])
     launch.check_processes(processes)
-    settings = worker.changed(settings, order.overrides, processes)
-    settings.check_ranks(processes)
-    worker.check_logs(settings)
-    folder.follow(settings)
-    folder.check_place("checkpoints" in order.overrides)
-    if not order.restart:
-        folder.last_complete()
-    restarts.check_steps(str(folder.path), settings.steps, folder.saved_steps()[0])
-    worker.check_copy(order.copy_to)
+    settings, _ = worker.check_resumed(folder, order, settings, processes)
     # If the data have moved, the workers get the new paths.
     if worker.recorded_data(settings, corpus).table() != corpus:
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}

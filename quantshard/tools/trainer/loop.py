@@ -175,8 +175,10 @@ class Trainer:
 
     def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
         """Train one step; return its loss (mean over the global batch), the gradient norm, and whether to stop."""
+        rate = learning_rate(self.settings, step)
         for group in self.optimizer.param_groups:
-            _set_rate(group, learning_rate(self.settings, step))
+            # in place if it is the tensor that a CUDA graph reads
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded_batch(step)
         sampled = statistics is not None and statistics.is_sampling
@@ -384,14 +386,6 @@ def _is_cut(grad: Tensor) -> bool:
         return False
     axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
     return any(name == TP and not placement.is_replicate() for name, placement in axes)
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's learning rate, in place if it is the tensor that a CUDA graph reads."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def check_graphs(settings: TrainSettings, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -47,14 +47,9 @@ def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Map
     params = list(model.parameters())
     if heads is None or any(param.ndim > 2 for param in params):
         return None
-    tables, matrices = set[int](), set[int]()
-    for module in model.modules():
-        if isinstance(module, GroupedLinear):
-            # a token passes through some experts only, and other ranks may hold some
-            continue
-        (tables if isinstance(module, nn.Embedding | Embedding) else matrices).update(
-            id(param) for param in module.parameters(recurse=False)
-        )
+    # a token passes through some experts only, and other ranks may hold some
+    modules = [part for part in model.modules() if not isinstance(part, GroupedLinear | nn.Embedding | Embedding)]
+    matrices = {id(param) for part in modules for param in part.parameters(recurse=False)}
     if settings.tied and configuration is None:
         # the embedding, which is also the head
         matrices.add(id(params[0]))
@@ -115,21 +110,16 @@ class StepProfile:
         self._done += 1
         if self._steps and self._done == WARM_UP:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-            self._begin_memory()
+            if self._device.type == "cuda":
+                with self._warned("the memory snapshot"):
+                    private_torch.begin_memory_history(self._device)
+                    self._notes_memory = True
+            else:
+                self._note("no memory snapshot is written: PyTorch supports them on GPUs only")
             self._trace = profile(activities=kinds, record_shapes=True, profile_memory=True)
             self._trace.start()
         elif self._done == WARM_UP + self._steps:
             self._write()
-
-    def _begin_memory(self) -> None:
-        if self._device.type != "cuda":
-            self._note("no memory snapshot is written: PyTorch supports them on GPUs only")
-            return
-        try:
-            private_torch.begin_memory_history(self._device)
-            self._notes_memory = True
-        except (QuantshardError, RuntimeError) as error:
-            complain(f"[rank {self._rank}] WARNING: {error}; this process writes no snapshot of memory")
 
     def _write(self) -> None:
         trace, self._trace = self._trace, None
@@ -141,7 +131,7 @@ class StepProfile:
                 self._export(trace.export_chrome_trace, f"rank-{self._rank}.json")
         if self._notes_memory:
             self._notes_memory = False
-            with self._warned("the snapshot of the memory"):
+            with self._warned("the memory snapshot"):
                 if self._done > WARM_UP:
                     self._export(private_torch.end_memory_history, f"memory-rank-{self._rank}.pickle")
                 else:
@@ -160,11 +150,9 @@ class StepProfile:
             write(str(file))
             outputs.write_file(self._run.profile / name, file.read_bytes(), within=self._run.path)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._write()
-        if self._steps and self._done <= WARM_UP and error is None:
+        if self._steps and self._done <= WARM_UP and kind is None:
             self._note(f"no step was traced: --profile begins after {WARM_UP} steps, and {self._done} were trained")
 
 

@@ -111,19 +111,16 @@ class RunDir:
 
     def check_new(self) -> None:
         """Refuse a folder that holds anything except tokens and what `withdraw` leaves."""
-        if not self.path.exists() or (self.path.is_dir() and self._is_free()):
+        checkpoints, marks = self.path / _CHECKPOINTS, {ownership.LOCK_FILE, ownership.OWNER_FILE}
+        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
+        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= marks:
+            allowed.add(checkpoints)
+        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= allowed):
             return
         advice = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
         if not self.path.is_dir() or not self._has_checkpoint():
             advice = "it holds no checkpoint, so remove it"
         raise ConfigurationError(f"{self.path} exists: {advice}, or name another --run")
-
-    def _is_free(self) -> bool:
-        checkpoints, marks = self.path / _CHECKPOINTS, {ownership.LOCK_FILE, ownership.OWNER_FILE}
-        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= marks:
-            allowed.add(checkpoints)
-        return set(self.path.iterdir()) <= allowed
 
     def is_begun(self) -> bool:
         """Return True if there is a run here, with or without a checkpoint."""
@@ -148,7 +145,9 @@ class RunDir:
         model."""
         self.check_new()
         self.follow(settings)
-        self._check_place_is_free()
+        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
+            owner = self._marked() or "another run"
+            raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
         text = to_toml(settings, {"launch": launch, "corpus": corpus})
         if len(text.encode()) > FILE_BYTES["run"]:
             raise ConfigurationError(f"{self.config} cannot list {len(corpus['files'])} data files; join some")
@@ -261,13 +260,6 @@ class RunDir:
                 f"{self.checkpoints}"
             )
         self.check_place(named is not None)
-
-    def _check_place_is_free(self) -> None:
-        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
-            raise ConfigurationError(
-                f"{self.checkpoints} holds checkpoints of {self._marked() or 'another run'}; name another place with "
-                "--checkpoints"
-            )
 
     def _marked(self) -> str:
         """Return the run in the mark next to outside checkpoints; "" if there is no mark."""

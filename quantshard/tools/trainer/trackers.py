@@ -37,9 +37,8 @@ def check_trackers(settings: TrainSettings) -> None:
     for name in ("tensorboard", "wandb"):
         # a folder of that name, as Weights & Biases creates, has no origin
         if getattr(settings, name) and getattr(find_spec(name), "origin", None) is None:
-            raise ConfigurationError(
-                f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
-            )
+            value = getattr(settings, name)
+            raise ConfigurationError(f"{name} = {value!r} needs a missing package; run: pip install {name}")
 
 
 def check_account(settings: TrainSettings) -> None:
@@ -196,9 +195,7 @@ def _wandb_id(run: RunDir) -> str:
     if os.path.lexists(run.wandb):
         recorded_id = read_json(run.wandb, _ID_BYTES).get("id")
         if type(recorded_id) is not str or not _ID.fullmatch(recorded_id):
-            raise ConfigurationError(
-                f"{run.wandb}: id is {shown_value(recorded_id)}, and must be 4 to 64 of a-z and 0-9"
-            )
+            raise ConfigurationError(f"{run.wandb}: id is {shown_value(recorded_id)}, not 4 to 64 of a-z and 0-9")
         return recorded_id
     new_id = secrets.token_hex(8)
     run.write(run.wandb, json.dumps({"id": new_id}) + "\n")

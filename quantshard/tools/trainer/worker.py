@@ -88,7 +88,7 @@ class RunSetup:
         configuration: configuration of a transformers model, or None.
         existed, restores: whether the run existed before, and whether a checkpoint is loaded.
         requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
-        notes: (log level, message) for the user.
+        notes, warnings: messages for the user.
     """
 
     settings: TrainSettings
@@ -99,7 +99,8 @@ class RunSetup:
     restores: bool = False
     requantize: bool = False
     lossy: bool = False
-    notes: tuple[tuple[int, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 # Creating and changing a run ------------------------------------------------------------------------------------------
@@ -195,6 +196,25 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
     return result
 
 
+def check_resumed(
+    run: RunDir, order: WorkerJob, before: TrainSettings, processes: int
+) -> tuple[TrainSettings, tuple[str, ...]]:
+    """Check that an existing run can continue on `processes` ranks; return its new settings, and a message for each
+    edited setting."""
+    edits = restarts.edited(str(run.config), before, run.read_starts())
+    settings = changed(before, order.overrides, processes)
+    settings.check_ranks(processes)
+    check_logs(settings)
+    check_copy(order.copy_to)
+    run.follow(settings)
+    run.check_place("checkpoints" in order.overrides)
+    if not order.restart:
+        # raises with advice if there is no checkpoint
+        run.last_complete()
+    restarts.check_steps(str(run.path), settings.steps, run.saved_steps()[0])
+    return settings, edits
+
+
 def check_logs(settings: TrainSettings) -> None:
     """Check the trackers and the log level of a run."""
     trackers.check_trackers(settings)
@@ -225,9 +245,7 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
 
     def announce() -> None:
         if settings.data:
-            num_more = len(settings.data) - _MAX_PATHS
-            paths = ", ".join(settings.data[:_MAX_PATHS]) + (f" and {num_more} more" if num_more > 0 else "")
-            screen.say(f"reading the data of the run: {paths}")
+            screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
 
     corpus = data.from_table(recorded)
     if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
@@ -250,7 +268,6 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
             order = replace(order, resume=True, overrides=changes(run, new, order.given, place.ranks))
         else:
             create_run(run, new, place.ranks)
-    check_copy(order.copy_to)
     run.check_ours()
     run.lock()
     settings, launched, corpus = run.read_config()
@@ -259,40 +276,27 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
 
 
 def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: RunSetup) -> RunSetup:
-    """Apply the changes of a resume to the setup of a run, and check that the run can continue."""
-    edits = restarts.edited(str(run.config), before.settings, run.read_starts())
-    settings = changed(before.settings, order.overrides, place.ranks)
-    settings.check_ranks(place.ranks)
-    check_logs(settings)
-    run.follow(settings)
-    run.check_place("checkpoints" in order.overrides)
+    """Apply the changes of a resume to the setup of a run."""
+    settings, edits = check_resumed(run, order, before.settings, place.ranks)
     started = how_started(settings, place.ranks)
     if not settings.threads and before.launched["processes"] == place.ranks and "threads" in before.launched:
         # the order of CPU sums depends on the number of threads
         started["threads"] = before.launched["threads"]
-    if not order.restart:
-        # raises with advice if there is no checkpoint
-        run.last_complete()
     complete, incomplete = run.saved_steps()
-    restarts.check_steps(str(run.path), settings.steps, complete)
     corpus = before.corpus
     # otherwise the launcher has just checked the data
     if not order.launched or "data" in order.overrides:
         corpus = recorded_data(settings, corpus).table()
-    notes = []
-    for step in (step for step in incomplete if not complete or step > complete[-1]):
-        path = run.checkpoint(step)
-        notes.append((logging.INFO, f"skipped the incomplete checkpoint {path}; its step is trained and saved again"))
+    later = [step for step in incomplete if not complete or step > complete[-1]]
+    notes = [f"skipped the incomplete checkpoint {run.checkpoint(step)}" for step in later]
     if before.settings.mesh and not settings.mesh:
         old, now = before.settings.mesh, settings.axes(place.ranks)
-        notes.append((logging.INFO, f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}"))
+        notes.append(f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}")
     if not complete:
-        notes.append((logging.INFO, f"{run.path} has no complete checkpoint, so it begins again"))
-    notes += [(logging.WARNING, edit) for edit in edits]
+        notes.append(f"{run.path} has no complete checkpoint, so it begins again")
     requantize, lossy = _requantization(run, order)
-    return RunSetup(
-        settings, started, corpus, before.configuration, True, bool(complete), requantize, lossy, tuple(notes)
-    )
+    exists = (True, bool(complete), requantize, lossy)
+    return RunSetup(settings, started, corpus, before.configuration, *exists, tuple(notes), edits)
 
 
 def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
@@ -385,12 +389,9 @@ def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Rest
     now = restarts.current_environment(setup.settings, place.device)
     previous = run.read_starts()[-1:] if done else []
     if previous and (changes := restarts.differences(previous[0].get("environment"), now)):
-        suffix = f"; and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
-        trainer.progress.note(
-            "WARNING: from here on losses may differ from those of the run without a stop, because "
-            f"{'; '.join(changes[:_MAX_CHANGES])}{suffix} (starts.jsonl has both)",
-            logging.WARNING,
-        )
+        reasons = f"{'; '.join(changes[:_MAX_CHANGES])} (starts.jsonl has both)"
+        text = f"WARNING: from here on losses may differ from those of the run without a stop, because {reasons}"
+        trainer.progress.note(text, logging.WARNING)
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}
     if restored is not None and restored.requantized:
         start |= {"requantized": restored.requantized, "lossy": setup.lossy}
@@ -401,9 +402,10 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
     """Show what is trained and from where. `saves`: the loaded state will be saved again."""
     note = trainer.progress.note
     note(describe_run(setup.settings, trainer.corpus, trainer.place))
-    warnings = shortfalls(setup.settings, None if restored is None else restored.step)
-    for level, text in (*setup.notes, *((logging.WARNING, warning) for warning in warnings)):
-        note(text, level)
+    for text in setup.notes:
+        note(text)
+    for text in (*setup.warnings, *shortfalls(setup.settings, None if restored is None else restored.step)):
+        note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
     if restored is not None:

@@ -43,7 +43,6 @@ REFUSED = {
     "--data text --model moe-small --heads 2": "kv_heads = 4 must divide heads = 2",
     "--data text --model moe-small --heads 8 --kv-heads 5": "kv_heads = 5 must divide heads = 8",
     "--data-weights 1": "data_weights = '1': 1 given, and --data 0 times",
-    "--data text --heldout 0.1 --heldout-data text": "heldout = 0.1 keeps a share of the data to evaluate on, and",
     "--data text --heldout-data txet": "there is no data file or folder",
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
     "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; name the text",

@@ -200,7 +200,7 @@ def test_without_the_snapshot_there_is_a_trace(
     assert traced(run, 9, 2, device=GPU) == [] and recorded == [] and (run.profile / "rank-1.json").exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert f"no torch.cuda.memory.{missing}, without which the snapshot cannot work" in line
-    assert line.endswith("; this process writes no snapshot of memory")
+    assert line.endswith("; the memory snapshot of this process is lost")
 
 
 def test_a_snapshot_that_cannot_be_written_is_told(
@@ -209,7 +209,7 @@ def test_a_snapshot_that_cannot_be_written_is_told(
     (run.profile).symlink_to("/tmp")
     assert traced(run, 5, 1, device=GPU) == [] and recorded[-1] == ENDED
     _, line = capsys.readouterr().err.splitlines()
-    assert line.endswith("; the snapshot of the memory of this process is lost")
+    assert line.endswith("; the memory snapshot of this process is lost")
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +262,7 @@ def test_weights_and_biases_asks_nothing(run: RunDir, monkeypatch: pytest.Monkey
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
     assert asked == [False] and sys.stdin.isatty()
     run.wandb.write_text('{"id": "../x"}')
-    with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', and must be 4 to 64 of a-z and 0-9"):
+    with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', not 4 to 64 of a-z and 0-9"):
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
     (run.path / "wandb").mkdir()
     (run.path / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")

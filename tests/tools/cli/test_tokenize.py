@@ -212,8 +212,8 @@ def line(answer, says):
 
 
 BAD_LINES = {
-    "[1]": "line 2: the line is not a JSON object",
-    "{": "line 2: the line is not JSON",
+    "[1]": "line 2 is not a JSON object",
+    "{": "line 2 is not JSON",
     '{"body": "x"}': "line 2 has no 'text', only 'body'; name the text with --text-field",
     '{"text": 3}': "line 2: 'text' is 3, and must be a text",
     "\xff": "is not JSON",

@@ -353,15 +353,7 @@ def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """Properties of the tokens of a run's data.
-
-    Args:
-        tokenizer: tokenizer; None if unknown.
-        path: path of the tokenizer's files; "" for bytes.
-        digest: digest of the tokenizer in the corpus.
-        vocabulary: number of tokens.
-        end_of_document: token that ends documents.
-    """
+    """The tokenizer of a run's data (None if unknown), the path of its files, and its values in `Corpus`."""
 
     tokenizer: Tokenizer | None
     path: str
@@ -388,11 +380,15 @@ class Preparation:
         self._facts = facts = _facts(settings, [*self._sources, *self._heldout])
         tokens = settings.vocabulary or facts.vocabulary
         is_default = not settings.vocabulary and facts.is_of_bytes
+        vocabulary = facts.vocabulary
+        # padded if that is faster; byte vocabularies (257) and existing weights are not
+        if not facts.is_of_bytes and settings.is_by_sizes and not settings.init_from:
+            vocabulary = -(-vocabulary // _MULTIPLE) * _MULTIPLE
         self.settings = replace(
             settings,
             tokenizer=facts.path,
             end_of_document=end_text(facts.tokenizer) if facts.tokenizer is not None else "",
-            vocabulary=0 if is_default else settings.vocabulary or _model_vocabulary(facts, settings),
+            vocabulary=0 if is_default else settings.vocabulary or vocabulary,
         )
         self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
 
@@ -410,13 +406,6 @@ class Preparation:
         data_format = settings.data_format if is_same else "auto"
         corpus = collect(data, heldout, like=self.described, data_format=data_format)
         return replace(settings, data=data, heldout_data=heldout, data_format=data_format), corpus
-
-
-def _model_vocabulary(facts: TokenFacts, settings: TrainSettings) -> int:
-    """Return the vocabulary of a model for a tokenizer, padded to a multiple that is fast on GPUs. Byte vocabularies
-    (257) and existing weights are not padded."""
-    pads = not facts.is_of_bytes and settings.is_by_sizes and not settings.init_from
-    return -(-facts.vocabulary // _MULTIPLE) * _MULTIPLE if pads else facts.vocabulary
 
 
 def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts:
@@ -444,13 +433,19 @@ def _named(
     settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
 ) -> TokenFacts:
     """Return the properties of the tokenizer from the settings, else from the shards, else unknown or bytes."""
+
+    def of(path: str, end_of_document: str = "", digest: str = "") -> TokenFacts:
+        tokenizer = load_tokenizer(path, end_of_document, digest)
+        digest = tokenizer.digest if path else ""
+        return TokenFacts(tokenizer, path, digest, tokenizer.vocabulary, tokenizer.end_of_document)
+
     if settings.tokenizer or settings.end_of_document:
-        return _of(load_tokenizer(settings.tokenizer, settings.end_of_document), settings.tokenizer)
+        return of(settings.tokenizer, settings.end_of_document)
     if indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
         copy = tokenizer_copy(folder)
         if copy:
-            return _of(load_tokenizer(copy, index.end_text, index.tokenizer), copy)
+            return of(copy, index.end_text, index.tokenizer)
         if all(source.kind == SHARDS for source in sources):
             return TokenFacts(None, "", index.tokenizer, index.vocabulary, index.end_of_document)
         raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")
@@ -463,12 +458,7 @@ def _named(
         if any(source.kind != RAW for source in sources):
             raise ConfigurationError(f"{raw} holds tokens, and other data are texts; name the tokenizer of both")
         return TokenFacts(None, "", "", settings.vocabulary, 0)
-    return _of(load_tokenizer(""), "")
-
-
-def _of(tokenizer: Tokenizer, path: str) -> TokenFacts:
-    digest = tokenizer.digest if path else ""
-    return TokenFacts(tokenizer, path, digest, tokenizer.vocabulary, tokenizer.end_of_document)
+    return of("")
 
 
 def _readable(source: DataSource, facts: TokenFacts, settings: TrainSettings, cache: Path) -> Path:

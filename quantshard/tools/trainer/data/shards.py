@@ -119,16 +119,14 @@ class ShardIndex:
     @property
     def is_valid(self) -> bool:
         """Whether each field has its type and range."""
-        texts_ = (self.key, self.tokenizer, self.end_text, self.dtype, *(shard.sha256 for shard in self.shards))
+        digests = (self.key, self.tokenizer, *(shard.sha256 for shard in self.shards))
         counts = [count for shard in self.shards for count in (shard.tokens, shard.documents)]
-        numbers = (self.vocabulary, self.end_of_document, *counts)
-        names = [shard.file for shard in self.shards if isinstance(shard.file, str) and _SHARD.fullmatch(shard.file)]
         return (
-            all(isinstance(text, str) for text in texts_)
-            and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-            and all(_SHA256.fullmatch(digest) for digest in (self.key, self.tokenizer, *texts_[4:]))
-            and len(set(names)) == len(self.shards)
-            and self.dtype in TOKEN_DTYPES
+            all(isinstance(text, str) for text in (*digests, self.end_text, *(shard.file for shard in self.shards)))
+            and all(type(n) is int and 0 <= n < 1 << 63 for n in (self.vocabulary, self.end_of_document, *counts))
+            and all(_SHA256.fullmatch(digest) for digest in digests)
+            and len({shard.file for shard in self.shards if _SHARD.fullmatch(shard.file)}) == len(self.shards)
+            and self.dtype in list(TOKEN_DTYPES)
             and self.end_of_document < self.vocabulary <= _MOST_TOKENS
         )
 
@@ -178,20 +176,15 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
 def tokenizer_copy(folder: Path) -> str:
     """Return the path of the tokenizer's copy; "" if there is no copy."""
     copy = folder / TOKENIZER
-    return str(copy) if os.path.isdir(copy) and not os.path.islink(copy) else ""
+    return str(copy) if copy.is_dir() and not copy.is_symlink() else ""
 
 
 class ShardedSource:
     """A source as token shards in a folder.
 
-    Args:
-        source: texts of any kind.
-        tokenizer: tokenizer of the texts.
-        path: path of the tokenizer's files; "" for bytes.
-        options: location of the texts.
-        shard_bytes: characters of text per shard; a shard ends with a document.
-
-    `key`: digest of all inputs of the shards: names, lengths and times of the files, tokenizer and options.
+    `path`: path of the tokenizer's files; "" for bytes. `options`: location of the texts. `shard_bytes`: characters of
+    text per shard; a shard ends with a document. `key`: digest of all inputs of the shards: names, lengths and times of
+    the files, tokenizer and options.
     """
 
     def __init__(
@@ -271,7 +264,13 @@ class ShardedSource:
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:
             while not is_end or characters < self.shard_bytes:
-                batch = _batch(pieces, min(_AT_ONCE, self.shard_bytes - characters))
+                batch: list[tuple[str, bool]] = []
+                remaining = min(_AT_ONCE, self.shard_bytes - characters)
+                while not batch or remaining > 0:
+                    if (piece := next(pieces, None)) is None:
+                        break
+                    batch.append(piece)
+                    remaining -= len(piece[0])
                 if not batch:
                     break
                 for ids, (text, is_end) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
@@ -286,14 +285,3 @@ class ShardedSource:
                     characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
                 bar.advance(task, sum(len(text) for text, _ in batch))
         return ShardEntry(path.name, tokens, documents, digest.hexdigest())
-
-
-def _batch(pieces: Iterator[tuple[str, bool]], characters: int) -> list[tuple[str, bool]]:
-    """Return the next pieces: at least one, and up to a number of characters."""
-    batch: list[tuple[str, bool]] = []
-    for piece in pieces:
-        batch.append(piece)
-        characters -= len(piece[0])
-        if characters <= 0:
-            break
-    return batch

@@ -6,20 +6,19 @@ reads no README, so nothing is downloaded.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import importlib
 import io
-import json
 import os
 import re
 import stat
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
@@ -254,34 +253,22 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
             piece = following
 
 
-@contextmanager
-def _unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed if necessary."""
+def _lines(path: Path, field: str) -> Iterator[str]:
+    # `datasets` cannot read lines whose other keys differ
     with open_regular(path, follow=True) as opened:
         file: Any = opened
         if path.suffix.lower() == ".gz":
-            file = gzip.GzipFile(fileobj=file)
+            file = gzip.GzipFile(fileobj=opened)
         elif path.suffix.lower() == ".zst":
             arrow = library("pyarrow", f"the packed file {path}")
-            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"))
-        yield file
-
-
-def _lines(path: Path, field: str) -> Iterator[str]:
-    # `datasets` cannot read lines whose other keys differ
-    with _unpacked(path) as file:
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(opened), "zstd"))
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
             where = f"{path}, line {number}"
             if len(line) > LINE_BYTES:
                 raise ConfigurationError(f"{where} has more than {LINE_BYTES} bytes")
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
-            if not isinstance(record, dict):
-                raise ConfigurationError(f"{where}: the line is not a JSON object")
+            record = foreign.json_object(line.removeprefix(codecs.BOM_UTF8), where)
             _check_column(record, where, field)
             yield _checked_text(record[field], where, field)
 

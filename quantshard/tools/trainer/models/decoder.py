@@ -109,7 +109,7 @@ class LanguageModel(nn.Module):
         self.balance: Tensor | None = None
         recipes: Sequence[Recipe | RecipeByName]
         if isinstance(recipe, LayerRecipes):
-            recipes = [partial(_of_part, recipe, number) for number in range(settings.layers)]
+            recipes = [_recipe_by_part(recipe, f"layers.{number}") for number in range(settings.layers)]
         else:
             recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
         vocabulary = vocabulary or settings.vocabulary or VOCABULARY
@@ -121,7 +121,7 @@ class LanguageModel(nn.Module):
         self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         self.layers = nn.ModuleList()
-        self.recipes = []
+        self.recipes: list[Recipe] = []
         for number, layer_recipe in enumerate(recipes):
             if isinstance(layer_recipe, Recipe):
                 with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
@@ -129,13 +129,15 @@ class LanguageModel(nn.Module):
             else:
                 layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
                 quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
+                # the recipe for the autocast around the layer: the first one that quantizes
+                found = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
+                layer_recipe = next((part for part in found if part is not None and part.table), HighPrecision())
             self.layers.append(layer)
-            self.recipes.append(layer_recipe if isinstance(layer_recipe, Recipe) else _around(layer))
+            self.recipes.append(layer_recipe)
         kind = RMSNorm if llama else LayerNorm
         self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel_options)
-        self.rotary = None
-        if llama:
-            self.rotary = RotaryPositionEmbedding(settings.head_size, rotary_base=settings.rope_theta)
+        angles = partial(RotaryPositionEmbedding, settings.head_size, rotary_base=settings.rope_theta)
+        self.rotary = angles() if llama else None
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
@@ -153,9 +155,7 @@ class LanguageModel(nn.Module):
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
-        angles = None
-        if self.rotary is not None:
-            angles = self.rotary(length, device=tokens.device)
+        angles = None if self.rotary is None else self.rotary(length, device=tokens.device)
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
         if self.sequence_parallel:
@@ -172,7 +172,7 @@ class LanguageModel(nn.Module):
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
         layer_recipe, settings = self.recipes[number], self.settings
         with nullcontext() if layer_recipe is self.recipes[0] else autocast(recipe=layer_recipe):
-            if self.training and _is_recomputed(settings, number):
+            if self.training and settings.recompute == "layer" and number % settings.recompute_every == 0:
                 has_dropout = settings.dropout > 0
                 run = _by_recipe(layer, layer_recipe) if settings.compile else layer
                 out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=has_dropout)
@@ -208,14 +208,8 @@ def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
     return recipes.of_parts(linear_names(settings)) if recipes.addresses_parts(names) else recipes.of_layers(names)
 
 
-def _of_part(recipes: LayerRecipes, number: int, module: nn.Module, name: str) -> Recipe:
-    return recipes.of_layer(f"layers.{number}.{name}")
-
-
-def _around(layer: nn.Module) -> Recipe:
-    """Return the recipe for the autocast around a layer with recipes per part: the first one that quantizes."""
-    recipes = (module.recipe_in(None) for module in layer.modules() if isinstance(module, QuantizedModule))
-    return next((recipe for recipe in recipes if recipe is not None and recipe.table), HighPrecision())
+def _recipe_by_part(recipes: LayerRecipes, layer: str) -> RecipeByName:
+    return lambda module, name: recipes.of_layer(f"{layer}.{name}")
 
 
 def _layer(
@@ -255,10 +249,6 @@ def _layer(
     )
 
 
-def _is_recomputed(settings: TrainSettings, number: int) -> bool:
-    return settings.recompute == "layer" and number % settings.recompute_every == 0
-
-
 class ExpertMixture(nn.Module):
     """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
 
@@ -276,10 +266,6 @@ class ExpertMixture(nn.Module):
         self.gate = GroupedLinear(settings.experts, *inner, bias=False, **options)
         self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
         self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
-
-    def expert_layers(self) -> list[nn.Module]:
-        """The expert layers, in the order in which they run."""
-        return [self.gate, self.up, self.down]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss, a float32

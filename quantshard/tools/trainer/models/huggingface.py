@@ -78,15 +78,6 @@ def longest_sequence(content: Mapping[str, Any]) -> int | None:
     return fields.integer("max_position_embeddings", 1, 1 << 40) or fields.integer("n_positions", 1, 1 << 40)
 
 
-def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
-    """Return the number of tokens in a configuration."""
-    fields = FieldReader(content, where)
-    size = fields.integer("vocab_size", 1, 1 << 40)
-    if size is None:
-        raise fields.wrong("vocab_size", "given")
-    return size
-
-
 # Models on the meta device
 
 

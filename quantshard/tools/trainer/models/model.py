@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quantshard import kernel_dispatch, numerics
 from quantshard.errors import ConfigurationError
+from quantshard.foreign import FieldReader
 from quantshard.interop.conversion.report import ConversionReport
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import distributions
@@ -34,8 +35,7 @@ _SAMPLE_STREAM = 1
 
 
 class MeshParts(NamedTuple):
-    """The submeshes of a mesh: `data` and (for expert weights) `experts` for `fully_shard`, and the expert- and
-    tensor-parallel axes, if present."""
+    """The submeshes of a mesh: `data` and (for expert weights) `experts` for `fully_shard`, and the axes ep and tp."""
 
     data: DeviceMesh
     experts: DeviceMesh
@@ -99,7 +99,10 @@ class ModelSpec:
         if self.configuration is None:
             return
         where, settings = self.settings.model, self.settings
-        size, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
+        fields, tokens = FieldReader(self.configuration, where), settings.vocabulary or VOCABULARY
+        size = fields.integer("vocab_size", 1, 1 << 40)
+        if size is None:
+            raise fields.wrong("vocab_size", "given")
         if size < tokens:
             raise ConfigurationError(
                 f"model = {where} has {size} tokens, fewer than the {tokens} of the data; name its own --tokenizer"
@@ -152,7 +155,8 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
         if settings.compile:
             layer.compile()
         if parts.ep is not None:
-            fully_shard(cast(MixtureLayer, layer).mlp.expert_layers(), mesh=parts.experts, **fsdp_options)
+            mlp = cast(MixtureLayer, layer).mlp
+            fully_shard([mlp.gate, mlp.up, mlp.down], mesh=parts.experts, **fsdp_options)
         fully_shard(layer, mesh=parts.data, **fsdp_options)
     fully_shard(model, mesh=parts.data, **fsdp_options)
     # FSDP2 prefetches by default in backward only

@@ -376,13 +376,9 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.kv_heads and heads % settings.kv_heads:
         yield f"kv_heads = {settings.kv_heads} must divide heads = {heads}"
-    if settings.micro_batch and settings.micro_batches != 1:
-        yield f"micro_batch = {settings.micro_batch} sets micro_batches = {settings.micro_batches}; give one of them"
     if settings.weights and len(settings.weights) != data:
         weights = f"data_weights = {shown_value(settings.data_weights)}: {len(settings.weights)} given"
         yield f"{weights}, and --data {data} times; give one share for each"
-    if settings.heldout_data and settings.heldout not in (0.0, TrainSettings.heldout):
-        yield f"heldout = {settings.heldout} keeps a share of the data to evaluate on, and heldout_data is given, too"
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but experts = {settings.experts}"
     yield from _unsupported_features(settings)
