@@ -91,11 +91,6 @@ def process_numbers() -> tuple[int, int, int]:
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 
 
-def is_of_torchrun() -> bool:
-    """Return True if torchrun's agent started this process."""
-    return is_worker() and "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def default_processes() -> int:
     """Return the default number of ranks on this machine: one per GPU, or one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 1

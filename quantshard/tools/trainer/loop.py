@@ -403,12 +403,11 @@ def _due(step: int, every: int) -> bool:
 def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
     """Return one line about the model, the mesh and the data of a run."""
     axes, files = settings.axes(place.ranks), len(corpus.documents)
-    parallel = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}" if axes.tp > 1 else ""
     model = f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
     if settings.model:
         model = settings.model + (f", {model}" if settings.is_by_sizes else "")
     return (
-        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}{parallel}), "
+        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}), "
         f"{files} file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
         f"{'on' if settings.deterministic else 'off'}"
     )

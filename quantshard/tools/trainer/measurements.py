@@ -157,8 +157,7 @@ class StepProfile:
 
 
 class RunStatistics:
-    """Passes statistics of a run to `record`, and alarms to `note` as warnings, from the step after `done` on.
-    Collective.
+    """Passes statistics of a run to `record`, and alarms to `note`, from the step after `done` on. Collective.
 
     An alarm is shown as soon as it is known and recorded with its step. Alarms about the loss and skipped steps are
     known at once, others one step later, with the sample.

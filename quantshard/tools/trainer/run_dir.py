@@ -56,10 +56,7 @@ from quantshard.tools.trainer.settings.config import (
 from quantshard.tools.trainer.settings.values import SettingType, read_table
 
 _RECORD_BYTES = 1 << 30
-"""The most bytes of a record file that are read whole: four million steps."""
-
-_LONG_BYTES = 1 << 26
-"""Above this size only the end of a record file is read."""
+"""The most bytes of a record file that are read."""
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
@@ -307,7 +304,8 @@ class RunDir:
 
     def read_starts(self) -> list[dict[str, Any]]:
         """Read the records of `starts`, without truncated lines."""
-        return [start for line in _content(self.starts).split(b"\n") if (start := _record(line))]
+        content = read_regular(self.starts, _RECORD_BYTES) if os.path.lexists(self.starts) else b""
+        return [start for line in content.split(b"\n") if (start := _record(line))]
 
     def requantized(self) -> tuple[bool, bool]:
         """Return whether any start requantized the weights to another recipe, and whether any did so without
@@ -316,18 +314,11 @@ class RunDir:
         return bool(starts), any(start.get("lossy") is True for start in starts)
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps and truncated lines, so that the files read as one run.
-
-        In a long file only the end is read, because its steps are in order.
-        """
+        """Drop the records of later steps and a truncated line, so that the files read as one run. Steps are in
+        order."""
         for file in (self.metrics, self.samples, self.starts, self.statistics):
-            if os.path.lexists(file) and os.lstat(file).st_size > _LONG_BYTES:
+            if os.path.lexists(file):
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
-                continue
-            content = _content(file)
-            remaining = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
-            if remaining != content:
-                self.write(file, remaining)
 
     def write(self, file: Path, content: str | bytes) -> None:
         """Write or replace a file of the run."""
@@ -379,11 +370,6 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
         keys = ", ".join(_REQUIRED[name])
         raise ConfigurationError(f"{where} is not the configuration of a run: it lacks [{name}] with {keys}")
     return read_table(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
-
-
-def _content(file: Path) -> bytes:
-    """Read a record file; empty if it does not exist."""
-    return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
 
 
 def _record(line: bytes) -> dict[str, Any]:

@@ -242,11 +242,6 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
 
 def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
     """Find the data of a resumed run at the paths in its settings, and check that they are unchanged."""
-
-    def announce() -> None:
-        if settings.data:
-            screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
-
     corpus = data.from_table(recorded)
     if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
         raise ConfigurationError(
@@ -254,7 +249,9 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
             "the file"
         )
     check_sampling(settings, corpus)
-    return data.collect_recorded(settings.data, corpus, announce, settings.heldout_data)
+    if settings.data:
+        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
+    return data.collect_recorded(settings.data, corpus, settings.heldout_data)
 
 
 # Reading the setup, on rank 0 -----------------------------------------------------------------------------------------
@@ -318,7 +315,7 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     stop = StopFlag()
     for number in launch.STOP_SIGNALS:
         signal.signal(number, lambda number, frame: stop.set())
-    if order.launched or launch.is_of_torchrun():
+    if order.launched or "TORCHELASTIC_RUN_ID" in os.environ:
         launch.die_with_parent()
     raw_settings = (order.new or asdict(run.read_config()[0])) | order.overrides
     # before the first use of the GPU and NCCL

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import (
     END_OF_DOCUMENT,
     BatchLoader,
@@ -22,6 +21,7 @@ from quantshard.tools.trainer.data import (
     from_table,
 )
 from quantshard.tools.trainer.data import windows as windows_module
+from quantshard.tools.trainer.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_default_is_the_library_without_tests():
 
 
 def test_text():
-    assert data.text([104, 9, END_OF_DOCUMENT, 0xFF, 27]) == "h\t\n<end of document>\n\ufffd\ufffd"
+    assert ByteTokenizer().decode([104, 9, END_OF_DOCUMENT, 0xFF, 27]) == "h\t\n<end of document>\n\ufffd\ufffd"
 
 
 # Tokens

@@ -341,7 +341,7 @@ def test_mistakes_are_one_line(
 def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, out, err = told("explain", config(tmp_path))
-    assert code == 1 and not out and len(err) == 1 and "pip install transformers" in err[0], err
+    assert code == 1 and not out and len(err) == 1 and "pip install 'quantshard[transformers]'" in err[0], err
 
 
 def test_version() -> None:

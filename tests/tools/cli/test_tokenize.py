@@ -164,7 +164,7 @@ def test_it_goes_on_after_an_error(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ShardedSource, "_write_shard", failing)
     with pytest.raises(KeyboardInterrupt):
         sharded(folder / "a.jsonl", folder).write(out)
-    with pytest.raises(ConfigurationError, match="holds tokens that were not finished; give the same"):
+    with pytest.raises(ConfigurationError, match="holds tokens that were not finished; run the same"):
         read_index(out)
     with pytest.raises(ConfigurationError, match=r"out holds tokens of other data, of another tokenizer"):
         sharded(folder / "a.jsonl", folder, 400).write(out)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -250,24 +251,18 @@ def collect(
     return corpus
 
 
-def collect_recorded(
-    paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None, heldout: Sequence[str] = ()
-) -> Corpus:
+def collect_recorded(paths: Sequence[str], recorded: Corpus, heldout: Sequence[str] = ()) -> Corpus:
     """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
-    documents are compared first, then `begun` is called, then contents are read up to the first difference.
-    """
+    documents are compared first, then contents are read up to the first difference."""
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
     unread = [document for source in sources for document in _unread(source, recorded.vocabulary)]
-    for document, old in zip(unread, recorded.documents, strict=False):
+    for document, old in zip_longest(unread, recorded.documents):
+        if document is None or old is None:
+            change = f"{old.path} is missing" if document is None else f"{document.path} was not there at the start"
+            raise ConfigurationError(f"the data have changed: {change}; {_RESTORE}")
         if document.size != old.size:
             raise _changed(document.path, old, "length")
-    if len(unread) != len(recorded.documents):
-        is_missing = len(unread) < len(recorded.documents)
-        path = recorded.documents[len(unread)].path if is_missing else unread[len(recorded.documents)].path
-        what = "is missing" if is_missing else "was not there at the start"
-        raise ConfigurationError(f"the data have changed: {path} {what}; {_RESTORE}")
-    begun()
     documents = []
     for document, old in zip(unread, recorded.documents, strict=True):
         documents.append(_read(replace(document, sha256="", dtype=old.dtype, header=old.header), recorded.vocabulary))

@@ -42,17 +42,12 @@ class ByteTokenizer:
         return [text.encode("utf-8") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens for display; see `text`."""
-        return text(tokens)
-
-
-def text(tokens: Iterable[int]) -> str:
-    """Decode byte tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
-    line."""
-    out = bytearray()
-    for token in tokens:
-        out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
-    return _shown(out.decode("utf-8", errors="replace"))
+        """Decode tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
+        line."""
+        out = bytearray()
+        for token in tokens:
+            out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
+        return _shown(out.decode("utf-8", errors="replace"))
 
 
 def _shown(decoded: str) -> str:
@@ -174,8 +169,9 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
 
 def end_text(tokenizer: Tokenizer) -> str:
     """Return the text of the token that ends a document; "" for bytes."""
-    is_of_bytes = isinstance(tokenizer, ByteTokenizer)
-    return "" if is_of_bytes else str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
+    if isinstance(tokenizer, ByteTokenizer):
+        return ""
+    return str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
 
 
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:

@@ -34,6 +34,7 @@ from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import inputs
+from quantshard.tools.trainer.data.sources import library
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
@@ -83,12 +84,8 @@ def longest_sequence(content: Mapping[str, Any]) -> int | None:
 
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
     """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
-    class the configuration names.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigurationError(f"{where} needs transformers; run: pip install transformers") from None
+    class the configuration names."""
+    transformers = library("transformers", f"the model of {where}")
     _check_counts(content, where)
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"

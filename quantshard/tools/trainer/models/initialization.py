@@ -129,11 +129,11 @@ def sizes(source: str) -> dict[str, Any]:
 
 def _recipe_of(source: str) -> dict[str, Any]:
     """Return the recipe that matches a checkpoint's formats or the layout of safetensors, if there is one."""
-    if not _is_checkpoint(source):
-        name = recipe_of_files(Path(source))
-        return {} if name is None else {"recipe": name}
-    tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
-    names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
+    if _is_checkpoint(source):
+        tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
+        names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
+    else:
+        names = [name for name in [recipe_of_files(Path(source))] if name is not None]
     return {"recipe": names[0]} if names else {}
 
 
@@ -187,14 +187,10 @@ def hf_config(settings: TrainSettings) -> dict[str, Any]:
     return {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
-        "hidden_size": settings.hidden,
-        "intermediate_size": settings.ffn,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
+        **{hf_key: getattr(settings, name) for name, hf_key in _LIKE.items()},
         "num_key_value_heads": settings.kv_heads,
         "head_dim": settings.head_size,
         "vocab_size": settings.vocabulary or VOCABULARY,
-        "max_position_embeddings": settings.seq_length,
         "rms_norm_eps": settings.norm_eps,
         "rope_theta": settings.rope_theta,
         "rope_parameters": {"rope_type": _DEFAULT_ANGLES, "rope_theta": settings.rope_theta},
@@ -227,10 +223,9 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     sizes: dict[str, Any] = {}
     for setting, hf_key in {**_LIKE, "vocabulary": "vocab_size"}.items():
         most = MOST_HEADS if setting in ("heads", "layers") else MOST
-        count = fields.integer(hf_key, 2 if setting == "seq_length" else 1, most)
-        if count is None:
+        sizes[setting] = fields.integer(hf_key, 2 if setting == "seq_length" else 1, most)
+        if sizes[setting] is None:
             raise fields.wrong(hf_key, "given")
-        sizes[setting] = count
     width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **sizes,

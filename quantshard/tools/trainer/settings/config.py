@@ -380,7 +380,7 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         weights = f"data_weights = {shown_value(settings.data_weights)}: {len(settings.weights)} given"
         yield f"{weights}, and --data {data} times; give one share for each"
     if settings.experts and settings.experts_per_token > settings.experts:
-        yield f"experts_per_token = {settings.experts_per_token}, but experts = {settings.experts}"
+        yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
     yield from _unsupported_features(settings)
     if settings.mesh:
         yield from _mesh_conflicts(settings, MeshSpec.parse(settings.mesh))
@@ -406,18 +406,18 @@ def _unsupported_features(settings: TrainSettings) -> Iterator[str]:
         "statistics_every = 1": settings.statistics_every == 1,
         "ep in the mesh": axes.ep > 1,
     }
-    for name in [name for name, enabled in decoder_only.items() if enabled and not settings.is_by_sizes]:
-        model = f"model = {shown_value(settings.model)} is one of transformers"
-        yield f"{model}, for which there is no {name} here; leave it out, or build the model by sizes"
-    for name in [name for name, enabled in dense_only.items() if enabled and settings.is_by_sizes and settings.experts]:
-        yield f"experts = {settings.experts}, and there is no {name} of a mixture of experts here; leave one out"
-    for name in [name for name, enabled in eager_only.items() if enabled and settings.cuda_graphs]:
-        yield f"cuda_graphs = true, and a step with {name} is not captured; leave one out"
+    has_experts, model = settings.is_by_sizes and settings.experts > 0, f"model = {shown_value(settings.model)}"
+    for applies, features, problem in (
+        (not settings.is_by_sizes, decoder_only, f"{model} is one of transformers, for which there is no {{}} here"),
+        (has_experts, dense_only, f"experts = {settings.experts}, and there is no {{}} of a mixture of experts here"),
+        (settings.cuda_graphs, eager_only, "cuda_graphs = true, and a step with {} is not captured"),
+    ):
+        for name in [name for name, enabled in features.items() if applies and enabled]:
+            yield f"{problem.replace('{}', name)}; leave one out"
     if settings.compile and settings.recipe != "bf16" and axes.tp > 1:
         yield "compile = true, and quantized layers are not compiled with tp in the mesh; leave one out"
-    for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values():
-        has_graphed_experts = settings.experts and settings.cuda_graphs and settings.is_by_sizes
-        if has_graphed_experts and layer_recipe.table and hardware.block_together(layer_recipe) is None:
+    for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values() if has_experts else ():
+        if settings.cuda_graphs and layer_recipe.table and hardware.block_together(layer_recipe) is None:
             reason = f"{layer_recipe.name!r} runs them one at a time"
             yield f"cuda_graphs = true needs experts that run in one kernel; {reason}"
 
