@@ -22,16 +22,8 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER, has_master
 from quantshard.recipe import HighPrecision
 from quantshard.tensor import components
-from quantshard.tools.statistics.sensitivity import (
-    GemmError,
-    LayerError,
-    RecipeSuggestion,
-    gemm_errors,
-    gradient_error,
-    gradients,
-    layer_errors,
-    suggest,
-)
+from quantshard.tools.statistics import sensitivity
+from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import Corpus
@@ -153,23 +145,23 @@ class ModelPair:
     def compare(self, end_to_end: bool) -> DebugReport:
         """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized."""
         passes: list[tuple[float, dict[str, Tensor]]] = []
-        gemms = gemm_errors(
+        gemms = sensitivity.gemm_errors(
             self.exact, self.recipes,
-            lambda: passes.append(gradients(self.exact, lambda: self._pass(self.exact))),
+            lambda: passes.append(sensitivity.gradients(self.exact, lambda: self._pass(self.exact))),
         )  # fmt: skip
         ((exact_loss, exact),) = passes
         if not math.isfinite(exact_loss):
             raise ConfigurationError(
                 f"the loss of this batch is {exact_loss} in float32 too; name an older checkpoint, or other --data"
             )
-        loss, grads = gradients(self.model, lambda: self._pass(self.model))
+        loss, grads = sensitivity.gradients(self.model, lambda: self._pass(self.model))
         layers: list[LayerError] = []
         if end_to_end:
             with warnings.catch_warnings():
                 # delayed-scaling histories are created late here
                 warnings.simplefilter("ignore")
-                layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
-        return DebugReport(loss, exact_loss, gradient_error(grads, exact), gemms, layers)
+                layers = sensitivity.layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
+        return DebugReport(loss, exact_loss, sensitivity.gradient_error(grads, exact), gemms, layers)
 
     def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
         """Suggest layers to keep in high precision, by errors of the full gradient if the report has them, otherwise by
@@ -177,7 +169,7 @@ class ModelPair:
         errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
         for row in report.layers or report.gemms:
             errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
-        return suggest(errors, share, self._patterns.patterns, self._names)
+        return sensitivity.suggest(errors, share, self._patterns.patterns, self._names)
 
 
 def _of_transformers(

@@ -403,11 +403,9 @@ def _due(step: int, every: int) -> bool:
 def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
     """Return one line about the model, the mesh and the data of a run."""
     axes, files = settings.axes(place.ranks), len(corpus.documents)
-    model = f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
-    if settings.model:
-        model = settings.model + (f", {model}" if settings.is_by_sizes else "")
+    model = settings.model or f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
     return (
-        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}), "
-        f"{files} file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
+        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}), {files} "
+        f"file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
         f"{'on' if settings.deterministic else 'off'}"
     )

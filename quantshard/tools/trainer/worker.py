@@ -13,8 +13,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
 from pathlib import Path
@@ -360,24 +359,14 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
         if order.copy_to:
             trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
-        with _tracked(run, setup, place, trainer, done):
+        if settings.tensorboard or settings.wandb:
+            # if a tracker fails to open, every rank raises
+            _from_rank_0(lambda: trainer.trackers.extend(trackers.open_trackers(settings, run, done)), place)
+        try:
             trainer.train(done)
-
-
-@contextmanager
-def _tracked(run: RunDir, setup: RunSetup, place: ProcessInfo, trainer: Trainer, done: int) -> Iterator[None]:
-    """Keep rank 0's trackers open while the run trains. If a tracker fails to open, every rank raises."""
-
-    def open_all() -> None:
-        trainer.trackers = trackers.open_trackers(setup.settings, run, done)
-
-    if setup.settings.tensorboard or setup.settings.wandb:
-        _from_rank_0(open_all, place)
-    try:
-        yield
-    finally:
-        for tracker in trainer.trackers:
-            tracker.close(failed=sys.exc_info()[0] is not None)
+        finally:
+            for tracker in trainer.trackers:
+                tracker.close(failed=sys.exc_info()[0] is not None)
 
 
 def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Restored | None) -> None:

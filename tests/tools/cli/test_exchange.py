@@ -246,7 +246,7 @@ def test_what_is_no_size(text):
         ({"attention_bias": True}, "without biases"),
         ({"hidden_size": None}, "hidden_size is None, and must be given"),
         ({"vocab_size": "many"}, "vocab_size is 'many', and must be an integer from 1 to"),
-        ({"head_dim": 33}, "an even number"),
+        ({"head_dim": 33}, "an even head_dim"),
         ({"num_key_value_heads": 3}, "kv_heads = 3 must divide"),
     ],
 )

@@ -73,10 +73,8 @@ class LibraryTokenizer:
         if not 0 < self.vocabulary <= _MOST_TOKENS:
             raise ConfigurationError(f"the tokenizer has {self.vocabulary} tokens; from 1 to {_MOST_TOKENS} may be")
         if end_of_document not in entries:
-            hint = meant(end_of_document, entries)
-            raise ConfigurationError(
-                f"the tokenizer has no token {end_of_document[:80]!r} to end documents with; {hint}"
-            )
+            hint = f"to end documents with; {meant(end_of_document, entries)}"
+            raise ConfigurationError(f"the tokenizer has no token {end_of_document[:80]!r} {hint}")
         self.end_of_document = entries[end_of_document]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
@@ -127,8 +125,8 @@ def tokenizer_contents(path: str) -> dict[str, bytes]:
     """Read the files of a tokenizer, by name."""
     contents = {}
     for file in tokenizer_files(path):
-        name = FAST if file == Path(path) else file.name
-        contents[name] = read_regular(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
+        is_named = file == Path(path)
+        contents[FAST if is_named else file.name] = read_regular(file, FILE_BYTES["tokenizer"], follow=is_named)
     return contents
 
 

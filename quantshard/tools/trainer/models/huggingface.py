@@ -86,7 +86,6 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
     class the configuration names."""
     transformers = library("transformers", f"the model of {where}")
-    _check_counts(content, where)
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
     model_types = list(transformers.CONFIG_MAPPING)
@@ -95,7 +94,7 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
         raise ConfigurationError(
             f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint.strip()}"
         )
-    config_fields = {name: value for name, value in _harmless(content).items() if name not in _READ}
+    config_fields = {name: value for name, value in _checked(content, where).items() if name not in _READ}
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
@@ -144,25 +143,15 @@ def _check_decoder(config: Any, where: str) -> None:
 _READ = ("model_type", "dtype", "torch_dtype")
 
 
-def _harmless(value: Any) -> Any:
-    """Remove `_UNSAFE` fields from a configuration, at any depth."""
+def _checked(value: Any, where: str, name: str = "") -> Any:
+    """Remove `_UNSAFE` fields, and refuse more layers than any model has, at any depth of a configuration."""
     if isinstance(value, list):
-        return [_harmless(entry) for entry in value]
+        return [_checked(entry, where, name) for entry in value]
     if isinstance(value, dict):
-        return {name: _harmless(entry) for name, entry in value.items() if not _UNSAFE.fullmatch(name)}
-    return value
-
-
-def _check_counts(value: Any, where: str, name: str = "") -> None:
-    """Refuse more layers than any model has, at any depth of a configuration."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            _check_counts(entry, where, key)
-    elif isinstance(value, list):
-        for entry in value:
-            _check_counts(entry, where, name)
-    elif isinstance(value, int | float) and value > _MOST_LAYERS and _COUNT.fullmatch(name):
+        return {key: _checked(entry, where, key) for key, entry in value.items() if not _UNSAFE.fullmatch(key)}
+    if isinstance(value, int | float) and value > _MOST_LAYERS and _COUNT.fullmatch(name):
         raise ConfigurationError(f"{where}: {name} is {value}, and at most {_MOST_LAYERS} are built")
+    return value
 
 
 @contextmanager
