@@ -94,13 +94,13 @@ class ModelPair:
     `recipes`: recipe of each quantized module, by module name.
     """
 
-    def __init__(self, found: DebugSource, batch: Tensor) -> None:
-        self.settings = replace(found.settings, dropout=0.0, mesh="", dp_replicate=1)
+    def __init__(self, source: DebugSource, batch: Tensor) -> None:
+        self.settings = replace(source.settings, dropout=0.0, mesh="", dp_replicate=1)
         self._patterns = LayerRecipes.parse(self.settings.recipe)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.batch = batch.to(device)
         torch.manual_seed(self.settings.seed)
-        if found.configuration is None:
+        if source.configuration is None:
             recipes = recipes_of(self.settings)
             self._names = [f"layers.{number}" for number in range(self.settings.layers)]
             if isinstance(recipes, LayerRecipes):
@@ -109,9 +109,9 @@ class ModelPair:
             self.model: nn.Module = LanguageModel(self.settings, recipes, device)
             self.exact: nn.Module = LanguageModel(in_float32, HighPrecision(), device)
         else:
-            self.model, self.exact = _of_transformers(found.configuration, self.settings.model, self._patterns, device)
+            self.model, self.exact = _of_transformers(source.configuration, self.settings.model, self._patterns, device)
             self._names = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        self._load(found.checkpoint)
+        self._load(source.checkpoint)
         self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
 
     def _whole(self, name: str) -> str:
@@ -199,11 +199,11 @@ def _quantized_modules(model: nn.Module) -> list[str]:
     ]
 
 
-def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
+def batch_of(source: DebugSource, paths: Sequence[str], count: int) -> Tensor:
     """Return the first sequences of a run's first step, from its data or `paths`: int64 [count, seq_length + 1]."""
-    settings = found.settings
+    settings = source.settings
     if not paths:
-        windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)
+        windows = data.Windows(source.corpus, settings.seq_length, settings.heldout)
         return windows.batch(settings.seed, 1, 0, count)
     changed_settings = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
     with tempfile.TemporaryDirectory() as folder:

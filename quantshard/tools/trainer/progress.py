@@ -84,11 +84,11 @@ class Progress:
             with transfer_bar(what):
                 yield
 
-    def report(self, found: Report) -> None:
+    def report(self, report: Report) -> None:
         """Show the report of `explain`; outside of a terminal without trailing blanks."""
         if self.shown:
             is_terminal = self.console.is_terminal
-            self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
+            self.console.print(report if is_terminal else str(report), soft_wrap=not is_terminal)
 
     def note(self, line: str, level: int = logging.INFO) -> None:
         """Show a line, and log it with `level`. Only this method writes the line to the terminal."""
@@ -155,7 +155,7 @@ class RunFileHandler(logging.Handler):
 
     def __init__(self, file: Path, run: Path, rank: int) -> None:
         super().__init__()
-        self.file, self.run, self.rank, self.told = file, run, rank, False
+        self.file, self.run, self.rank, self.has_failed = file, run, rank, False
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -164,9 +164,9 @@ class RunFileHandler(logging.Handler):
         try:
             outputs.append_text(self.file, printable(self.format(record), but="\n\t") + "\n", within=self.run)
         except ConfigurationError as error:
-            if not self.told:
+            if not self.has_failed:
                 complain(f"[rank {self.rank}] WARNING: {error}; nothing more is logged there")
-            self.told = True
+            self.has_failed = True
 
 
 class ScreenHandler(logging.Handler):

@@ -429,18 +429,18 @@ def _named(
 ) -> TokenFacts:
     """Return the properties of the tokenizer from the settings, else from the shards, else unknown or bytes."""
 
-    def of(path: str, end_of_document: str = "", digest: str = "") -> TokenFacts:
+    def facts_of(path: str, end_of_document: str = "", digest: str = "") -> TokenFacts:
         tokenizer = load_tokenizer(path, end_of_document, digest)
         digest = tokenizer.digest if path else ""
         return TokenFacts(tokenizer, path, digest, tokenizer.vocabulary, tokenizer.end_of_document)
 
     if settings.tokenizer or settings.end_of_document:
-        return of(settings.tokenizer, settings.end_of_document)
+        return facts_of(settings.tokenizer, settings.end_of_document)
     if indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
         copy = tokenizer_copy(folder)
         if copy:
-            return of(copy, index.end_text, index.tokenizer)
+            return facts_of(copy, index.end_text, index.tokenizer)
         if all(source.kind == SHARDS for source in sources):
             return TokenFacts(None, "", index.tokenizer, index.vocabulary, index.end_of_document)
         raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")
@@ -453,7 +453,7 @@ def _named(
         if any(source.kind != RAW for source in sources):
             raise ConfigurationError(f"{raw} holds tokens, and other data are texts; name the tokenizer of both")
         return TokenFacts(None, "", "", settings.vocabulary, 0)
-    return of("")
+    return facts_of("")
 
 
 def _readable(source: DataSource, facts: TokenFacts, settings: TrainSettings, cache: Path) -> Path:

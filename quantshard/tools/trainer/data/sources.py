@@ -255,13 +255,13 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
 
 def _lines(path: Path, field: str) -> Iterator[str]:
     # `datasets` cannot read lines whose other keys differ
-    with open_regular(path, follow=True) as opened:
-        file: Any = opened
+    with open_regular(path, follow=True) as packed:
+        file: Any = packed
         if path.suffix.lower() == ".gz":
-            file = gzip.GzipFile(fileobj=opened)
+            file = gzip.GzipFile(fileobj=packed)
         elif path.suffix.lower() == ".zst":
             arrow = library("pyarrow", f"the packed file {path}")
-            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(opened), "zstd"))
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(packed), "zstd"))
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
             where = f"{path}, line {number}"
             if len(line) > LINE_BYTES:

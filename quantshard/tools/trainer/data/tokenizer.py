@@ -99,17 +99,6 @@ Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def tokenizer_files(path: str) -> list[Path]:
-    """List the files of a tokenizer: the tokenizer.json itself, or the tokenizer files of a folder."""
-    location = Path(inputs.existing(path, f"a folder with {FAST}"))
-    if not location.is_dir():
-        return [location]
-    files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
-    if not files:
-        raise ConfigurationError(f"--tokenizer {path} is a folder without {FAST} or the files of another tokenizer")
-    return files
-
-
 def has_tokenizer(folder: str) -> bool:
     """Return True if a folder, e.g. of a model, also contains a tokenizer."""
     return any((Path(folder) / name).is_file() for name in (FAST, _SPECIAL[0]))
@@ -122,9 +111,13 @@ def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
 
 
 def tokenizer_contents(path: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer, by name."""
-    contents = {}
-    for file in tokenizer_files(path):
+    """Read the files of a tokenizer, by name: the tokenizer.json itself, or the tokenizer files of a folder."""
+    location, contents, files = Path(inputs.existing(path, f"a folder with {FAST}")), {}, [Path(path)]
+    if location.is_dir():
+        files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
+    if not files:
+        raise ConfigurationError(f"--tokenizer {path} is a folder without {FAST} or the files of another tokenizer")
+    for file in files:
         is_named = file == Path(path)
         contents[FAST if is_named else file.name] = read_regular(file, FILE_BYTES["tokenizer"], follow=is_named)
     return contents
@@ -174,7 +167,16 @@ def end_text(tokenizer: Tokenizer) -> str:
 
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
     if FAST in contents:
-        return _parsed(path, contents[FAST])
+        tokenizers = library("tokenizers", f"the tokenizer {path}")
+        try:
+            # reject malformed or deeply nested JSON before the library parses it
+            json.loads(contents[FAST])
+            return tokenizers.Tokenizer.from_str(contents[FAST].decode("utf-8"))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # a Rust panic is not an Exception
+        except BaseException as error:
+            raise _no_tokenizer(path, error) from None
     transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
     try:
         with foreign.hub_offline():
@@ -188,19 +190,6 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
             f"--tokenizer {path}: {type(loaded).__name__} is not one of the tokenizers library; convert it to a {FAST}"
         )
     return backend
-
-
-def _parsed(path: str, content: bytes) -> Any:
-    tokenizers = library("tokenizers", f"the tokenizer {path}")
-    try:
-        # reject malformed or deeply nested JSON before the library parses it
-        json.loads(content)
-        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # a Rust panic is not an Exception
-    except BaseException as error:
-        raise _no_tokenizer(path, error) from None
 
 
 def _no_tokenizer(path: str, error: BaseException) -> ConfigurationError:

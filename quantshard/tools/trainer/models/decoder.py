@@ -44,7 +44,7 @@ from quantshard.modules import (
 )
 from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.contexts.layer_recipes import RecipeByName
+from quantshard.modules.contexts.layer_recipes import RecipeByName, matches
 from quantshard.modules.quantize import open_layers
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data.tokenizer import VOCABULARY
@@ -130,8 +130,10 @@ class LanguageModel(nn.Module):
                 layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
                 quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
                 # the recipe for the autocast around the layer: the first one that quantizes
-                found = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
-                layer_recipe = next((part for part in found if part is not None and part.table), HighPrecision())
+                part_recipes = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
+                layer_recipe = next(
+                    (recipe for recipe in part_recipes if recipe is not None and recipe.table), HighPrecision()
+                )
             self.layers.append(layer)
             self.recipes.append(layer_recipe)
         kind = RMSNorm if llama else LayerNorm
@@ -205,7 +207,9 @@ def linear_names(settings: TrainSettings) -> list[str]:
 def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
     """Return the recipes of the settings in the form that `LanguageModel` takes."""
     recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
-    return recipes.of_parts(linear_names(settings)) if recipes.addresses_parts(names) else recipes.of_layers(names)
+    if all(any(matches(pattern, name) for name in names) for pattern in recipes.patterns):
+        return recipes.of_layers(names)
+    return recipes.of_parts(linear_names(settings))
 
 
 def _recipe_by_part(recipes: LayerRecipes, layer: str) -> RecipeByName:

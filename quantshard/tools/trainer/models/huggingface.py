@@ -29,7 +29,7 @@ from quantshard.foreign import FieldReader, shown
 from quantshard.interop.conversion.convert import convert
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.report import ConversionReport
-from quantshard.interop.layouts.files import SUFFIX, read_layout_json
+from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
@@ -44,9 +44,6 @@ _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
 
-_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
-"""Weight files in formats that are not supported."""
-
 
 # Configuration
 
@@ -58,19 +55,6 @@ def read_configuration(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigurationError(f"{path} holds no {CONFIGURATION} of a Hugging Face model")
     return read_layout_json(file)
-
-
-def weights_beside(path: str) -> str:
-    """Return the folder of a configuration if it contains safetensors too, otherwise ""."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
-        return str(folder)
-    files = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
-    if files:
-        raise ConfigurationError(
-            f"{folder} has weights in {files[0]}, which may run code; give safetensors, or --random-weights"
-        )
-    return ""
 
 
 def longest_sequence(content: Mapping[str, Any]) -> int | None:

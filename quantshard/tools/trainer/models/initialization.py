@@ -95,11 +95,13 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
         )
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
-        result["init_from"] = huggingface.weights_beside(model)
-        if not result["init_from"]:
+        folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        if not any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
+            # other formats may run code
             raise ConfigurationError(
                 f"model = {shown_value(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
             )
+        result["init_from"] = str(folder)
     if not given.get("tokenizer") and has_tokenizer(model):
         result["tokenizer"] = model
     return result
@@ -122,7 +124,12 @@ def sizes(source: str) -> dict[str, Any]:
     elif "://" not in source and (Path(source) / CONFIGURATION).is_file():
         content = read_layout_json(Path(source) / CONFIGURATION)
         described = settings_of(content, source)
-        check_angles(content, source)
+        kind, _ = _angles(FieldReader(content, f"{source}: config.json"))
+        # the weights were trained with other angles than those of the built-in decoder
+        if kind != _DEFAULT_ANGLES:
+            raise ConfigurationError(
+                f"{source}: config.json has rotary positions of rope_type {shown(kind)}; pass --model {source}"
+            )
         result = {name: getattr(described, name) for name in _SIZES}
     return result | _recipe_of(source)
 
@@ -251,15 +258,6 @@ def _angles(fields: FieldReader) -> tuple[str, float]:
 
 _ANGLES = ("rope_parameters", "rope_scaling")
 """Keys of the rotary scaling in transformers 5 and in earlier releases."""
-
-
-def check_angles(config: Mapping[str, Any], where: str) -> None:
-    """Refuse scaled rotary positions, which the built-in decoder lacks: the weights were trained with other angles."""
-    kind, _ = _angles(FieldReader(config, f"{where}: config.json"))
-    if kind != _DEFAULT_ANGLES:
-        raise ConfigurationError(
-            f"{where}: the built-in decoder has no rotary positions of rope_type {shown(kind)}; pass --model {where}"
-        )
 
 
 def run_of(checkpoint: str) -> TrainSettings | None:

@@ -196,11 +196,11 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return token_losses(logits, targets).cross_entropy
 
 
-def trained_loss(model: nn.Module, found: TokenLosses, settings: TrainSettings) -> Tensor:
+def trained_loss(model: nn.Module, losses: TokenLosses, settings: TrainSettings) -> Tensor:
     """Sum the cross-entropy and the auxiliary losses: the value that backward starts from."""
-    total = found.cross_entropy
+    total = losses.cross_entropy
     if settings.z_loss:
-        total = total + settings.z_loss * found.z_loss
+        total = total + settings.z_loss * losses.z_loss
     if isinstance(model, LanguageModel) and model.balance is not None and settings.balance_loss:
         # cleared, because it keeps the graph of this forward alive
         balance, model.balance = model.balance, None

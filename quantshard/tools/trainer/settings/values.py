@@ -219,10 +219,6 @@ class LayerRecipes:
         """The mapping pattern -> recipe that `quantshard.convert` takes."""
         return {pattern: recipe.resolve(name) for pattern, name in self.patterns.items()}
 
-    def addresses_parts(self, layers: Sequence[str]) -> bool:
-        """Return True if a pattern addresses parts of layers, that is, matches none of these layer names."""
-        return any(not any(matches(pattern, name) for name in layers) for pattern in self.patterns)
-
     def of_layers(self, names: Sequence[str]) -> list[Recipe]:
         """Return the recipe of each of these layers, if no pattern addresses parts; high precision without a match."""
         check_reached("recipe", self.patterns, names)
