@@ -325,7 +325,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if param.is_meta:
             raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
         if components.quantized_local(param) is None and param.dtype not in dtypes:
-            raise ConfigurationError(limits.refusal("wider parameters", f"{where} is {param.dtype}"))
+            raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
 
     def _check_fits(self, param: Tensor, depends_on_dtype: bool) -> None:
         """Check that a parameter still has the shape and dtype for which its states were made (`_made_for`).

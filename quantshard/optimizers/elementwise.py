@@ -21,7 +21,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics import averages
+from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.base import check_alike
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
@@ -66,7 +66,7 @@ class GroupSettings:
     @cached_property
     def share(self) -> float | Tensor:
         """Share of the new values in the averages."""
-        return averages.share(self.ema_decay, self.step)
+        return adam.average_share(self.ema_decay, self.step)
 
 
 class ParameterStep:
@@ -166,7 +166,7 @@ class ParameterStep:
             )
         new = {role: updated.get(role, master) for role in self.targets}
         if self.average is not None:
-            new[AVERAGE] = averages.moved(self.average.read(), master, self.group.share)
+            new[AVERAGE] = adam.moved_average(self.average.read(), master, self.group.share)
         return new
 
     def finish(self, skip: Tensor | None = None) -> None:
@@ -191,7 +191,7 @@ class ParameterStep:
         if self.average is None:
             return
         before = self.average.read()
-        after = averages.moved(before, self.source.read(), self.group.share)
+        after = adam.moved_average(before, self.source.read(), self.group.share)
         self.average.write(after if skip is None else torch.where(skip, before, after), None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import private_torch, state_storage
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.optimizers.base import kind
@@ -90,7 +90,7 @@ def _copy(live: Tensor, value: Tensor, is_known: bool) -> bool:
 
 
 def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    live_groups, settings = optimizer.param_groups, components.own_settings(optimizer)
+    live_groups, settings = optimizer.param_groups, state_storage.own_settings(optimizer)
     saved_sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, live_groups))
     if saved_sizes != own_sizes:
         raise CheckpointError(
@@ -106,8 +106,8 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
                         f"parameter {index} of the optimizer state is {saved_name!r}, of this optimizer {name!r}; pass "
                         "the same parameters in the same order"
                     )
-        for key in saved_group.keys() & group.keys() - {*components.PARAMETER_ENTRIES}:
-            if not components.can_take(key in settings, saved_group[key], group[key]):
+        for key in saved_group.keys() & group.keys() - {*state_storage.PARAMETER_ENTRIES}:
+            if not state_storage.can_take(key in settings, saved_group[key], group[key]):
                 raise CheckpointError(
                     f"the optimizer state says {key} = {shown(saved_group[key])}, where this optimizer has "
                     f"{shown(group[key])}; choose another checkpoint"
@@ -151,9 +151,9 @@ def _described(value: Any) -> str:
 def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Copy the entries of a saved group. Tensors are copied in place, because a captured step reads their addresses."""
     for key, value in saved.items():
-        if key in components.PARAMETER_ENTRIES:
+        if key in state_storage.PARAMETER_ENTRIES:
             continue
-        value, live = components.as_setting(value, group.get(key)), group.get(key)
+        value, live = state_storage.as_setting(value, group.get(key)), group.get(key)
         if isinstance(live, Tensor):
             live.copy_(value.reshape(live.shape)) if isinstance(value, Tensor) else live.fill_(value)
         elif isinstance(live, tuple) and isinstance(value, list):  # set_optimizer_state_dict(full_state_dict=True)

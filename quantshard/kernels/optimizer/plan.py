@@ -50,7 +50,7 @@ from quantshard.kernels.optimizer.stored import (
     StoredTensor,
 )
 from quantshard.kernels.tables import device_table
-from quantshard.numerics import averages
+from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
@@ -456,7 +456,7 @@ def _settings_table(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
             assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
             step = row.step
             columns |= {"lr": float(row.lr), "kept": float(row.kept)}
-            columns["share"] = float(averages.share(row.ema_decay, step)) if row.ema_decay else 0.0
+            columns["share"] = float(adam.average_share(row.ema_decay, step)) if row.ema_decay else 0.0
         table += [seed or 0, step]
         decays += [*row.betas, row.ema_decay]
         floats += [columns.get(name, 0.0) for name in SETTINGS]
