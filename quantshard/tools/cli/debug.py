@@ -22,11 +22,6 @@ _SHOWN = 20
 """Maximum number of table rows without --wide."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("debug", no_args_is_help=True)(debug)
-
-
 def debug(
     source: Annotated[str, typer.Argument(metavar="X", help="a run, or a checkpoint of one")],
     data: Annotated[
@@ -54,7 +49,7 @@ def debug(
     median and above the median + 6 MAD.
     """
     if remove is not None and not 0 < remove < 1:
-        raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
+        raise ConfigurationError(f"--remove {remove}: give a share between 0 and 1")
     for path in data or ():
         inputs.existing(path, "text")
     debug_source = debugging.find(source, checkpoints)
@@ -81,25 +76,19 @@ def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion,
     screen.print(_gemm_table(report.gemms if wide else report.gemms[:_SHOWN]))
     if not wide and len(report.gemms) > _SHOWN:
         screen.lines(f"and {len(report.gemms) - _SHOWN} more: --wide or --json has them")
-    screen.lines(
-        "Gaussian: the error of independent normal values in the same format",
-        *_verdict(suggestion),
-    )
-    if suggestion.kept:
-        screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
-
-
-def _verdict(suggestion: RecipeSuggestion) -> list[str]:
+    screen.lines("Gaussian: the error of independent normal values in the same format")
     if not suggestion.kept:
-        return [
-            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of "
-            f"{suggestion.layers} layers. Keep the recipe."
-        ]
-    return [
+        screen.lines(
+            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of {suggestion.layers} "
+            "layers. Keep the recipe."
+        )
+        return
+    screen.lines(
         f"{len(suggestion.kept)} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
         "keep them in BF16:",
         "",
-    ]
+    )
+    screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
 
 
 def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:

@@ -1,13 +1,9 @@
 """Reports what a model costs on this rank, and why: one row per parameter.
 
-For each parameter `explain` lists its storage and bytes, what this rank sends to the all-gathers of one step, how its
-GEMMs run and why, the formats of optimizer states, and its sharding. It also lists the attention backend that PyTorch
-chooses for the device and dtype of the first parameter. The BF16 figures are for the same model on the same mesh with
-BF16 weights, float32 masters and float32 moments.
-
 Nothing here communicates or reads a value, so `explain` works on the meta device, before or after the first step, and
 on a single rank. Bytes of codes and scales come from the live components; all-gather bytes come from the slots that
-FSDP2 sends (`sharding.gather_slots`).
+FSDP2 sends (`sharding.gather_slots`). The BF16 figures are for the same model on the same mesh with BF16 weights,
+float32 masters and float32 moments.
 """
 
 from __future__ import annotations
@@ -39,9 +35,10 @@ from quantshard.tools.observe.costs import (
     REPLICATED,
     SHORT_DTYPES,
     SPLIT,
+    Row,
     SharedScaleCost,
 )
-from quantshard.tools.observe.table import Report, Row
+from quantshard.tools.observe.table import Report
 
 _REMAINDER_SUFFIX = "_low"
 """Suffix of the state with the low bits of a master; the parameter has the high bits."""
@@ -66,10 +63,7 @@ def explain(
         optimizer: `FusedAdam`, or any other optimizer that keeps tensors in `optimizer.state`.
         recipe: the recipe of autocast; layers with a recipe of their own use that one. Without `recipe`, quantized
             weights use the recipe that quantized them, and others run in high precision.
-        strict: raise if anything falls back.
-
-    Raises:
-        FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
+        strict: raise a `FallbackError` if anything falls back.
     """
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
@@ -133,39 +127,72 @@ def _row(
     if chosen is not None:
         chosen = recipe_in(module, chosen)
     codes, scales = _resident(local, storage, gathers)
-    forward, backward = _wire(storage, local, gathers)
+    held = _held_numel(storage, local, gathers)
+    sent = sent_in_bf16 = num_gathers = 0
+    if gathers is not None and gathers.ranks > 1:
+        sent, sent_in_bf16 = _sent(storage, local, gathers), held * BF16_BYTES
+        # FSDP2 keeps the sizes of the first gather.
+        num_gathers = 2 if gathers.in_backward else 1
     gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
     mesh, placements = _placed(param)
-    sizes = states.sizes(param)
     shared = (
         SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     )
+    return row_of(
+        name,
+        param,
+        storage,
+        gemm,
+        shared,
+        (states.formats(param), states.sizes(param), states.note(param)),
+        _mismatch(storage, chosen),
+        code_bytes=codes,
+        scale_bytes=scales,
+        bf16_bytes=held * BF16_BYTES,
+        forward_gather_bytes=sent,
+        backward_gather_bytes=sent if num_gathers == 2 else 0,
+        bf16_gather_bytes=sent_in_bf16 * num_gathers,
+        elements=local.numel() if storage is None else math.prod(storage.shard.shape),
+        mesh=mesh,
+        placements=placements,
+        local_rows=_local_rows(param, storage),
+    )
+
+
+def row_of(
+    name: str,
+    param: Tensor,
+    storage: QuantizedStorage | None,
+    gemm: GemmPath,
+    shared: SharedScaleCost,
+    optimizer: tuple[dict[str, str], dict[str, int], str],
+    warning: str = "",
+    **fields: Any,
+) -> Row:
+    """Build the row of a parameter.
+
+    Args:
+        optimizer: state -> format, state -> bytes, and a note on states that stay float32.
+        fields: the remaining fields of `Row`.
+    """
+    states, sizes, note = optimizer
     return Row(
         name=name,
         shape=tuple(param.shape),
         dtype=dtype_name(param.dtype),
         format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
-        code_bytes=codes,
-        scale_bytes=scales,
         shared_scale_bytes=shared.scale_bytes,
         straddling_blocks=shared.blocks,
-        bf16_bytes=_held_numel(storage, local, gathers) * BF16_BYTES,
-        forward_gather_bytes=forward,
-        backward_gather_bytes=backward,
-        bf16_gather_bytes=_bf16_wire(storage, local, gathers),
         reduced_bytes=shared.reduced_bytes,
         gemm=gemm.path,
         gemm_reason=gemm.reason,
-        optimizer=states.formats(param),
+        optimizer=states,
         optimizer_bytes=sum(sizes.values()),
         state_sizes=sizes,
-        elements=local.numel() if storage is None else math.prod(storage.shard.shape),
-        mesh=mesh,
-        placements=placements,
-        local_rows=_local_rows(param, storage),
-        fallbacks=fallbacks_of(gemm, shared, states.note(param)),
-        notes=tuple(filter(None, (shared.note, states.note(param)))),
-        warnings=tuple(filter(None, (shared.warning, _mismatch(storage, chosen)))),
+        fallbacks=(*gemm.fallbacks, *["thin shards"] * bool(shared.warning), *["float32 moments"] * bool(note)),
+        notes=tuple(filter(None, (shared.note, note))),
+        warnings=tuple(filter(None, (shared.warning, warning))),
+        **fields,
     )
 
 
@@ -186,21 +213,11 @@ def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGa
     return gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
 
 
-def _wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> tuple[int, int]:
-    """Bytes that this rank sends to the all-gathers of a forward and of a backward."""
-    if gathers is None or gathers.ranks == 1:
-        return 0, 0
+def _sent(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather) -> int:
+    """Bytes that this rank sends in one all-gather."""
     if storage is None:
-        size = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
-        return size, size if gathers.in_backward else 0
-    size = costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
-    return size, size if gathers.in_backward else 0  # FSDP2 keeps the sizes of the first gather
-
-
-def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
-    if gathers is None or gathers.ranks == 1:
-        return 0
-    return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
+        return gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
+    return costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
 
 
 class GemmPath(NamedTuple):
@@ -257,12 +274,6 @@ def gemm_of(
     return GemmPath(path, reason, (*hardware.fallbacks(None, chosen, device), *joint))
 
 
-def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
-    """Names in `limits.FALLBACKS` of all fallbacks that one parameter uses."""
-    thin, moments = bool(shared.warning), bool(moments_note)
-    return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
-
-
 def _device(param: Tensor) -> torch.device:
     if not param.is_meta:
         return param.device
@@ -317,12 +328,10 @@ class _OptimizerStates:
         self.by_param: Mapping[Tensor, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
         groups = [] if optimizer is None else optimizer.param_groups
         self.params = {param for group in groups for param in group["params"]}
-        formats_of_params = [self.formats(param) for param in self.params]
         self.scaled: dict[str, str] = {}
-        for param, formats in zip(self.params, formats_of_params, strict=True):
-            keys = self.tensors(param)
-            with_scales = {scaled_state(key) for key in keys}
-            self.scaled |= {state: fmt for state, fmt in formats.items() if state in with_scales}
+        for param in self.params:
+            with_scales = {scaled_state(key) for key in self.tensors(param)}
+            self.scaled |= {state: fmt for state, fmt in self.formats(param).items() if state in with_scales}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
         """Local tensors of a parameter's state, without scalars such as a step count."""
@@ -354,9 +363,7 @@ class _OptimizerStates:
     def note(self, param: Tensor) -> str:
         """A note on the states that stay in float32 although other parameters have scaled ones."""
         float_states = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
-        return costs.float_states(
-            float_states, " and ".join(dict.fromkeys(self.scaled[state] for state in float_states))
-        )
+        return costs.float_states(float_states, (self.scaled[state] for state in float_states))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -48,12 +48,12 @@ from quantshard.tools.observe.costs import (
     REPLICATED,
     SHORT_DTYPES,
     SPLIT,
+    Row,
     SharedScaleCost,
 )
-from quantshard.tools.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of, recipe_in
-from quantshard.tools.observe.table import Report, Row
-from quantshard.tools.planning.peak import ParameterShare, step_memory
-from quantshard.tools.planning.rehearsal import TrainingStep
+from quantshard.tools.observe.explain import GemmPath, dtype_name, gemm_of, recipe_in, row_of
+from quantshard.tools.observe.table import Report
+from quantshard.tools.planning.rehearsal import ParameterShare, TrainingStep, step_memory
 
 TP = "tp"
 """Name of the mesh axis of tensor parallelism."""
@@ -111,9 +111,6 @@ def plan(
         memory: bytes of the GPU; the report then states the largest batch that fits.
         capability: compute capability of the GPU, which determines how GEMMs run. By default the one of `step`, or
             without a step, the one of the model's device.
-
-    Raises:
-        ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
     cut_by_tp = dict(tensor_parallel or {})
@@ -126,11 +123,15 @@ def plan(
         "momentum_buffer_dtype": momentum_buffer_dtype,
         "store_param_remainders": store_param_remainders,
     }
-    _check_optimizer(optimizer, options)
-    states = chosen_options("plan", preset, options)
-    spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
-    _check_arguments(model, mesh_rank, cut_by_tp, spec)
-    _check_step(step, mesh_rank, memory)
+    spec = _OptimizerSpec.of(model, optimizer, head, ema, preset, options)
+    _check_model(model, mesh_rank, cut_by_tp)
+    if step is None and memory is not None:
+        raise ConfigurationError("plan(memory=...) needs a step, whose batch is to fit")
+    if step is not None and (tp_ranks := mesh_rank.mesh.get(TP, 1)) > 1:
+        raise ConfigurationError(
+            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {tp_ranks}); leave the "
+            "step out"
+        )
     rows, shares, optimized = [], [], 0
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
@@ -166,39 +167,45 @@ class _OptimizerSpec:
     algorithm: str
     matrices: frozenset[int]
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        algorithm: str,
+        head: str | Iterable[str] | None,
+        ema: bool,
+        preset: str | None,
+        options: Mapping[str, Any],
+    ) -> _OptimizerSpec:
+        """Check the options of an optimizer."""
+        if algorithm not in ALGORITHMS:
+            raise ConfigurationError(
+                f"plan(optimizer={algorithm!r}): {meant(algorithm, ALGORITHMS)}there are {', '.join(ALGORITHMS)}; "
+                "explain(model, optimizer) describes optimizers of any class"
+            )
+        for name in UNUSED_OPTIONS[algorithm]:
+            if options[name] is not None:
+                raise ConfigurationError(
+                    f"plan(optimizer={algorithm!r}): {algorithm} has no such state as {name}={options[name]}; leave it "
+                    "out"
+                )
+        if algorithm != MUON and head is not None:
+            raise ConfigurationError(f"plan(optimizer={algorithm!r}, head={head!r}): only muon has a head")
+        groups = muon_groups(model, head=head) if algorithm == MUON else []
+        matrices = [param for group in groups if group[ALGORITHM] == MUON for _, param in group["params"]]
+        spec = cls(chosen_options("plan", preset, options), ema, algorithm, frozenset(map(id, matrices)))
+        for name in (ADAMW, MUON) if algorithm == MUON else (algorithm,):
+            for state, dtype in spec.states.dtypes(name).items():
+                check_dtype("plan", state, dtype)
+        if spec.states.store_param_remainders:
+            check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
+        return spec
+
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """State -> dtype that a large quantized weight would get."""
         if self.algorithm != MUON:
             return self.states.dtypes(self.algorithm)
         return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
-
-
-def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Refuse an unknown optimizer, and options for states that the optimizer does not have."""
-    if optimizer not in ALGORITHMS:
-        raise ConfigurationError(
-            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are "
-            f"{', '.join(ALGORITHMS)}; a live one of any class is described by explain(model, optimizer)"
-        )
-    for name in UNUSED_OPTIONS[optimizer]:
-        if given[name] is not None:
-            raise ConfigurationError(
-                f"plan(optimizer={optimizer!r}, {name}={given[name]}) would do nothing, since {optimizer} has no such "
-                "state; leave it out"
-            )
-
-
-def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None) -> frozenset[int]:
-    """Return the ids of the parameters that Muon orthogonalizes the momentum of.
-
-    Raises:
-        ConfigurationError: the head is unknown, or given for another optimizer.
-    """
-    if optimizer != MUON and head is not None:
-        raise ConfigurationError(f"plan(optimizer={optimizer!r}, head={head!r}): the head is told to Muon alone")
-    groups = muon_groups(model, head=head) if optimizer == MUON else []
-    param_lists = [group["params"] for group in groups if group[ALGORITHM] == MUON]
-    return frozenset(id(param) for params in param_lists for _, param in params)
 
 
 @dataclass(frozen=True)
@@ -270,7 +277,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
                 yield f"{prefix}.{param_name}" if prefix else param_name, param_name, module, param
 
 
-def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], spec: _OptimizerSpec) -> None:
+def _check_model(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in params.values()):
         raise ConfigurationError(
@@ -282,25 +289,6 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
                 f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
                 f"name ends so; the mesh is {place.mesh}"
             )
-    for algorithm in (ADAMW, MUON) if spec.algorithm == MUON else (spec.algorithm,):
-        for state, dtype in spec.states.dtypes(algorithm).items():
-            check_dtype("plan", state, dtype)
-    if spec.states.store_param_remainders:
-        check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
-
-
-def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:
-    if step is None:
-        if memory is not None:
-            raise ConfigurationError("plan(memory=...): give a step too, whose batch is to fit")
-        return
-    if not isinstance(step, TrainingStep):
-        raise ConfigurationError(f"plan(step={step!r}): give a quantshard.TrainingStep")
-    if place.mesh.get(TP, 1) > 1:
-        raise ConfigurationError(
-            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {place.mesh[TP]}); "
-            "leave the step out, or plan the mesh without that axis"
-        )
 
 
 def _row(
@@ -333,33 +321,23 @@ def _row(
     if place.mesh[place.shard_axis] > 1:
         bf16_forward = numel * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
-    states, sizes, note = _optimizer(param, storage, shard, optimizer)
-    row = Row(
-        name=name,
-        shape=tuple(param.shape),
-        dtype=dtype_name(param.dtype),
-        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+    row = row_of(
+        name,
+        param,
+        storage,
+        gemm,
+        shared,
+        _optimizer(param, storage, shard, optimizer),
         code_bytes=codes,
         scale_bytes=scales,
-        shared_scale_bytes=shared.scale_bytes,
-        straddling_blocks=shared.blocks,
         bf16_bytes=numel * BF16_BYTES,
         forward_gather_bytes=forward,
         backward_gather_bytes=forward if gathered_again else 0,
         bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
-        reduced_bytes=shared.reduced_bytes,
-        gemm=gemm.path,
-        gemm_reason=gemm.reason,
-        optimizer=states,
-        optimizer_bytes=sum(sizes.values()),
-        state_sizes=sizes,
         elements=math.prod(shard.shape),
         mesh=mesh,
         placements=tuple(placements.values()),
         local_rows=shard.extents[0],
-        fallbacks=fallbacks_of(gemm, shared, note),
-        notes=tuple(filter(None, (shared.note, note))),
-        warnings=tuple(filter(None, (shared.warning,))),
     )
     return row, math.prod(shard.shape) if param.requires_grad else 0
 
@@ -401,5 +379,5 @@ def _optimizer(
         cell = state_cell(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
         states[state] = SHORT_DTYPES[dtype_name(dtype)]
-    requested_names = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(requested[state])] for state in float_states))
-    return states, sizes, costs.float_states(float_states, requested_names)
+    note = costs.float_states(float_states, (SHORT_DTYPES[dtype_name(requested[state])] for state in float_states))
+    return states, sizes, note

@@ -1,8 +1,7 @@
 """Locates infinite or NaN values: repeats a pass and checks the outputs and gradients of each module.
 
 Nothing is watched during normal steps. A step with a non-finite gradient is skipped and changes no weight, so its pass
-can be repeated from the same weights. The repeated pass is not bit-exact, because random words and histories have
-advanced.
+can be repeated from the same weights.
 """
 
 from __future__ import annotations
@@ -109,12 +108,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Locate the first infinite or NaN value of a pass. A collective call of all ranks.
 
-    The call restores draw counts of random words, gradients, buffers of the model (running means of nn.BatchNorm), and
-    torch's generators of the CPU and the current GPU. No amaxes are recorded.
-
-    The pass after a step is not bit-exact: stochastic rounding and dropout draw their next random numbers, histories of
-    delayed scaling already have the step's finite amaxes, and nn.BatchNorm has updated its running means. A value that
-    was infinite only because of one random word or one scale of the step is therefore not found again.
+    The call restores draw counts of random words, gradients, buffers of the model and torch's generators; no amaxes are
+    recorded. The pass is not bit-exact: it draws other random numbers, and histories of delayed scaling have advanced.
 
     Args:
         model: the model to check.

@@ -24,7 +24,7 @@ from quantshard.recipe import TensorRole
 from quantshard.tensor import components, observation
 from quantshard.tensor.observation import Observer
 from quantshard.tensor.storage import KEY, QuantizedStorage
-from quantshard.tools.statistics.slots import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
+from quantshard.tools.statistics.rows import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -93,7 +93,7 @@ class StepSample(Observer):
         self._codes: dict[str, Tensor] = {}
         self._elements: dict[str, int] = {}
         self._coded: dict[str, int] = {}
-        self._by_param: dict[Tensor, str] = {param: name for name, param in names.own.items()}
+        self._by_param = {param: name for name, param in names.own.items()}
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers
         ]
@@ -109,18 +109,16 @@ class StepSample(Observer):
             return
         if not self.captures and kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
-                "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
-                "it; capture before Statistics is made, whose samples will not see what replays compute, or capture a "
-                "whole step within `with statistics.whole_step()`"
+                "Statistics: a CUDA graph is captured in a sampled step, which would count every replay; capture "
+                "before creating Statistics, or a whole step within `with statistics.whole_step()`"
             )
         row = entry[1] + _KIND_NUMBERS[role, for_wgrad]
         # Sample in part if the previous operand was quantized from the same values.
         is_second = for_wgrad and self._last == entry[1] + _KIND_NUMBERS[role, False]
         self._last = row
         self.order.setdefault(row)
-        buffer = self._by_device.get(values.device) or self._buffer(values.device)
         values = values.detach() if values.requires_grad else values
-        buffer.add_operand(row, values, operand, partial=is_second)
+        self._buffer(values.device).add_operand(row, values, operand, partial=is_second)
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -211,7 +209,10 @@ class StepSample(Observer):
                 self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
         if not self._by_device:
             self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
-        self._add_elements()
+        # The first columns of a parameter are known on the host.
+        counts = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
+        parameters = next(iter(self._by_device.values())).parameters
+        parameters[:, :2] += lasting_table(counts, parameters.device).tensor()
         buffers = list(self._by_device.values())
         self.numbers = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
         for buffer in buffers:
@@ -219,12 +220,6 @@ class StepSample(Observer):
         # A captured sample lives on without these copies.
         for copies in (self._before, self._codes):
             copies.clear()
-
-    def _add_elements(self) -> None:
-        """Add the columns known on the host, which are the first ones of a parameter."""
-        counts = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
-        buffer = next(iter(self._by_device.values()))
-        buffer.parameters[:, :2] += lasting_table(counts, buffer.parameters.device).tensor()
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
@@ -234,7 +229,7 @@ class StepSample(Observer):
             return
         row = entry[1]
         buffer = self._buffer(storage.device)
-        if owner is not None and _has_master(owner, param):
+        if owner is not None and has_master(owner.state.get(param, {})):
             buffer.add_operand(row, _values(owner, param), storage)
         else:
             buffer.add_codes(row, storage)
@@ -256,14 +251,14 @@ class StepSample(Observer):
             self._hooks.pop().remove()
 
 
-def _as_in_one_process(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _as_in_one_process(values_of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge values by name over ranks, in the order of the model in one process.
 
     All ranks have modules in the same order; the experts of a `GroupedLinear` are consecutive over ranks. Modules that
     some ranks lack come last.
     """
     by_module: dict[str, dict[str, Any]] = {}
-    for local in told:
+    for local in values_of_ranks:
         for name, value in local.items():
             by_module.setdefault(name.rpartition(".")[0], {})[name] = value
     return {name: value for values in by_module.values() for name, value in values.items()}
@@ -282,13 +277,9 @@ def _codes(storage: QuantizedStorage) -> Tensor:
     return storage.components[copy.codes.name]
 
 
-def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    return has_master(optimizer.state.get(param, {}))
-
-
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     """Whether `_values` returns a new tensor instead of a stored one."""
-    if not _has_master(optimizer, param):
+    if not has_master(optimizer.state.get(param, {})):
         return components.quantized_local(param) is not None
     master = optimizer.state[param].get(MASTER)
     is_float32 = isinstance(master, Tensor) and master.dtype is torch.float32
@@ -297,7 +288,7 @@ def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     """Local values that an optimizer trains: its master's if there is one, otherwise the parameter's."""
-    if _has_master(optimizer, param):
+    if has_master(optimizer.state.get(param, {})):
         if isinstance(optimizer, ElementwiseOptimizer):
             return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
         return private_torch.local_tensor(optimizer.state[param][MASTER])

@@ -10,7 +10,8 @@ import torch
 from benchmarks import hardware
 from quantshard import kernel_dispatch, kernels
 from quantshard.gemm import backend
-from quantshard.tools import cli, doctor
+from quantshard.tools import cli
+from quantshard.tools.cli import doctor
 from tests.pages import section
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter

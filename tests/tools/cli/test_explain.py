@@ -16,7 +16,6 @@ from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.readable import by_pattern, united_groups
 from quantshard.tools.cli import explain
-from quantshard.tools.cli import models as sources
 from quantshard.tools.observe.table import folded
 from quantshard.tools.trainer.models.layers import token_losses
 from quantshard.tools.trainer.models.model import LanguageModel
@@ -117,7 +116,7 @@ def test_names_are_united_by_their_modules() -> None:
 def test_plan_is_that_of_python(tmp_path: Path) -> None:
     """The mesh, the layers and the cuts of tensor parallelism that the command chooses, beside those by hand."""
     found = json_of("plan", config(tmp_path), "--mesh", "dp_shard=4,tp=2", "--rank", 5, "--preset", "lean8")
-    model = sources.find(str(tmp_path), None).model
+    model = explain.find_model(str(tmp_path), None).model
     cuts = {f"{name}_proj.weight": int(name in "o down") for name in ("q", "k", "v", "o", "gate", "up", "down")}
     layers = model.model.layers
     by_hand = qs.plan(model, {"dp_shard": 4, "tp": 2}, layers=layers, rank=5, tensor_parallel=cuts,
@@ -165,7 +164,7 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
     assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one
     code, out, err = told("plan", run, "--mesh", "tp=3")
-    settings = sources.find(str(run), None).settings
+    settings = explain.find_model(str(run), None).settings
     assert settings is not None
     with pytest.raises(ConfigurationError) as refused:
         replace(settings, mesh="tp=3").check()  # as train does
@@ -207,7 +206,7 @@ def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
     found = json_of("plan", run, *more)["memory"]
     assert found["step"] == "4 x 8 tokens, layers recomputed on compute capability 10.0"
     assert " x 8 tokens fit in 1.0 GiB" in found["fits"]
-    model = sources.find(str(run), None).model
+    model = explain.find_model(str(run), None).model
     step = qs.TrainingStep(4, 8, loss=lambda model, *batch: token_losses(model(batch[0]), batch[1])[0])
     by_hand = qs.plan(model, {}, layers=model.layers, step=step).memory
     assert by_hand is not None
@@ -241,7 +240,7 @@ def test_a_checkpoint_is_what_the_live_model_is(checkpoint: tuple[torch.nn.Modul
 def test_a_checkpoint_does_not_say_what_muon_updates(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
     for name, title in (("lion", "Lion"), ("adamw", "AdamW")):
         told_ = json_of("plan", checkpoint[2], "--optimizer", name)["source"][-1]
-        assert told_ == f"states are counted as {title}'s; explain tells those that are there"
+        assert told_ == f"states are counted as {title}'s; explain shows those of the checkpoint"
     code, out, (line,) = told("plan", checkpoint[2], "--optimizer", "muon")
     assert code == 1 and not out and "name its run, or a config.json" in line
 
@@ -301,7 +300,10 @@ def test_names_are_broken_behind_dots() -> None:
         ),
         (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
-        (["plan", "config.json", "--batch", "2"], "the memory of a step is not counted: give --batch and --seq-length"),
+        (
+            ["plan", "config.json", "--batch", "2"],
+            "the memory of a step cannot be computed: give --batch and --seq-length",
+        ),
         (["plan", "config.json", "--memory", "80"], "give --batch and --seq-length"),
         (["plan", "saved", "--batch", "2", "--seq-length", "8"], "a checkpoint does not say how its model computes"),
         (["plan", "config.json", "--mesh", "tp=2", "--batch", "1", "--seq-length", "8"], "parallelism, tp=2"),
@@ -314,7 +316,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "gpt2.json"], "--recipe bf16 leaves it as it is"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
-            "no weight of this model has a name that says how 'tp' cuts it",
+            "no weight has a name that says how 'tp' cuts it",
         ),
     ],
 )

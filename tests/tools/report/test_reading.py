@@ -18,14 +18,11 @@ import pytest
 
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
-from quantshard.tools.report import history, metrics, records
-from quantshard.tools.report.charts import thinned
-from quantshard.tools.report.history import read_history
-from quantshard.tools.report.metrics import MetricReader, number
-from quantshard.tools.report.records import RecordFile
-from quantshard.tools.report.samples import MOST_SAMPLES, StatisticsReader
-from quantshard.tools.report.source import RunSource
-from quantshard.tools.report.watching import RunWatch
+from quantshard.tools.report import history, records
+from quantshard.tools.report.figures import RunWatch
+from quantshard.tools.report.history import RunSource, read_history
+from quantshard.tools.report.page import thinned
+from quantshard.tools.report.records import MOST_SAMPLES, MetricReader, RecordFile, StatisticsReader, number
 from tests.tools.report.runs import NAMES, entry, made_run, sampled, write
 
 
@@ -98,8 +95,8 @@ def test_steps_that_were_trained_twice_count_once() -> None:
 def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = MetricReader("metrics.jsonl")
     reader.add([{"step": 1, **{f"key{number}": 1 for number in range(500)}}])
-    assert len(reader.columns) == metrics.MOST_COLUMNS and reader.table().others
-    monkeypatch.setattr(metrics, "_MOST_VALUES", 1000)
+    assert len(reader.columns) == records.MOST_COLUMNS and reader.table().has_more
+    monkeypatch.setattr(records, "MOST_VALUES", 1000)
     with pytest.raises(ConfigurationError, match=r"metrics.jsonl has more than 1 steps of 64 figures"):
         reader.add([{"step": step} for step in range(100)])
 
@@ -255,13 +252,3 @@ def test_a_watch_shows_the_last_alarms(tmp_path: Path) -> None:
     write(run / "statistics.jsonl", [sampled(11, (alarm,))], "a")
     watch.poll(10)
     assert [entry.step for entry in watch.figures.alarms] == [7, 9, 11]
-
-
-def test_records_between_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'\n\n{"step": 1}\n\n\n{"step": 2}\n\n')
-    file = RecordFile(LocalStore(), str(path))
-    assert steps_of(file) == [1, 2] and file.broken == 5
-    with open(path, "ab") as out:
-        out.write(b'\n{"step": 3}\n')
-    assert not file.was_rewritten() and steps_of(file) == [3]
