@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,10 +78,10 @@ def export(
 ) -> None:
     """Write a checkpoint's model as safetensors for other programs, one weight at a time."""
     inputs.existing(checkpoint, "a checkpoint")
+    tokenizer: dict[str, bytes] = {}
+    config_path: Any = None if config is None else inputs.existing(config, "a config.json or its folder")
     if config is None:
         tokenizer, config_path = tokenizer_of_run(checkpoint), config_of_run(checkpoint)
-    else:
-        tokenizer, config_path = {}, inputs.existing(config, "a config.json or its folder")
     with transfer_bar("exporting"):
         result = layouts.export(
             checkpoint,

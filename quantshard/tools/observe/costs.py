@@ -84,8 +84,8 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
         sizes = " and ".join(dict.fromkeys("x".join(map(str, part.block_shape)) for part in blocks))
         names = " and ".join(part.name for part in blocks)
         note = (
-            f"blocks of {sizes} straddle ranks, so each also keeps {names} of other ranks: {human_bytes(scales)} "
-            f"({of_codes}), and {human_bytes(reduced)} of amaxes are reduced in a step"
+            f"blocks of {sizes} straddle ranks, which share {names}: each keeps {human_bytes(scales)} ({of_codes}), "
+            f"and {human_bytes(reduced)} of amaxes are reduced in a step"
         )
         if share > SCALES_WARNING:
             warning = f"scales weigh {of_codes}: {_way_out(fmt, shard, mesh, placements)}"

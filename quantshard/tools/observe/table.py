@@ -162,7 +162,7 @@ class FittedTable:
         while left_out < len(self.spared) and self._width(left_out, console, options) > options.max_width:
             left_out += 1
         room = options.max_width - self._width(left_out, console, options)
-        yield self._table(left_out, self.name_width + max(0, room))
+        yield self._table(left_out, self.name_width + room)
         if left_out:
             yield Text(f"no room for {left_out} more columns: {self.more}")
 

@@ -196,29 +196,13 @@ class ShardedPasses:
 
 def _with_node(called: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrap a module's arguments so that its backward ends with `called`; None if no argument has a gradient."""
-    inputs: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            inputs.append(tensor)
-        return tensor
-
-    _changed((args, kwargs), collect)
+    values = [*args, *kwargs.values()]
+    inputs = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
     if not inputs or not torch.is_grad_enabled():
         return None
     results = iter(_Node.apply(called, *inputs))  # type: ignore[no-untyped-call]
-    return _changed((args, kwargs), lambda tensor: next(results) if tensor.requires_grad else tensor)
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to each tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_changed(item, change) for item in value)
-    if type(value) is dict:
-        return {key: _changed(item, change) for key, item in value.items()}
-    return value
+    values = [next(results) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 class _Node(torch.autograd.Function):

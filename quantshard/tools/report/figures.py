@@ -209,8 +209,16 @@ class LiveView:
             if figures.heldout is not None and figures.best is not None:
                 best = f"best {figures.best[0]:.4f} at step {figures.best[1]:,}"
                 yield "held-out", f"{figures.heldout:.4f}  {best}"
-            yield "speed", "   ".join(self._speed())
-            yield "step", "   ".join(self._step())
+            figure = {
+                name: number(entry.get(name)) for name in (SPEED, "mfu", MEMORY, "lr", "grad_norm", "skipped_steps")
+            }
+            speeds = {SPEED: "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
+            texts = [form.format(figure[name]) for name, form in speeds.items() if math.isfinite(figure[name])]
+            texts += [f"memory {human_bytes(int(figure[MEMORY]))}"] if math.isfinite(figure[MEMORY]) else []
+            yield "speed", "   ".join(texts)
+            steps = {"lr": "lr {:.2e}", "grad_norm": "grad norm {:.3g}", "skipped_steps": "skipped {:.0f}"}
+            texts = [form.format(figure[name]) for name, form in steps.items() if not math.isnan(figure[name])]
+            yield "step", "   ".join(texts)
         if figures.transfer is not None:
             total = f" of {human_bytes(figures.transfer.total)}" if figures.transfer.total else ""
             yield figures.transfer.what, f"{human_bytes(figures.transfer.done)}{total}"
@@ -223,26 +231,6 @@ class LiveView:
             yield "saved", f"step {figures.checkpoint.step:,}{age}"
         for alarm in figures.alarms:
             yield "alarm", Text(f"step {alarm.step:,}, {alarm.kind}: {alarm.text}", "red", overflow="ellipsis")
-
-    def _speed(self) -> Iterator[str]:
-        entry = self.figures.entry
-        speed, mfu, memory = (number(entry.get(name)) for name in (SPEED, "mfu", MEMORY))
-        if math.isfinite(speed):
-            yield f"{speed:,.0f} tokens/s"
-        if math.isfinite(mfu):
-            yield f"MFU {mfu:.1%}"
-        if math.isfinite(memory):
-            yield f"memory {human_bytes(int(memory))}"
-
-    def _step(self) -> Iterator[str]:
-        entry = self.figures.entry
-        rate, norm, skipped = (number(entry.get(name)) for name in ("lr", "grad_norm", "skipped_steps"))
-        if not math.isnan(rate):
-            yield f"lr {rate:.2e}"
-        if not math.isnan(norm):
-            yield f"grad norm {norm:.3g}"
-        if not math.isnan(skipped):
-            yield f"skipped {skipped:.0f}"
 
 
 # Texts

@@ -229,7 +229,7 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     """Read all files of a run, also while the run is being trained."""
     source = RunSource(run)
     files = {name: source.records(name) for name in (METRICS, STATISTICS)}
-    metrics, statistics = MetricReader(files[METRICS].path), StatisticsReader()
+    metrics, statistics = MetricReader(), StatisticsReader()
     try:
         for batch in files[METRICS].batches():
             metrics.add(batch)
@@ -246,8 +246,6 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
         notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
     if table.has_more:
         notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
-    if statistics.left_out:
-        notes.append(f"{source.file(STATISTICS)} has more tensors or statistics than a table shows; they are left out")
     return RunHistory(
         source.name, os.fspath(run), source.config(), source.parameters(), starts, table, statistics,
         source.checkpoints(), source.is_trained(), tuple(notes),

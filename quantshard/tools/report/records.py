@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantshard.checkpoints.disk.store import Store
-from quantshard.errors import ConfigurationError
 
 Record = dict[str, Any]
 
@@ -136,7 +135,7 @@ def _record(line: bytes) -> Record | None:
 
 Column = NDArray[np.float64]
 
-MOST_COLUMNS, MOST_VALUES, LARGEST_STEP = 64, 1 << 26, 1 << 53
+MOST_COLUMNS, LARGEST_STEP = 64, 1 << 53
 _LONGEST_NAME = 80
 _NUMBERS = frozenset((int, float))
 LARGEST = float(np.finfo(np.float32).max)
@@ -190,13 +189,12 @@ class MetricTable:
 
 @dataclass
 class MetricReader:
-    """Accumulates the records of `path` into a `MetricTable`, batch by batch.
+    """Accumulates records into a `MetricTable`, batch by batch.
 
     Every numeric entry becomes a column, including names unknown to quantshard. A missing value is NaN, and a value
     that is not finite in float32 is infinity. If a resumed run repeated a step, only the last record of it counts.
     """
 
-    path: str
     steps: list[NDArray[np.int64]] = field(default_factory=list)
     columns: dict[str, list[Column]] = field(default_factory=dict)
     has_more: bool = False
@@ -213,11 +211,6 @@ class MetricReader:
         for name in dict.fromkeys(chain.from_iterable(records)):
             if name not in self.columns and name != "step":
                 self._begin(name, records)
-        if (self.rows + len(step_records)) * (len(self.columns) + 1) > MOST_VALUES:
-            raise ConfigurationError(
-                f"{self.path} has more than {self.rows} steps of {len(self.columns)} figures, {MOST_VALUES} values at "
-                "most; remove a part of its lines"
-            )
         for name, parts in self.columns.items():
             parts.append(_column([record.get(name) for record in records]))
         self.steps.append(np.array([step for step, _ in step_records], dtype=np.int64))
@@ -265,7 +258,7 @@ def _column(values: list[Any]) -> Column:
 
 # Statistics of tensors, and alarms
 
-MOST_SAMPLES, _MOST_NAMES, _MOST_MAPS, _MOST_ALARMS, _LONGEST = 80, 1024, 48, 200, 300
+MOST_SAMPLES, _MOST_ALARMS, _LONGEST = 80, 200, 300
 _NO_STATISTICS = ("name", "role")
 
 MapValues = dict[tuple[str, str], dict[str, float]]
@@ -273,18 +266,11 @@ MapValues = dict[tuple[str, str], dict[str, float]]
 
 
 class AlarmEntry(NamedTuple):
-    """One alarm of a run: its step, kind and text."""
+    """One alarm of a run."""
 
     step: int
     kind: str
     text: str
-
-
-class Sample(NamedTuple):
-    """The statistics of one step."""
-
-    step: int
-    values: MapValues
 
 
 @dataclass
@@ -292,20 +278,18 @@ class StatisticsReader:
     """Accumulates the records of `statistics.jsonl`, batch by batch, in bounded memory.
 
     Attributes:
-        samples: less than 2 * `MOST_SAMPLES` samples, evenly spread over the run.
+        samples: steps and values, less than 2 * `MOST_SAMPLES`, evenly spread over the run.
         every: one in `every` samples of the file is kept.
         counts: number of alarms by kind.
-        left_out: whether names or statistics were dropped because there were too many.
     """
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[tuple[int, MapValues]] = field(default_factory=list)
     every: int = 1
     names: dict[str, None] = field(default_factory=dict)
     maps: dict[tuple[str, str], None] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     first_alarms: list[AlarmEntry] = field(default_factory=list)
     last_alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
-    left_out: bool = False
     _dropped: int = 0
     """Number of samples since the last one that was kept."""
 
@@ -315,7 +299,7 @@ class StatisticsReader:
             step = step_of(record)
             if step is None:
                 continue
-            while self.samples and self.samples[-1].step >= step:
+            while self.samples and self.samples[-1][0] >= step:
                 self.samples.pop()
             self._alarm(step, record.get("alarms"))
             if record.get("rows"):
@@ -330,7 +314,7 @@ class StatisticsReader:
         if self.samples and self._dropped < self.every:
             return
         if values := self._values(rows):
-            self.samples.append(Sample(step, values))
+            self.samples.append((step, values))
             self._dropped = 0
         if len(self.samples) >= 2 * MOST_SAMPLES:
             self.samples, self.every = self.samples[::2], 2 * self.every
@@ -343,16 +327,11 @@ class StatisticsReader:
                 continue
             name, role = row["name"][:_LONGEST], row.get("role")
             role = role[:_LONGEST] if type(role) is str else ""
-            if not _room(self.names, name, _MOST_NAMES):
-                self.left_out = True
-                continue
+            self.names[name] = None
             for statistic, value in row.items():
-                if statistic in _NO_STATISTICS or math.isnan(figure := number(value)):
-                    continue
-                if _room(self.maps, (role, statistic[:_LONGEST]), _MOST_MAPS):
+                if statistic not in _NO_STATISTICS and not math.isnan(figure := number(value)):
+                    self.maps[role, statistic[:_LONGEST]] = None
                     result.setdefault((role, statistic[:_LONGEST]), {})[name] = figure
-                else:
-                    self.left_out = True
         return result
 
     def _alarm(self, step: int, alarms: Any) -> None:
@@ -360,22 +339,10 @@ class StatisticsReader:
             if type(alarm) is not dict:
                 continue
             kind = str(alarm.get("kind", "alarm"))[:_LONGEST]
-            text = alarm.get("text") or " ".join(
-                str(alarm[key])[:_LONGEST] for key in ("name", "value") if key in alarm
-            )
-            if kind in self.counts or len(self.counts) < _MOST_MAPS:
-                self.counts[kind] = self.counts.get(kind, 0) + 1
+            text = alarm.get("text") or " ".join(str(alarm[key]) for key in ("name", "value") if key in alarm)
+            self.counts[kind] = self.counts.get(kind, 0) + 1
             entry = AlarmEntry(step, kind, str(text)[:_LONGEST])
             if len(self.first_alarms) < _MOST_ALARMS:
                 self.first_alarms.append(entry)
             else:
                 self.last_alarms.append(entry)
-
-
-def _room(known: dict[Any, None], key: Any, most: int) -> bool:
-    if key in known:
-        return True
-    if len(known) >= most:
-        return False
-    known[key] = None
-    return True

@@ -163,10 +163,9 @@ class PendingNumbers:
 
 @dataclass(frozen=True)
 class Alarm:
-    """An event, its source, its magnitude, and a sentence.
+    """An event ("loss spike", "saturation", "nan" or "large gradient"), its source, its magnitude, and a sentence.
 
-    `kind`: "loss spike", "saturation", "nan" or "large gradient". `name`: a parameter, a module, "loss", or "gradient"
-    if the source of an infinite or NaN gradient was not located.
+    `name`: a parameter, a module, "loss", or "gradient" if the source of a non-finite gradient was not located.
     """
 
     kind: str
@@ -194,18 +193,16 @@ _FLOOR = 0.005
 
 
 class LossHistory:
-    """The last losses, and whether the next loss is a spike.
-
-    A loss is a spike if it is not finite, or if it exceeds the median of the last 50 losses by more than `limit`
-    deviations. A deviation is 1.4826 times the median of |loss - median|, but at least 0.5 % of the median. With fewer
-    than 20 losses, no finite loss is a spike.
+    """The last losses, and whether the next loss is a spike (docs/command-line.md#alarms).
 
     Spikes are not added to the history. After 20 spikes in a row, the last one starts a new history.
     """
 
     def __init__(self, limit: float) -> None:
         if not 0 <= limit < math.inf:
-            raise ConfigurationError(f"loss_spike={limit}: it is a number of deviations, 10 for one; 0 turns it off")
+            raise ConfigurationError(
+                f"loss_spike={limit}: give a number of deviations, such as 10, or 0 to turn it off"
+            )
         self.limit = limit
         self._last: deque[float] = deque(maxlen=_SPAN)
         self._spikes = 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.process_groups import Group
@@ -42,7 +41,7 @@ class ModelNames:
         self.own = dict(model.named_parameters())
         self.buffers: dict[torch.device, SampleBuffer] = {}
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
-        local_info = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
+        local_info = {name: param.numel() for name, param in self.own.items()}, [name for name, _ in self._weights()]
         info_of_ranks: list[Any] = [local_info]
         if group is not None:
             info_of_ranks = [None] * dist.get_world_size(group)
@@ -51,10 +50,12 @@ class ModelNames:
         self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in info_of_ranks))
         self.places = {name: index for index, name in enumerate(self.sizes)}
 
-    def _weights(self) -> Iterable[str]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of the local GEMM weights, with their keys."""
         for prefix, module in self._layers.items():
             for param_name in module._weights:
-                yield f"{prefix}.{param_name}" if prefix else param_name
+                name = f"{prefix}.{param_name}" if prefix else param_name
+                yield name, module.weight_state(param_name)[KEY]
 
     def rows(self) -> dict[int, tuple[Tensor, int]]:
         """Map the id of each local weight's key to (key, first row of the weight).
@@ -64,12 +65,8 @@ class ModelNames:
         """
         numbers = {name: number for number, name in enumerate(self.weights)}
         rows: dict[int, tuple[Tensor, int]] = {}
-        for prefix, module in self._layers.items():
-            for param_name in module._weights:
-                key = module.weight_state(param_name)[KEY]
-                rows.setdefault(
-                    id(key), (key, numbers[f"{prefix}.{param_name}" if prefix else param_name] * len(KINDS))
-                )
+        for name, key in self._weights():
+            rows.setdefault(id(key), (key, numbers[name] * len(KINDS)))
         return rows
 
 
@@ -88,15 +85,12 @@ class StepSample(Observer):
         self.order: dict[int, None] = {}
         """Rows in the order in which operands were reported."""
         self._last = -1
-        self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._codes: dict[str, Tensor] = {}
         self._elements: dict[str, int] = {}
         self._coded: dict[str, int] = {}
         self._by_param = {param: name for name, param in names.own.items()}
-        self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers
-        ]
+        self._hooks = [optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers]
 
     # Observer --------------------------------------------------------------------------------------------------------
 
@@ -147,15 +141,14 @@ class StepSample(Observer):
     @torch.no_grad()
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer's step: record gradients, values and codes that the step will change."""
-        values: dict[str, Tensor] = {}
-        codes: dict[str, Tensor] = {}
+        gradients, values, codes = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._by_param.get(param)
                 grad = gradient_of(param)
                 if name is None or grad is None:
                     continue
-                self._gradients[name] = private_torch.local_tensor(grad)
+                gradients[name] = private_torch.local_tensor(grad)
                 param_values = _values(optimizer, param)
                 (self._before if _values_are_new(optimizer, param) else values)[name] = param_values
                 quantized = components.quantized_local(param)
@@ -167,10 +160,8 @@ class StepSample(Observer):
                 torch.ops.aten._foreach_copy_.default(
                     [copies[name] for name in names], [sources[name] for name in names]
                 )
-        self._add_squares("gradient", self._gradients)
-        for name, grad in self._gradients.items():
-            self._elements[name] = grad.numel()
-        self._gradients.clear()
+        self._add_squares("gradient", gradients)
+        self._elements |= {name: grad.numel() for name, grad in gradients.items()}
 
     def _add_squares(self, column: str, tensors: Mapping[str, Tensor]) -> None:
         """Add squared norms of all tensors in a few launches, in float64, without copying a tensor."""
@@ -192,12 +183,8 @@ class StepSample(Observer):
     def measure(self, group: Group) -> None:
         """After the optimizers' steps: measure the weights and reduce numbers over ranks. A collective call."""
         self.stop()
-        owners = {
-            param: optimizer
-            for optimizer in self._optimizers
-            for param_group in optimizer.param_groups
-            for param in param_group["params"]
-        }
+        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        owners = {param: optimizer for optimizer, group in groups for param in group["params"]}
         self._add_squares("value", self._before)
         for names in _by_kind(self._before):
             new_values = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]

@@ -124,7 +124,7 @@ def test_plan_is_that_of_python(tmp_path: Path) -> None:
     assert found["rows"] == rows(by_hand) and found["totals"]["bytes"] == by_hand.totals.bytes
     assert found["source"][-1] == "rank 5 of mesh dp_shard=4,tp=2"
     told_ = json_of("plan", tmp_path)["source"][-1]
-    assert told_ == "rank 0 of mesh dp_shard=8 (--world-size N or --mesh says another)"
+    assert told_ == "rank 0 of mesh dp_shard=8 (--world-size N or --mesh selects another)"
     assert json_of("plan", tmp_path, "--world-size", 3)["rows"][0]["mesh"] == {"dp_shard": 3}
 
 
@@ -195,7 +195,6 @@ def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
     plain = file.read_text()
     file.write_text(plain.replace("z_loss = 0.0", "z_loss = 1e-4").replace("compile = false", "compile = true"))
     more_loss = json_of("plan", run, "--batch", 512)
-    assert "compile: the peak is that of a step without it" in more_loss["source"]
     file.write_text(plain)
     same = json_of("plan", run, "--batch", 512)["memory"]["peak_bytes"]
     assert more_loss["memory"]["peak_bytes"] == same  # of logits no float32 copy is there, for the z-loss neither
@@ -292,7 +291,10 @@ def test_names_are_broken_behind_dots() -> None:
         (["explain", ""], "a path is empty"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
-        (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
+        (
+            ["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"],
+            "--mesh and --world-size are both given",
+        ),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
         (
             ["plan", "config.json", "--preset", "laen6"],
@@ -308,11 +310,11 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "saved", "--batch", "2", "--seq-length", "8"], "a checkpoint does not say how its model computes"),
         (["plan", "config.json", "--mesh", "tp=2", "--batch", "1", "--seq-length", "8"], "parallelism, tp=2"),
         (["plan", "config.json", "--compute-capability", "nine"], "--compute-capability nine: give two numbers"),
-        (["plan", "config.json", "--mesh", "none", "--world-size", "2"], "--mesh none is one process, but"),
+        (["plan", "config.json", "--mesh", "none", "--world-size", "2"], "--mesh and --world-size are both given"),
         (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, and at most 1024"),
-        (["explain", "saved", "--recipe", "mxfp8"], "saved is a checkpoint, whose weights have their formats"),
+        (["explain", "saved", "--recipe", "mxfp8"], "the weights of checkpoint saved have formats already"),
         (["plan", "gpt2.json"], "--recipe bf16 leaves it as it is"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],

@@ -263,9 +263,7 @@ def test_a_weight_by_hand():
         {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master_param": "fp32"},
     )
     assert report.warnings == ()
-    assert "blocks of 32x32 straddle ranks, so each also keeps scale_inv of other ranks" in " ".join(
-        str(report).split()
-    )
+    assert "blocks of 32x32 straddle ranks, which share scale_inv: each keeps" in " ".join(str(report).split())
 
 
 def test_a_tensor_parallel_weight_by_hand():
@@ -274,7 +272,7 @@ def test_a_tensor_parallel_weight_by_hand():
     (row,) = report.rows
     assert row.local_rows == (325, 330)
     assert (row.code_bytes, row.scale_bytes, row.placements) == (320, 20, ("StridedShard(0)", "Shard(0)"))
-    assert "of the whole tensor-parallel piece: 20 B (6.2% of the local codes)" in row.notes[0]
+    assert "each keeps 20 B (6.2% of the local codes)" in row.notes[0]
 
 
 def test_the_way_out_keeps_its_word():
