@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,9 @@ import typer
 
 from quantshard import checkpoints, recipe
 from quantshard.errors import ConfigurationError, QuantshardError, printable
-from quantshard.tools.observe.table import GATHERED, WEIGHTS, plain_table
+from quantshard.readable import human_bytes
+from quantshard.tools.observe.table import plain_table
+from quantshard.tools.report.history import PARAMETERS
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
@@ -145,7 +146,7 @@ class DemoRun:
         self.train(self.whole, "--sample-tokens", str(SAMPLE_BYTES))
         losses = self.losses(self.whole)
         self.say(f"  seen:     the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
-        weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))
+        weights, gathered = (self.figures(self.whole, name) for name in ("bytes", "gather_bytes"))
         self.say(
             f"  seen:     each process holds {weights[0]} of weights, {weights[1]} if they were BF16, and in each step "
             f"gives {gathered[0]} to the all-gathers instead of {gathered[1]}."
@@ -264,13 +265,11 @@ class DemoRun:
         """Losses of a run by step."""
         return {step: float(record["loss"]) for step, record in self.metrics(run).items()}
 
-    def figures(self, run: RunDir, label: str) -> list[str]:
-        """Parse a total from the table printed by `train`: the amount, the BF16 amount, and their ratio."""
-        text = (self.out / f"{run.path.name}-train.log").read_text(encoding="utf-8")
-        match = re.search(rf"^ *{re.escape(label)}.*?  +(\S+ \w+)  +(\S+ \w+)  +([\d.]+)$", text, re.MULTILINE)
-        if match is None:
-            raise DemoError(f"`quantshard train` printed no line {label!r}; see {self.out}")
-        return list(match.groups())
+    def figures(self, run: RunDir, name: str) -> list[str]:
+        """A total of the report that `train` wrote: the amount, the BF16 amount, and their ratio."""
+        totals = json.loads((run.path / PARAMETERS).read_text(encoding="utf-8"))["totals"]
+        here, in_bf16 = totals[name], totals[f"bf16_{name}"]
+        return [human_bytes(here), human_bytes(in_bf16), f"{here / in_bf16:.2f}"]
 
     def rounding_bounds(self) -> dict[int, float]:
         """Bound on the loss difference between 1 and 2 processes, for every step after the resume.

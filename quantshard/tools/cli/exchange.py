@@ -35,6 +35,7 @@ _LONGEST = 1 << 30
 """Maximum size in bytes of a file that is copied next to the weights."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
+CHECKPOINT = typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
 MAP = typer.Option(
     "--names",
     metavar="MAP",
@@ -47,13 +48,11 @@ RECIPE = typer.Option(
     f"the files, or {recipe.AUTO}",
     show_default=False,
 )
-LOSSY = typer.Option("--lossy", help="requantize what cannot be converted exactly")
+LOSSY = typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
 
 
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
-    ],
+    checkpoint: Annotated[str, CHECKPOINT],
     layout: Annotated[
         str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
     ],
@@ -142,9 +141,7 @@ def convert_te(
     out: Annotated[Path, typer.Option(help="the checkpoint to write, a new folder")],
     model: Annotated[str, typer.Option(help="key of the model's state dict; '': top level")] = "model",
     optimizer: Annotated[str, typer.Option(help="key of the optimizer's state dict")] = "optimizer",
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
-    ] = False,
+    lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
     """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):

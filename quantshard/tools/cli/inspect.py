@@ -32,6 +32,7 @@ from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, human_bytes, pattern_groups
 from quantshard.state_storage import STATE_SCALE_SUFFIXES, scaled_state
 from quantshard.tensor.components import FORMAT_SUFFIX
+from quantshard.tools.cli.exchange import CHECKPOINT
 from quantshard.tools.cli.explain import WIDE, WIDER
 from quantshard.tools.observe.table import FittedTable, plain_table
 from quantshard.tools.terminal import inputs
@@ -132,9 +133,7 @@ def _totals(found: Inspection) -> Table:
 
 
 def verify(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
-    ],
+    checkpoint: Annotated[str, CHECKPOINT],
     json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.

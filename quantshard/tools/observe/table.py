@@ -23,10 +23,6 @@ from quantshard.limits import FALLBACKS
 from quantshard.readable import common_start, counted_name, human_bytes, united_groups
 from quantshard.tools.observe.costs import KINDS, ParameterBytes, Row, StepMemory, Totals
 
-WEIGHTS = "weights"
-GATHERED = "given to all-gathers, forward and backward"
-"""First words of the lines of the totals that compare weights and traffic with BF16."""
-
 MORE = "a wider terminal or COLUMNS=240 has them"
 """Hint on how to see the columns that did not fit."""
 
@@ -274,8 +270,8 @@ def plain_table(*headings: str, texts: int = 1, edge: bool = True) -> Table:
 def _totals_table(totals: Totals) -> Table:
     table = plain_table("this rank", "here", "in BF16", "ratio", edge=False)
     lines = [
-        (f"{WEIGHTS} of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
-        (GATHERED, totals.gather_bytes, totals.bf16_gather_bytes),
+        (f"weights of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
+        ("given to all-gathers, forward and backward", totals.gather_bytes, totals.bf16_gather_bytes),
         ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
     ]
     for label, local_bytes, bf16_bytes in (line for line in lines if any(line[1:])):

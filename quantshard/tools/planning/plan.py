@@ -132,7 +132,7 @@ def plan(
             f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {tp_ranks}); leave the "
             "step out"
         )
-    rows, shares, optimized = [], [], 0
+    rows, shares = [], []
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
@@ -144,10 +144,9 @@ def plan(
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
         regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, param, gemm, mesh_rank, dim, regathered, spec)
-        rows.append(row)
-        shares.append(ParameterShare(layer_of.get(id(module)), param, row, regathered))
-        optimized += numel
+        rows.append(_row(name, param, gemm, mesh_rank, dim, regathered, spec))
+        shares.append(ParameterShare(layer_of.get(id(module)), param, rows[-1], regathered))
+    optimized = sum(share.row.elements for share in shares if share.param.requires_grad)
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
     if step is None:
         return report
@@ -299,8 +298,7 @@ def _row(
     tp_dim: int | None,
     gathered_again: bool,
     optimizer: _OptimizerSpec,
-) -> tuple[Row, int]:
-    """Row of one parameter, and the number of local elements that the optimizer trains."""
+) -> Row:
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     shard = _cut(name, param, storage, place, tp_dim)
@@ -314,14 +312,12 @@ def _row(
         codes, scales, shared = numel * param.itemsize, 0, SharedScaleCost()
     else:
         fmt = storage.cell.format
-        (codes, scales), shared = (
-            costs.resident_bytes(fmt, shard),
-            costs.shared(fmt, shard, mesh, [*placements.values()]),
-        )
+        codes, scales = costs.resident_bytes(fmt, shard)
+        shared = costs.shared(fmt, shard, mesh, [*placements.values()])
     if place.mesh[place.shard_axis] > 1:
         bf16_forward = numel * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
-    row = row_of(
+    return row_of(
         name,
         param,
         storage,
@@ -339,7 +335,6 @@ def _row(
         placements=tuple(placements.values()),
         local_rows=shard.extents[0],
     )
-    return row, math.prod(shard.shape) if param.requires_grad else 0
 
 
 def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _MeshRank, tp_dim: int | None) -> Shard:

@@ -206,8 +206,6 @@ class MetricReader:
         if not step_records:
             return
         records = [record for _, record in step_records]
-        if dict in set(map(type, chain.from_iterable(map(dict.values, records)))):
-            records = list(map(_flat, records))
         for name in dict.fromkeys(chain.from_iterable(records)):
             if name not in self.columns and name != "step":
                 self._begin(name, records)
@@ -233,14 +231,6 @@ class MetricReader:
         is_last[:-1] = steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:]
         columns = {name: np.concatenate(parts)[is_last] for name, parts in self.columns.items()}
         return MetricTable(steps[is_last], columns, self.has_more)
-
-
-def _flat(record: Record) -> Record:
-    """Flatten nested tables: {"memory": {"weights": 1}} becomes {"memory.weights": 1}."""
-    flat: Record = {}
-    for name, value in record.items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if type(value) is dict else {name: value}
-    return flat
 
 
 def _column(values: list[Any]) -> Column:

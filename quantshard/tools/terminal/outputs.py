@@ -7,6 +7,7 @@ Links in the path of the run itself, or in a path that the user typed, are follo
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import secrets
@@ -20,7 +21,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 1 << 20
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
 
 
@@ -108,25 +108,16 @@ def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | No
     """Truncate a file after its last line for which `is_last` is true; without such a line it becomes empty."""
     _prepare(path, within)
     with _errors_of(path), open(path, "r+b") as file:
-        file.truncate(_end_of_last(file, is_last))
-
-
-def _end_of_last(file: BinaryIO, is_last: Callable[[bytes], bool]) -> int:
-    """Byte offset after the last line for which `is_last` is true, or 0. `tail` holds the bytes from `start` on."""
-    start, tail = file.seek(0, os.SEEK_END), b""
-    while True:
-        end = tail.rfind(b"\n")
-        previous_end = tail.rfind(b"\n", 0, max(end, 0))
-        if end >= 0 and (previous_end >= 0 or start == 0):
-            if is_last(tail[previous_end + 1 : end]):
-                return start + end + 1
-            tail = tail[: previous_end + 1]
-        elif start == 0:
-            return 0
-        else:
-            size = min(_TAIL_BYTES, start)
-            start = file.seek(start - size)
-            tail = file.read(size) + tail
+        if not file.seek(0, os.SEEK_END):
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if is_last(content[start : end - 1]):
+                    break
+                end = start
+        file.truncate(end)
 
 
 def make_folder(path: Path) -> None:

@@ -72,7 +72,7 @@ def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_figures_of_any_kind() -> None:
     reader = MetricReader()
-    reader.add([{"step": 1, "loss": 2, "text": "x", "flag": True, "memory": {"weights_bytes": 3}, "big": 10**400}])
+    reader.add([{"step": 1, "loss": 2, "text": "x", "flag": True, "memory.weights_bytes": 3, "big": 10**400}])
     reader.add(
         [{"step": 2, "loss": "nan", "new": 1.5}, {"step": -1, "loss": 1}, {"loss": 1}, {"step": "3"}, {"step": 3}]
     )
