@@ -60,7 +60,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "FSDP2 gathered only the columnwise copy for backward",
         "use a recipe whose weights keep one copy, or reshard_after_forward=False",
     ),
-    "not ours": Limit(
+    "foreign module": Limit(
         "its GEMMs run in high precision",
         "it is not one of quantshard's modules",
         "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",

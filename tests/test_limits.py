@@ -119,10 +119,12 @@ def test_explain_names_them_and_strict_raises() -> None:
     model = nn.ModuleDict({"ours": linear(), "plain": nn.Linear(4, 4)})
     report = qs.explain(model, recipe="current")
     assert {row.name: row.fallbacks for row in report.rows if row.fallbacks} == {
-        "ours.weight": ("emulated",), "plain.weight": ("not ours",),
+        "ours.weight": ("emulated",), "plain.weight": ("foreign module",),
     }  # fmt: skip
-    assert "fallback: plain.weight: not ours: its GEMMs run in high precision, because" in " ".join(str(report).split())
-    with pytest.raises(FallbackError, match=r"ours.weight: emulated: .*\n.*plain.weight: not ours"):
+    assert "fallback: plain.weight: foreign module: its GEMMs run in high precision, because" in " ".join(
+        str(report).split()
+    )
+    with pytest.raises(FallbackError, match=r"ours.weight: emulated: .*\n.*plain.weight: foreign module"):
         qs.explain(model, recipe="current", strict=True)
     assert qs.explain(model, recipe="bf16").rows[-2].fallbacks == ()
 

@@ -92,9 +92,8 @@ def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion,
 
 
 def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
-    columns: dict[str, Any] = {
-        "weight": "left", "GEMM": "left", "operand": "left", "error": "right", "Gaussian": "right", "SQNR": "right",
-    }  # fmt: skip
+    columns: dict[str, Any] = dict.fromkeys(("weight", "GEMM", "operand"), "left")
+    columns |= dict.fromkeys(("error", "Gaussian", "SQNR"), "right")
     cells = [
         [row.weight, row.gemm, row.operand, f"{row.error:.3%}", f"{row.gaussian:.3%}", _decibels(row.error)]
         for row in rows

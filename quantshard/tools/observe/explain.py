@@ -249,11 +249,8 @@ def gemm_of(
     # fully_shard replaces a module's class by FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
-    if (
-        param.ndim != 2
-        or "Embedding" in kind.__name__
-        or (is_quantshard and leaf not in getattr(module, "_weights", ()))
-    ):
+    is_operand = not is_quantshard or leaf in getattr(module, "_weights", ())
+    if param.ndim != 2 or "Embedding" in kind.__name__ or not is_operand:
         return GemmPath()
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
@@ -264,7 +261,7 @@ def gemm_of(
         )
     if not is_quantshard:
         path, reason = hardware.gemm_path(None, device)
-        fallbacks = ("not ours",) if chosen is not None and chosen.table else ()
+        fallbacks = ("foreign module",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
     cell = None if chosen is None else chosen.weight
@@ -296,17 +293,16 @@ def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
 
 
 def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Sizes of the mesh axes by name, and placements."""
     if not isinstance(param, DTensor):
         return {}, ()
-    names = param.device_mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(param.device_mesh.ndim))
-    sizes = {name: param.device_mesh.size(axis) for axis, name in enumerate(names)}
-    return sizes, tuple(_placement_name(placement) for placement in param.placements)
-
-
-def _placement_name(placement: Any) -> str:
-    if placement.is_replicate():
-        return REPLICATED
-    return f"{'Shard' if placement.is_shard() else 'StridedShard'}({placement.dim})"
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    placements = tuple(
+        REPLICATED if p.is_replicate() else f"{'Shard' if p.is_shard() else 'StridedShard'}({p.dim})"  # type: ignore[attr-defined]
+        for p in param.placements
+    )
+    return {name: mesh.size(axis) for axis, name in enumerate(names)}, placements
 
 
 def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, int]:
@@ -344,13 +340,13 @@ class _OptimizerStates:
 
     def formats(self, param: Tensor) -> dict[str, str]:
         """State -> format. Scales belong to their state; a remainder and its parameter form one master."""
-        return {
-            key.removesuffix(_REMAINDER_SUFFIX): (SPLIT if value.ndim == param.ndim else REMAINDER)
-            if key.endswith(_REMAINDER_SUFFIX)
-            else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
-            for key, value in self.tensors(param).items()
-            if not scaled_state(key)
-        }
+        formats = {}
+        for key, value in self.tensors(param).items():
+            if key.endswith(_REMAINDER_SUFFIX):
+                formats[key.removesuffix(_REMAINDER_SUFFIX)] = SPLIT if value.ndim == param.ndim else REMAINDER
+            elif not scaled_state(key):
+                formats[key] = SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+        return formats
 
     def sizes(self, param: Tensor) -> dict[str, int]:
         """State -> bytes on this rank, scales included."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -63,17 +64,15 @@ class FlagRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.flags: list[tuple[int, str, Tensor]] = []
         self._hooks = [
-            module.register_forward_hook(self._look_at(name or "the model")) for name, module in model.named_modules()
+            module.register_forward_hook(partial(self._look_at, name or "the model"))
+            for name, module in model.named_modules()
         ]
 
-    def _look_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                self.add(_FORWARD, name, tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self.add(_BACKWARD, name, grad))
-
-        return look
+    def _look_at(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            self.add(_FORWARD, name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.add, _BACKWARD, name))
 
     def add(self, when: int, name: str, tensor: Tensor) -> None:
         """Record whether all values of a tensor are finite."""
@@ -97,11 +96,8 @@ class FlagRecorder:
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for value in output.values() if isinstance(output, dict) else output:
             yield from _tensors(value)
 
 
