@@ -62,11 +62,11 @@ def debug(
     _show(debug_source, report, suggestion, batch, wide)
 
 
-def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
+def _show(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
     screen = Screen(wide=wide)
     screen.lines(
-        f"{found.checkpoint}: recipe {found.settings.recipe!r} beside float32, {batch} sequences of "
-        f"{found.settings.seq_length}",
+        f"{source.checkpoint}: recipe {source.settings.recipe!r} beside float32, {batch} sequences of "
+        f"{source.settings.seq_length}",
         f"loss {report.loss:.6f}, in float32 {report.exact_loss:.6f}; error of the gradient {report.gradient:.2%}",
     )
     if report.layers:
@@ -110,10 +110,10 @@ def _layer_table(rows: Sequence[LayerError]) -> FittedTable:
     return FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], [])
 
 
-def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:
+def _as_json(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:
     return {
-        "checkpoint": found.checkpoint,
-        "recipe": found.settings.recipe,
+        "checkpoint": source.checkpoint,
+        "recipe": source.settings.recipe,
         "loss": report.loss if math.isfinite(report.loss) else str(report.loss),
         "float32_loss": report.exact_loss,
         "gradient_error": report.gradient if math.isfinite(report.gradient) else str(report.gradient),

@@ -113,9 +113,9 @@ class DemoRun:
             RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process")
         )
 
-    def add(self, what: str, found: str, holds: bool | None = None) -> None:
+    def add(self, what: str, result: str, holds: bool | None = None) -> None:
         """Record a result."""
-        self.results.append((what, found, holds))
+        self.results.append((what, result, holds))
 
     @property
     def failures(self) -> list[str]:

@@ -56,15 +56,15 @@ def inspect(
         Screen(wide=wide).print(inspection_tables(inspection, wide))
 
 
-def inspection_tables(found: Inspection, wide: bool = True) -> Group:
+def inspection_tables(inspection: Inspection, wide: bool = True) -> Group:
     """Format an inspection as tables. `wide`: one row per tensor instead of one per name pattern."""
-    parts: list[Any] = [_rows(found.rows if wide else _by_pattern(found.rows)), _totals(found)]
-    if found.run is not None:
-        origin = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
+    parts: list[Any] = [_rows(inspection.rows if wide else _by_pattern(inspection.rows)), _totals(inspection)]
+    if inspection.run is not None:
+        origin = ", ".join(f"{name} {value}" for name, value in inspection.run.items() if value is not None)
         parts.append(Text(f"written by: {origin}"))
-    if found.others:
-        parts.append(Text(f"{len(found.others)} entries that are no tensors, the first {found.others[0]}"))
-    parts += [Text(f"wrong: {line}", style="bold red") for row in found.rows for line in row.wrong]
+    if inspection.others:
+        parts.append(Text(f"{len(inspection.others)} entries that are no tensors, the first {inspection.others[0]}"))
+    parts += [Text(f"wrong: {line}", style="bold red") for row in inspection.rows for line in row.wrong]
     return Group(*parts)
 
 
@@ -94,7 +94,7 @@ def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
     return replace(rows[0], name=counted_name(pattern, len(rows)), scales=scale_range, **counts)
 
 
-def _rows(found: Sequence[TensorSummary]) -> FittedTable:
+def _rows(summaries: Sequence[TensorSummary]) -> FittedTable:
     rows = [
         [
             row.name,
@@ -106,7 +106,7 @@ def _rows(found: Sequence[TensorSummary]) -> FittedTable:
             _share(row.saturated, row),
             _share(row.zeros, row),
         ]
-        for row in found
+        for row in summaries
     ]
     return FittedTable(_COLUMNS, rows, _SPARED, WIDER)
 
@@ -115,9 +115,9 @@ def _share(count: int | None, row: TensorSummary) -> str:
     return "-" if count is None or not row.codes else f"{count} ({count / row.codes:.2%})"
 
 
-def _totals(found: Inspection) -> Table:
+def _totals(inspection: Inspection) -> Table:
     table = plain_table("what", "stored as", "tensors", "elements", "bytes", "bytes an element", texts=2)
-    for total in found.totals:
+    for total in inspection.totals:
         table.add_row(
             total.kind,
             Text(printable(total.format)),
@@ -151,17 +151,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def verification_lines(found: Verification) -> list[str]:
+def verification_lines(verification: Verification) -> list[str]:
     """Format a verification as lines of text."""
-    lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
-    if not found.checksums and found.tensors:
+    lines = [f"wrong: {' '.join(line.split())}" for line in verification.problems]
+    if not verification.checksums and verification.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
-    if not found.tensors and not found.others:  # there is no readable checkpoint
-        return lines or [f"not whole: {found.path} has no entries"]
-    size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
-    count = len(found.problems)
+    if not verification.tensors and not verification.others:  # there is no readable checkpoint
+        return lines or [f"not whole: {verification.path} has no entries"]
+    size = f"{verification.tensors} tensors ({verification.quantized} quantized), {verification.others} other entries"
+    count = len(verification.problems)
     state = f"not whole: {count} problem{'s' if count > 1 else ''}" if count else "whole"
-    return [*lines, f"{state}: {found.path}, {size}, {human_bytes(found.bytes)}"]
+    return [*lines, f"{state}: {verification.path}, {size}, {human_bytes(verification.bytes)}"]
 
 
 # Diff
@@ -283,12 +283,12 @@ def _with_values(comparison: Comparison) -> Comparison:
     return replace(comparison, differences=tuple(compared))
 
 
-def _of_values(found: Difference, keys: Container[str]) -> Difference:
+def _of_values(difference: Difference, keys: Container[str]) -> Difference:
     """Drop the largest difference if it compares codes or scales of an optimizer state instead of values."""
-    if found.by_value:
-        return found
-    is_scaled = scaled_state(found.key) or any(found.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
-    return replace(found, largest=None) if found.key.startswith(OPTIMIZER) and is_scaled else found
+    if difference.by_value:
+        return difference
+    is_scaled = scaled_state(difference.key) or any(difference.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
+    return replace(difference, largest=None) if difference.key.startswith(OPTIMIZER) and is_scaled else difference
 
 
 def _owner(name: str, weights: Container[str]) -> str:
@@ -319,12 +319,12 @@ def _patterns(differences: Iterable[Difference]) -> list[str]:
     return [f"  {counted_name(pattern, len(members))}: {_said(members)}" for pattern, members in pattern_groups(keyed)]
 
 
-def _said(found: Sequence[Difference]) -> str:
-    first = found[0]
+def _said(differences: Sequence[Difference]) -> str:
+    first = differences[0]
     if first.only_in:
         return f"only in {first.only_in}"
     if not first.count:
         return first.what
-    values = [entry.largest for entry in found if entry.largest is not None]
+    values = [entry.largest for entry in differences if entry.largest is not None]
     suffix = f", by at most {max(values):.4g}" if values else ""
-    return f"{sum(d.count for d in found)} of {sum(d.elements for d in found)} elements{suffix}"
+    return f"{sum(d.count for d in differences)} of {sum(d.elements for d in differences)} elements{suffix}"

@@ -127,10 +127,10 @@ def _row(
     if chosen is not None:
         chosen = recipe_in(module, chosen)
     codes, scales = _resident(local, storage, gathers)
-    held = _held_numel(storage, local, gathers)
+    numel = _padded_numel(storage, local, gathers)
     sent = sent_in_bf16 = num_gathers = 0
     if gathers is not None and gathers.ranks > 1:
-        sent, sent_in_bf16 = _sent(storage, local, gathers), held * BF16_BYTES
+        sent, sent_in_bf16 = _sent(storage, local, gathers), numel * BF16_BYTES
         # FSDP2 keeps the sizes of the first gather.
         num_gathers = 2 if gathers.in_backward else 1
     gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
@@ -148,7 +148,7 @@ def _row(
         _mismatch(storage, chosen),
         code_bytes=codes,
         scale_bytes=scales,
-        bf16_bytes=held * BF16_BYTES,
+        bf16_bytes=numel * BF16_BYTES,
         forward_gather_bytes=sent,
         backward_gather_bytes=sent if num_gathers == 2 else 0,
         bf16_gather_bytes=sent_in_bf16 * num_gathers,
@@ -199,13 +199,13 @@ def row_of(
 def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
     """Bytes of codes and of scales on this rank."""
     if storage is None:
-        return _held_numel(storage, local, gathers) * local.itemsize, 0
+        return _padded_numel(storage, local, gathers) * local.itemsize, 0
     roles = {name: storage.cell.format.by_name[name].role for name in storage.components}
     codes = sum(_nbytes(part) for name, part in storage.components.items() if roles[name] is Role.CODES)
     return codes, sum(map(_nbytes, storage.components.values())) - codes
 
 
-def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
+def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
     """Number of elements of a high-precision tensor in the weight's place; FSDP2 pads it to the largest shard."""
     if gathers is None:
         return local.numel()

@@ -112,13 +112,13 @@ class ParameterShare:
     regathered: bool
 
     @property
-    def held(self) -> int:
+    def numel(self) -> int:
         """Number of elements on this rank, including FSDP2's padding."""
         return self.row.bf16_bytes // 2
 
     def unit_sizes(self, ranks: int) -> UnitSizes:
         """What the parameter adds to the sizes of its unit."""
-        gradients = ranks * self.held if self.param.requires_grad else 0
+        gradients = ranks * self.numel if self.param.requires_grad else 0
         if ranks == 1:  # FSDP2 copies plain weights; a quantized one is its shard
             is_plain = self.row.scale_bytes == 0 and not self.row.is_quantized
             return UnitSizes(0, self.row.code_bytes if is_plain else 0, gradients, self.regathered)
@@ -148,7 +148,7 @@ def step_memory(
     resident = Counter({"weights": totals.bytes, "optimizer states": totals.optimizer_bytes})
     at_step = Counter(resident)
     if step.norm_dtype is not None:  # values and squares
-        largest = max((share.held for share in shares if share.param.requires_grad), default=0)
+        largest = max((share.numel for share in shares if share.param.requires_grad), default=0)
         at_step["temporary"] = 2 * step.norm_dtype.itemsize * largest
 
     def peaks_of(step: TrainingStep) -> StepMemory:
@@ -210,7 +210,7 @@ def rehearse(
     for lasting in (workspace, tables):
         lasting.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
-    recording = _Recording(twins, MemoryTimeline(twins.held()))
+    recording = _Recording(twins, MemoryTimeline(twins.resident_tensors()))
     autocasting = partial(autocast, recipe=step.recipe) if step.recipe is not None else nullcontext
     with described_gpu(step.capability), recording.timeline.recorded(), gpu_attention(), torch.enable_grad():
         passes = None if mesh is None else twins.sharded_passes(recording.timeline, sizes, mesh, step)
@@ -245,7 +245,7 @@ class _Twins:
             layer.forward = partial(checkpoint, layer.forward)
         self._layer_ids = [id(layer) for layer in layers]
 
-    def held(self) -> list[Tensor]:
+    def resident_tensors(self) -> list[Tensor]:
         """Tensors that exist before the step."""
         tensors = [*self.model.buffers()]
         for param in self.model.parameters():

@@ -81,7 +81,7 @@ class GemmErrors(Observer):
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], names: Mapping[int, tuple[str, str]]) -> None:
-        self._recipes, self._names, self.found = recipes, names, list[GemmError]()
+        self._recipes, self._names, self.errors = recipes, names, list[GemmError]()
 
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
@@ -115,7 +115,7 @@ class GemmErrors(Observer):
             (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, dy_wgrad, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
             (Gemm.WGRAD, TensorRole.INPUT, x_wgrad, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
-        self.found += [
+        self.errors += [
             GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(cell))
             for gemm, role, cell, error in errors
         ]
@@ -181,9 +181,9 @@ def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[
         run()
     finally:
         observation.active = None
-    if not observer.found:
+    if not observer.errors:
         raise ConfigurationError("the pass called no layer that the recipe quantizes; check the recipe")
-    return sorted(observer.found, key=lambda each: -each.error)
+    return sorted(observer.errors, key=lambda gemm: -gemm.error)
 
 
 def gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -195,10 +195,10 @@ def gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, dict[
     return loss, grads
 
 
-def gradient_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def gradient_error(grads: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """|g - exact| / |exact|, with the gradients in both mappings as one vector."""
-    names = [name for name in exact if name in found]
-    error = sum(float(_square(found[name] - exact[name])) for name in names)
+    names = [name for name in exact if name in grads]
+    error = sum(float(_square(grads[name] - exact[name])) for name in names)
     return (error / max(sum(float(_square(exact[name])) for name in names), 1e-300)) ** 0.5
 
 
@@ -219,7 +219,7 @@ def layer_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[
             for _ in range(2 if recipe.is_delayed else 1):
                 loss, grads = gradients(model, run)
         errors.append(LayerError(name, loss - exact_loss, gradient_error(grads, exact)))
-    return sorted(errors, key=lambda each: -each.gradient)
+    return sorted(errors, key=lambda layer: -layer.gradient)
 
 
 @contextmanager
@@ -282,30 +282,30 @@ def suggest(
     means = {name: math.sqrt(squares[name] / sum(map(bool, errors[name]))) for name in errors if any(errors[name])}
     median = statistics.median(means.values()) if means else 0.0
     deviation = statistics.median(abs(error - median) for error in means.values()) if means else 0.0
-    total, kept = sum(squares.values()), set[str]()
+    total, chosen = sum(squares.values()), set[str]()
     if share is None:
         limit = 0.0 if has_nonfinite else max(2 * median, median + 6 * deviation)
-        kept = {name for name, error in means.items() if error > limit}
+        chosen = {name for name, error in means.items() if error > limit}
     else:
         for name in sorted(squares, key=lambda name: (-squares[name], name)):
-            if not total or sum(squares[other] for other in kept) >= share * total:
+            if not total or sum(squares[other] for other in chosen) >= share * total:
                 break
-            kept.add(name)
-    layers = tuple(name for name in errors if name in kept)
+            chosen.add(name)
+    layers = tuple(name for name in errors if name in chosen)
     removed = sum(squares[name] for name in layers) / total if total else 0.0
     recipes = HIGH_PRECISION if len(layers) == len(errors) else _sparing(layers, patterns, names)
     ratio = max(means.values()) / median if median else 1.0
     return RecipeSuggestion(layers, removed, len(errors), recipes, ratio)
 
 
-def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
-    """The patterns, with each kept layer inserted before the pattern that matched it.
+def _sparing(layers: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
+    """The patterns, with each of `layers` inserted before the pattern that matched it.
 
     Patterns without effect are left out, because `train` refuses them.
     """
     result, unmatched = dict[str, str](), list(names)
     for pattern, recipe in patterns.items():
-        matched = [name for name in kept if matches(pattern, name)]
+        matched = [name for name in layers if matches(pattern, name)]
         result |= dict.fromkeys(matched, HIGH_PRECISION)
         unmatched = [name for name in unmatched if not any(matches(p, name) for p in matched)]
         remaining = [name for name in unmatched if not matches(pattern, name)]
