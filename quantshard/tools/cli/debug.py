@@ -12,7 +12,7 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.observe.table import FittedTable
-from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
+from quantshard.tools.statistics.sensitivity import GemmError, RecipeSuggestion
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer import debugging
@@ -71,7 +71,9 @@ def _show(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion
     )
     if report.layers:
         screen.lines("", "quantized alone, by the error of the whole gradient:")
-        screen.print(_layer_table(report.layers if wide else report.layers[:_SHOWN]))
+        rows = report.layers if wide else report.layers[:_SHOWN]
+        columns: dict[str, Any] = {"layer": "left", "gradient": "right", "loss": "right"}
+        screen.print(FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], []))
     screen.lines("", "operands quantized alone, by the error of their GEMM:")
     screen.print(_gemm_table(report.gemms if wide else report.gemms[:_SHOWN]))
     if not wide and len(report.gemms) > _SHOWN:
@@ -103,11 +105,6 @@ def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
 
 def _decibels(error: float) -> str:
     return f"{-20 * math.log10(error):.1f} dB" if 0 < error < math.inf else ""
-
-
-def _layer_table(rows: Sequence[LayerError]) -> FittedTable:
-    columns: dict[str, Any] = {"layer": "left", "gradient": "right", "loss": "right"}
-    return FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], [])
 
 
 def _as_json(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
 from quantshard import kernels, limits, recipe, sharding
 from quantshard.checkpoints.disk import manifest
@@ -303,17 +302,13 @@ def _step(
         batch,
         seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
-        loss=partial(_loss, settings),
+        loss=lambda model, tokens, targets: trained_loss(model, losses(model, tokens, targets), settings),
         checkpoint_activations=recompute,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,
         norm_dtype=torch.float64,
         capability=capability,
     )
-
-
-def _loss(settings: TrainSettings, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return trained_loss(model, losses(model, tokens, targets), settings)
 
 
 # The model of a run, a checkpoint or a config.json

@@ -47,7 +47,7 @@ def inspect(
 ) -> None:
     """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
 
-    It may come from anybody: nothing in it is run.
+    Safe for untrusted files: nothing in them is run.
     """
     inspection = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
     if json_:
@@ -58,7 +58,11 @@ def inspect(
 
 def inspection_tables(inspection: Inspection, wide: bool = True) -> Group:
     """Format an inspection as tables. `wide`: one row per tensor instead of one per name pattern."""
-    parts: list[Any] = [_rows(inspection.rows if wide else _by_pattern(inspection.rows)), _totals(inspection)]
+    rows: Sequence[TensorSummary] = inspection.rows
+    if not wide:
+        named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
+        rows = [_united(pattern, members) for pattern, members in pattern_groups(named)]
+    parts: list[Any] = [_rows(rows), _totals(inspection)]
     if inspection.run is not None:
         origin = ", ".join(f"{name} {value}" for name, value in inspection.run.items() if value is not None)
         parts.append(Text(f"written by: {origin}"))
@@ -74,12 +78,6 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     **dict.fromkeys(("shape", "bytes", "pieces", "scales", "saturated", "zero"), "right"),
 }
 _SPARED = ("pieces", "zero", "saturated", "scales", "shape")
-
-
-def _by_pattern(rows: Sequence[TensorSummary]) -> list[TensorSummary]:
-    """Merge the rows of tensors with the same name pattern and storage."""
-    named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
-    return [_united(pattern, members) for pattern, members in pattern_groups(named)]
 
 
 def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
@@ -138,7 +136,7 @@ def verify(
 ) -> None:
     """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.
 
-    It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
+    Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.
     """
     inputs.existing(checkpoint, "a checkpoint")
     with transfer_bar("reading"):

@@ -26,7 +26,6 @@ from quantshard.tools.trainer.run_dir import RunDir
 NOT_DONE = 75
 """Exit code of `status` if steps are left: EX_TEMPFAIL of sysexits.h, which means "try again"."""
 
-_MOST_RUNS = 24
 _FIRST_LINES = 10
 """Maximum number of past steps printed at the start, if the output is not a terminal."""
 
@@ -48,10 +47,8 @@ def status(
 ) -> None:
     """Report whether a run is finished, according to its last complete checkpoint.
 
-    What is in the files is not read: `verify` does.
-    A URL that the run's config.toml names is asked only if you name it too, with --checkpoints.
-
-    Exit code 0: it has; 75: steps are left; 1: there is no run, or nobody can tell.
+    Only the sizes of files are checked; `verify` reads them. A URL in the run's config.toml is used only if you pass it
+    with --checkpoints. Exit code 0: finished; 75: steps remain; 1: there is no run, or its state is unknown.
     """
     folder = RunDir(run)
     settings = folder.read_config()[0]
@@ -92,12 +89,8 @@ def report(
 ) -> None:
     """Compare runs in one HTML file: losses, speed, memory, statistics, settings, checkpoints.
 
-    The file needs no network and no other file, and may be sent. Runs that are still trained are shown as they are now.
+    The file needs no network and no other files. Runs that are still training are shown in their current state.
     """
-    if len(runs) > _MOST_RUNS:
-        raise ConfigurationError(f"{len(runs)} runs do not fit on one page; name at most {_MOST_RUNS}")
-    if duplicate := next((run for index, run in enumerate(runs) if run in runs[:index]), None):
-        raise ConfigurationError(f"{duplicate} is named twice; name each run once")
     outputs.check_replaceable(out, lambda head: force or is_report(head), "report", "--out, or replace it by --force")
     page = render([read_history(run) for run in runs]).encode()
     outputs.write_file(out, page)
@@ -116,8 +109,7 @@ def watch(
 ) -> None:
     """Follow a run while it trains; in a pipe, print one line per step.
 
-    Waits for a run that does not exist yet, and ends when the run does. Nothing is written, and a run that has ended is
-    shown as it was left.
+    Waits for a run that does not exist yet, and ends when the run does. Writes nothing.
     """
     if not once:
         _wait_for(run, every or _EVERY)

@@ -316,7 +316,7 @@ class ParameterBytes:
         sizes = " + ".join(f"{name} {size:.2f}" for name, size in parts.items())
         preset = f" (preset {self.preset})" if self.preset else ""
         kind = "quantized parameter" if self.is_quantized else "parameter"
-        return f"bytes a {kind}: {sizes} = {self.together:.2f}{preset}"
+        return f"bytes per {kind}: {sizes} = {self.together:.2f}{preset}"
 
 
 def _preset(rows: Iterable[Row]) -> str:

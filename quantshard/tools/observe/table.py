@@ -251,14 +251,6 @@ def _mesh_text(row: Row) -> str:
     return ", ".join(f"{axis}={size} {placement}" for (axis, size), placement in axes) or "-"
 
 
-def _sharding_text(row: Row) -> str:
-    return f"{_mesh_text(row)}: rows {row.local_rows[0]}-{row.local_rows[1]}" if row.mesh else "-"
-
-
-def _code_text(row: Row) -> str:
-    return human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else "")
-
-
 def plain_table(*headings: str, texts: int = 1, edge: bool = True) -> Table:
     """An empty table. `texts`: number of columns aligned to the left; the others have numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=edge)
@@ -309,9 +301,15 @@ _COMMON: dict[str, _Column] = {
 _COLUMNS: dict[str, _Column] = {
     "shape": (_RIGHT, lambda row: " x ".join(map(str, row.shape)) or "scalar"),
     "stored as": (_LEFT, lambda row: row.format),
-    "codes + scales": (_RIGHT, _code_text),
+    "codes + scales": (
+        _RIGHT,
+        lambda row: human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else ""),
+    ),
     **_COMMON,
-    "sharding": (_LEFT, _sharding_text),
+    "sharding": (
+        _LEFT,
+        lambda row: f"{_mesh_text(row)}: rows {row.local_rows[0]}-{row.local_rows[1]}" if row.mesh else "-",
+    ),
 }
 """Heading -> alignment and text of a cell, for the columns after the name."""
 _SUMMARY: dict[str, _Column] = {

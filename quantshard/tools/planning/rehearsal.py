@@ -236,7 +236,11 @@ class _Twins:
     """Copies of a model and its layers on the meta device, in training mode."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], checkpointed: bool) -> None:
-        memo: dict[int, Any] = {id(param): _twin(param) for param in model.parameters()}
+        memo: dict[int, Any] = {}
+        for param in model.parameters():
+            quantized = components.quantized_local(param)
+            value = torch.empty_like(param, device="meta") if quantized is None else _without_values(quantized)
+            memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
         names = {id(module): name for name, module in model.named_modules()}
         self.model = copy.deepcopy(model, memo).train()
@@ -265,12 +269,6 @@ class _Twins:
             assigned.update(map(id, params))
             units.append(ShardedUnit(module, params, sizes.get(key, UnitSizes())))
         return ShardedPasses(timeline, [units[-1], *units[:-1]], *mesh, step.reduce_dtype, step.forward_prefetch)
-
-
-def _twin(param: nn.Parameter) -> nn.Parameter:
-    quantized = components.quantized_local(param)
-    value = torch.empty_like(param, device="meta") if quantized is None else _without_values(quantized)
-    return nn.Parameter(value, requires_grad=param.requires_grad)
 
 
 def _without_values(weight: QuantizedTensor) -> QuantizedTensor:

@@ -57,12 +57,15 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
     environment.filters["counted"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
     environment.filters["said"] = lambda value: printable(said(value))
     environments = [environment_of(run) for run in runs]
+    # Texts cannot close the script element.
+    data = json.dumps(page_data(runs, names), separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return environment.get_template("page.html").render(
         mark=MARK,
         script=script,
         style="\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLES),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        data=as_script(page_data(runs, names)),
+        data=data,
         runs=list(zip(names, runs, strict=True)),
         figures=_by_name([final_figures(run) for run in runs]),
         changed=differences([run.config for run in runs]),
@@ -235,12 +238,6 @@ def page_data(runs: Sequence[RunHistory], names: Sequence[str]) -> dict[str, Any
     }
 
 
-def as_script(data: dict[str, Any]) -> str:
-    """Serialize to JSON that is safe inside a script element: texts cannot close the element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
     """Ascending int64 indices of at most `most` points (>= 4) that represent a curve [N].
 
@@ -285,7 +282,7 @@ def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[st
             indices = thinned(values, most)
             means = _means(steps, values) if most > 4 * _MEANS else None
             curves[key] = [steps[indices].tolist(), _short(values[indices]), means]
-        if key in run.metrics.columns and len(wrong := run.metrics.not_finite(key)):
+        if key in run.metrics.columns and len(wrong := run.metrics.steps[np.isinf(run.metrics.columns[key])]):
             bad[key] = wrong[:: max(1, len(wrong) // _LEAST_POINTS)].tolist()
     restarts = sorted({step for start in run.starts if (step := step_of(start))})
     axes = {"tokens": _axis(run, run.tokens()), "time": _axis(run, run.seconds())}

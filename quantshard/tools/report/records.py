@@ -182,10 +182,6 @@ class MetricTable:
         finite = np.isfinite(values)
         return self.steps[finite], values[finite]
 
-    def not_finite(self, name: str) -> NDArray[np.int64]:
-        """Steps at which a figure was recorded but is not finite."""
-        return self.steps[np.isinf(self.columns[name])]
-
 
 @dataclass
 class MetricReader:

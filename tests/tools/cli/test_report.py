@@ -54,8 +54,6 @@ def test_a_report_is_written_and_replaced(run: Path) -> None:
         (["report", "run", "--out", "none/x.html"], 1, "cannot write none/x.html: none is no folder"),
         (["report", "run", "--out", "run", "--force"], 1, "run is no regular file"),
         (["report", "run", "rnu"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
-        (["report", "run", "run"], 1, "run is named twice; name each run once"),
-        (["report", *map(str, range(25))], 1, "25 runs do not fit on one page; name at most 24"),
         (["report", "nothing://x"], 1, "nothing://x cannot be reached by fsspec"),
         (["report", "mine.html"], 1, "there is no run in mine.html: it has no config.toml"),
         (["report", "run", "--opne"], 2, "--opne"),
