@@ -36,14 +36,9 @@ from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec, losses, trained_loss
 from quantshard.tools.trainer.optimizer import muon_head
 from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings import optimizer_states
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import TP, MeshSpec
-from quantshard.tools.trainer.settings.optimizer_states import (
-    FLOAT32_STATES,
-    STATE_SETTINGS,
-    as_settings,
-    state_options,
-)
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 
 _RUN = "config.toml"
@@ -119,7 +114,10 @@ def plan(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {optimizer_states.FLOAT32_STATES}"
+        ),
     ] = None,
     ema: Annotated[
         bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)
@@ -241,8 +239,10 @@ def _states(source: ModelSource, preset: str | None = None, algorithm: str | Non
             "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
         )
     head = muon_head(source.model, source.settings) if name == MUON and source.settings is not None else None
-    state_settings = state_options(preset or "", {} if preset else as_settings(source.states))
-    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
+    state_settings = optimizer_states.state_options(
+        preset or "", {} if preset else optimizer_states.as_settings(source.states)
+    )
+    supported = {*optimizer_states.STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
     states = {option: value for option, value in state_settings.arguments(MUON).items() if option in supported}
     return {**states, "optimizer": name, "head": head}
 

@@ -26,16 +26,8 @@ from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings import optimizer_states
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.optimizer_states import (
-    FLOAT32_STATES,
-    above_file,
-    below_flags,
-    decided_names,
-    dropped_preset,
-    float_momentum,
-    of_preset,
-)
 from quantshard.tools.trainer.settings.schema import check_value
 from quantshard.tools.trainer.settings.settings_file import given_processes, given_values
 from quantshard.tools.trainer.worker import WorkerJob
@@ -103,8 +95,8 @@ def train(
     folder, flag_values = RunDir(run), given_values(flags, None)
     exists = auto_resume and (folder.is_begun() or launch.is_other_worker())
     file = given_values({}, config)
-    file_values = below_flags(file, flag_values, str(config))
-    flag_values = above_file(flag_values, file, file_values)
+    file_values = optimizer_states.below_flags(file, flag_values, str(config))
+    flag_values = optimizer_states.above_file(flag_values, file, file_values)
     values = {**file_values, **flag_values}
     if not exists:
         model_values = initialization.chosen(flag_values, file_values)
@@ -114,11 +106,13 @@ def train(
     settings = TrainSettings(**(values if exists else defaults | model_values))
     if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
-        if not launch.is_worker() and (notice := dropped_preset(file, file_values, flag_values, str(config))):
+        if not launch.is_worker() and (
+            notice := optimizer_states.dropped_preset(file, file_values, flag_values, str(config))
+        ):
             say(notice)
-        if not launch.is_worker() and (notice := float_momentum(flag_values, settings)):
+        if not launch.is_worker() and (notice := optimizer_states.float_momentum(flag_values, settings)):
             say(notice)
-    settings, decided = settings.resolved(), decided_names(values)
+    settings, decided = settings.resolved(), optimizer_states.decided_names(values)
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
         worker.main(run, replace(order, new=asdict(settings), given=decided))
@@ -164,7 +158,9 @@ def resume(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"new preset for masters and moments, or {FLOAT32_STATES}: float32"),
+        typer.Option(
+            metavar="NAME", help=f"new preset for masters and moments, or {optimizer_states.FLOAT32_STATES}: float32"
+        ),
     ] = None,
     lossy: Annotated[
         bool, typer.Option("--lossy", help="with --recipe: requantize from the codes if there are no masters")
@@ -184,7 +180,7 @@ def resume(
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy needs --recipe; name a recipe, or leave --lossy out")
     if preset is not None:
-        changes |= of_preset(preset)
+        changes |= optimizer_states.of_preset(preset)
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):
         if paths:
             changes[name] = [str(Path(path).absolute()) for path in paths]

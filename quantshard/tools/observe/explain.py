@@ -28,16 +28,6 @@ from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import (
-    BF16_BYTES,
-    BF16_OPTIMIZER_BYTES,
-    REMAINDER,
-    REPLICATED,
-    SHORT_DTYPES,
-    SPLIT,
-    Row,
-    SharedScaleCost,
-)
 from quantshard.tools.observe.table import Report
 
 _REMAINDER_SUFFIX = "_low"
@@ -85,7 +75,7 @@ def explain(
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         _warn_of_differences(names, optimizer)
-    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
+    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
     return report
@@ -120,7 +110,7 @@ def _row(
     gathers: FsdpGather | None,
     states: _OptimizerStates,
     chosen: Recipe | None,
-) -> Row:
+) -> costs.Row:
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
@@ -130,13 +120,15 @@ def _row(
     numel = _padded_numel(storage, local, gathers)
     sent = sent_in_bf16 = num_gathers = 0
     if gathers is not None and gathers.ranks > 1:
-        sent, sent_in_bf16 = _sent(storage, local, gathers), numel * BF16_BYTES
+        sent, sent_in_bf16 = _sent(storage, local, gathers), numel * costs.BF16_BYTES
         # FSDP2 keeps the sizes of the first gather.
         num_gathers = 2 if gathers.in_backward else 1
     gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
     mesh, placements = _placed(param)
     shared = (
-        SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+        costs.SharedScaleCost()
+        if storage is None
+        else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     )
     return row_of(
         name,
@@ -148,7 +140,7 @@ def _row(
         _mismatch(storage, chosen),
         code_bytes=codes,
         scale_bytes=scales,
-        bf16_bytes=numel * BF16_BYTES,
+        bf16_bytes=numel * costs.BF16_BYTES,
         forward_gather_bytes=sent,
         backward_gather_bytes=sent if num_gathers == 2 else 0,
         bf16_gather_bytes=sent_in_bf16 * num_gathers,
@@ -164,11 +156,11 @@ def row_of(
     param: Tensor,
     storage: QuantizedStorage | None,
     gemm: GemmPath,
-    shared: SharedScaleCost,
+    shared: costs.SharedScaleCost,
     optimizer: tuple[dict[str, str], dict[str, int], str],
     warning: str = "",
     **fields: Any,
-) -> Row:
+) -> costs.Row:
     """Build the row of a parameter.
 
     Args:
@@ -176,7 +168,7 @@ def row_of(
         fields: the remaining fields of `Row`.
     """
     states, sizes, note = optimizer
-    return Row(
+    return costs.Row(
         name=name,
         shape=tuple(param.shape),
         dtype=dtype_name(param.dtype),
@@ -299,7 +291,7 @@ def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
     mesh = param.device_mesh
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
     placements = tuple(
-        REPLICATED if p.is_replicate() else f"{'Shard' if p.is_shard() else 'StridedShard'}({p.dim})"  # type: ignore[attr-defined]
+        costs.REPLICATED if p.is_replicate() else f"{'Shard' if p.is_shard() else 'StridedShard'}({p.dim})"  # type: ignore[attr-defined]
         for p in param.placements
     )
     return {name: mesh.size(axis) for axis, name in enumerate(names)}, placements
@@ -343,9 +335,11 @@ class _OptimizerStates:
         formats = {}
         for key, value in self.tensors(param).items():
             if key.endswith(_REMAINDER_SUFFIX):
-                formats[key.removesuffix(_REMAINDER_SUFFIX)] = SPLIT if value.ndim == param.ndim else REMAINDER
+                formats[key.removesuffix(_REMAINDER_SUFFIX)] = (
+                    costs.SPLIT if value.ndim == param.ndim else costs.REMAINDER
+                )
             elif not scaled_state(key):
-                formats[key] = SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+                formats[key] = costs.SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
         return formats
 
     def sizes(self, param: Tensor) -> dict[str, int]:

@@ -17,40 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import sharding
+from quantshard import sharding, state_storage
 from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
 from quantshard.sharding import Shard
-from quantshard.state_storage import (
-    ADAMW,
-    ALGORITHMS,
-    MUON,
-    UNUSED_OPTIONS,
-    StateOptions,
-    check_dtype,
-    check_remainders,
-    chosen_options,
-    needs_master,
-    splits,
-    state_cell,
-    stored_dtype,
-)
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import (
-    BF16_BYTES,
-    BF16_OPTIMIZER_BYTES,
-    REMAINDER,
-    REPLICATED,
-    SHORT_DTYPES,
-    SPLIT,
-    Row,
-    SharedScaleCost,
-)
 from quantshard.tools.observe.explain import GemmPath, dtype_name, gemm_of, recipe_in, row_of
 from quantshard.tools.observe.table import Report
 from quantshard.tools.planning.rehearsal import ParameterShare, TrainingStep, step_memory
@@ -70,7 +46,7 @@ def plan(
     rank: int = 0,
     tensor_parallel: Mapping[str, int] | None = None,
     reshard_after_forward: bool | None = None,
-    optimizer: str = ADAMW,
+    optimizer: str = state_storage.ADAMW,
     head: str | Iterable[str] | None = None,
     preset: str | None = None,
     master_weights: bool | None = None,
@@ -147,7 +123,7 @@ def plan(
         rows.append(_row(name, param, gemm, mesh_rank, dim, regathered, spec))
         shares.append(ParameterShare(layer_of.get(id(module)), param, rows[-1], regathered))
     optimized = sum(share.row.elements for share in shares if share.param.requires_grad)
-    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES)
     if step is None:
         return report
     sharding = (mesh_rank.ranks, mesh_rank.replicas) if mesh_rank.is_wrapped else None
@@ -161,7 +137,7 @@ class _OptimizerSpec:
     `matrices`: ids of the parameters that Muon updates; AdamW updates the others.
     """
 
-    states: StateOptions
+    states: state_storage.StateOptions
     ema: bool
     algorithm: str
     matrices: frozenset[int]
@@ -177,34 +153,35 @@ class _OptimizerSpec:
         options: Mapping[str, Any],
     ) -> _OptimizerSpec:
         """Check the options of an optimizer."""
-        if algorithm not in ALGORITHMS:
+        known = state_storage.ALGORITHMS
+        if algorithm not in known:
             raise ConfigurationError(
-                f"plan(optimizer={algorithm!r}): {meant(algorithm, ALGORITHMS)}there are {', '.join(ALGORITHMS)}; "
+                f"plan(optimizer={algorithm!r}): {meant(algorithm, known)}there are {', '.join(known)}; "
                 "explain(model, optimizer) describes optimizers of any class"
             )
-        for name in UNUSED_OPTIONS[algorithm]:
+        for name in state_storage.UNUSED_OPTIONS[algorithm]:
             if options[name] is not None:
                 raise ConfigurationError(
                     f"plan(optimizer={algorithm!r}): {algorithm} has no such state as {name}={options[name]}; leave it "
                     "out"
                 )
-        if algorithm != MUON and head is not None:
+        if algorithm != state_storage.MUON and head is not None:
             raise ConfigurationError(f"plan(optimizer={algorithm!r}, head={head!r}): only muon has a head")
-        groups = muon_groups(model, head=head) if algorithm == MUON else []
-        matrices = [param for group in groups if group[ALGORITHM] == MUON for _, param in group["params"]]
-        spec = cls(chosen_options("plan", preset, options), ema, algorithm, frozenset(map(id, matrices)))
-        for name in (ADAMW, MUON) if algorithm == MUON else (algorithm,):
+        groups = muon_groups(model, head=head) if algorithm == state_storage.MUON else []
+        matrices = [param for group in groups if group[ALGORITHM] == state_storage.MUON for _, param in group["params"]]
+        spec = cls(state_storage.chosen_options("plan", preset, options), ema, algorithm, frozenset(map(id, matrices)))
+        for name in (state_storage.ADAMW, state_storage.MUON) if algorithm == state_storage.MUON else (algorithm,):
             for state, dtype in spec.states.dtypes(name).items():
-                check_dtype("plan", state, dtype)
+                state_storage.check_dtype("plan", state, dtype)
         if spec.states.store_param_remainders:
-            check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
+            state_storage.check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
         return spec
 
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """State -> dtype that a large quantized weight would get."""
-        if self.algorithm != MUON:
+        if self.algorithm != state_storage.MUON:
             return self.states.dtypes(self.algorithm)
-        return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
+        return self.states.dtypes(state_storage.MUON if id(param) in self.matrices else state_storage.ADAMW)
 
 
 @dataclass(frozen=True)
@@ -261,7 +238,7 @@ class _MeshRank:
         if not self.is_wrapped:
             return {}
         strided = tp_dim == 0 and self.mesh[TP] > 1
-        placements = {axis: REPLICATED for axis in self.mesh if axis != TP}
+        placements = {axis: costs.REPLICATED for axis in self.mesh if axis != TP}
         placements[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
         return placements if tp_dim is None else placements | {TP: f"Shard({tp_dim})"}
 
@@ -298,7 +275,7 @@ def _row(
     tp_dim: int | None,
     gathered_again: bool,
     optimizer: _OptimizerSpec,
-) -> Row:
+) -> costs.Row:
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     shard = _cut(name, param, storage, place, tp_dim)
@@ -309,13 +286,13 @@ def _row(
     numel = shard.cut.chunk * shard.cut.parent.shape[1]
     forward = bf16_forward = 0
     if storage is None:
-        codes, scales, shared = numel * param.itemsize, 0, SharedScaleCost()
+        codes, scales, shared = numel * param.itemsize, 0, costs.SharedScaleCost()
     else:
         fmt = storage.cell.format
         codes, scales = costs.resident_bytes(fmt, shard)
         shared = costs.shared(fmt, shard, mesh, [*placements.values()])
     if place.mesh[place.shard_axis] > 1:
-        bf16_forward = numel * BF16_BYTES
+        bf16_forward = numel * costs.BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
     return row_of(
         name,
@@ -326,7 +303,7 @@ def _row(
         _optimizer(param, storage, shard, optimizer),
         code_bytes=codes,
         scale_bytes=scales,
-        bf16_bytes=numel * BF16_BYTES,
+        bf16_bytes=numel * costs.BF16_BYTES,
         forward_gather_bytes=forward,
         backward_gather_bytes=forward if gathered_again else 0,
         bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
@@ -359,20 +336,26 @@ def _optimizer(
     if not param.requires_grad:
         return {}, {}, ""
     requested = optimizer.dtypes(param)
-    if MASTER in requested and not needs_master(storage is not None, param.dtype, requested[MASTER]):
+    if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
     fmt = None if storage is None else storage.cell.format
-    if MASTER in requested and optimizer.states.store_param_remainders and splits(fmt, param.dtype, requested[MASTER]):
-        states[MASTER], sizes[MASTER] = (REMAINDER, 2 * elements) if fmt is None else (SPLIT, elements)
+    if (
+        MASTER in requested
+        and optimizer.states.store_param_remainders
+        and state_storage.splits(fmt, param.dtype, requested[MASTER])
+    ):
+        states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
         del requested[MASTER]
-    dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
+    dtypes = {state: state_storage.stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
     float_states = [state for state, dtype in dtypes.items() if dtype is not requested[state]]
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
-        cell = state_cell(dtype, state in NONNEGATIVE)
+        cell = state_storage.state_cell(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
-        states[state] = SHORT_DTYPES[dtype_name(dtype)]
-    note = costs.float_states(float_states, (SHORT_DTYPES[dtype_name(requested[state])] for state in float_states))
+        states[state] = costs.SHORT_DTYPES[dtype_name(dtype)]
+    note = costs.float_states(
+        float_states, (costs.SHORT_DTYPES[dtype_name(requested[state])] for state in float_states)
+    )
     return states, sizes, note

@@ -20,22 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantshard.readable import human_bytes
-from quantshard.tools.report.history import (
-    HELDOUT,
-    HELDOUT_OF_AVERAGE,
-    LOSS,
-    MEMORY,
-    METRICS,
-    SECONDS,
-    SPEED,
-    STATISTICS,
-    STATISTICS_BYTES,
-    CheckpointRow,
-    RunSource,
-    checkpoints_elsewhere,
-    planned_steps,
-    tokens_per_step,
-)
+from quantshard.tools.report import history
 from quantshard.tools.report.records import AlarmEntry, Record, StatisticsReader, number, step_of
 
 _RECENT = 50
@@ -98,7 +83,7 @@ class RunFigures:
     best: tuple[float, int] | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=3))
-    checkpoint: CheckpointRow | None = None
+    checkpoint: history.CheckpointRow | None = None
     elsewhere: str = ""
     state: str = ""
     transfer: TransferFigures | None = None
@@ -111,14 +96,14 @@ class RunFigures:
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add a record of `metrics.jsonl`."""
         self.entry = dict(entry)
-        self.losses.append(number(entry.get(LOSS)))
-        heldout = number(entry.get(HELDOUT))
+        self.losses.append(number(entry.get(history.LOSS)))
+        heldout = number(entry.get(history.HELDOUT))
         if math.isfinite(heldout):
             self.heldout = heldout
             if self.best is None or heldout < self.best[0]:
                 self.best = heldout, self.step
-        seconds = number(entry.get(SECONDS))
-        speed = number(entry.get(SPEED))
+        seconds = number(entry.get(history.SECONDS))
+        speed = number(entry.get(history.SPEED))
         if math.isnan(seconds) and self.tokens_per_step and speed > 0:
             seconds = number(self.tokens_per_step / speed)
         if math.isfinite(seconds) and seconds >= 0:
@@ -145,14 +130,14 @@ class RunFigures:
 
 def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
     """Format a step as one line of a log."""
-    line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
-    line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
+    line = f"loss {_said(entry.get(history.LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
+    line += f"  {_said(entry.get(history.SPEED), ',.0f')} tokens/s"
     if number(entry.get("skipped_steps")) > 0:
         line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
-    if HELDOUT in entry:
-        line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
-    if HELDOUT_OF_AVERAGE in entry:
-        line += f"  of the average {_said(entry[HELDOUT_OF_AVERAGE], '.4f')}"
+    if history.HELDOUT in entry:
+        line += f"  held-out loss {_said(entry[history.HELDOUT], '.4f')}"
+    if history.HELDOUT_OF_AVERAGE in entry:
+        line += f"  of the average {_said(entry[history.HELDOUT_OF_AVERAGE], '.4f')}"
     return f"step {step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
 
 
@@ -203,18 +188,21 @@ class LiveView:
         if not entry:
             yield "", "waiting for the first step"
         else:
-            loss = _said(entry.get(LOSS, "-"), ".4f")
+            loss = _said(entry.get(history.LOSS, "-"), ".4f")
             curve = sparkline(figures.losses, max(8, width - len(loss) - 2), ascii_only)
-            yield LOSS, Text(f"{loss}  ").append(curve, "cyan")
+            yield history.LOSS, Text(f"{loss}  ").append(curve, "cyan")
             if figures.heldout is not None and figures.best is not None:
                 best = f"best {figures.best[0]:.4f} at step {figures.best[1]:,}"
                 yield "held-out", f"{figures.heldout:.4f}  {best}"
             figure = {
-                name: number(entry.get(name)) for name in (SPEED, "mfu", MEMORY, "lr", "grad_norm", "skipped_steps")
+                name: number(entry.get(name))
+                for name in (history.SPEED, "mfu", history.MEMORY, "lr", "grad_norm", "skipped_steps")
             }
-            speeds = {SPEED: "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
+            speeds = {history.SPEED: "{:,.0f} tokens/s", "mfu": "MFU {:.1%}"}
             texts = [form.format(figure[name]) for name, form in speeds.items() if math.isfinite(figure[name])]
-            texts += [f"memory {human_bytes(int(figure[MEMORY]))}"] if math.isfinite(figure[MEMORY]) else []
+            texts += (
+                [f"memory {human_bytes(int(figure[history.MEMORY]))}"] if math.isfinite(figure[history.MEMORY]) else []
+            )
             yield "speed", "   ".join(texts)
             steps = {"lr": "lr {:.2e}", "grad_norm": "grad norm {:.3g}", "skipped_steps": "skipped {:.0f}"}
             texts = [form.format(figure[name]) for name, form in steps.items() if not math.isnan(figure[name])]
@@ -271,9 +259,9 @@ class RunWatch:
     """Follows a run, given the path or URL of its folder, reading only new records at each poll."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        self.source = RunSource(run)
+        self.source = history.RunSource(run)
         self.figures = RunFigures(self.source.name)
-        self._metrics, self._statistics = self.source.records(METRICS), self.source.records(STATISTICS)
+        self._metrics, self._statistics = self.source.records(history.METRICS), self.source.records(history.STATISTICS)
         self._listed = -_LISTED_SECONDS
         self._starts_until = time.monotonic() + START_SECONDS
         self._read_settings()
@@ -298,7 +286,7 @@ class RunWatch:
             added = [*added, *(record for record in batch if (step_of(record) or 0) > last_step)][-most:]
         if self._statistics.was_rewritten():
             self.figures.alarms.clear()
-        for batch in self._statistics.batches(STATISTICS_BYTES):
+        for batch in self._statistics.batches(history.STATISTICS_BYTES):
             for record in batch:
                 self.figures.add_statistics(record)
         if time.monotonic() - self._listed >= _LISTED_SECONDS:
@@ -325,5 +313,6 @@ class RunWatch:
 
     def _read_settings(self) -> None:
         config = self.source.config()
-        self.figures.planned, self.figures.tokens_per_step = planned_steps(config), tokens_per_step(config)
-        self.figures.elsewhere = checkpoints_elsewhere(config)
+        self.figures.planned = history.planned_steps(config)
+        self.figures.tokens_per_step = history.tokens_per_step(config)
+        self.figures.elsewhere = history.checkpoints_elsewhere(config)

@@ -101,12 +101,12 @@ class RunSource:
 
     def starts(self) -> list[Record]:
         """Records of the first starts of the run, at most `_MOST_STARTS`."""
-        records: list[Record] = []
+        starts: list[Record] = []
         for batch in self.records(STARTS).batches():
-            records += batch[: _MOST_STARTS - len(records)]
-            if len(records) == _MOST_STARTS:
+            starts += batch[: _MOST_STARTS - len(starts)]
+            if len(starts) == _MOST_STARTS:
                 break
-        return records
+        return starts
 
     def checkpoints(self) -> list[CheckpointRow]:
         """The newest checkpoints, at most `_MOST_CHECKPOINTS`, in ascending order.

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from quantshard.errors import printable
 from quantshard.readable import counted_name, human_bytes, pattern_groups
+from quantshard.tools.report import history
 from quantshard.tools.report.figures import said, said_seconds
-from quantshard.tools.report.history import HELDOUT, LOSS, MEMORY, SECONDS, SPEED, TOKENS, RunHistory, planned_steps
 from quantshard.tools.report.records import StatisticsReader, step_of
 from quantshard.version import __version__
 
@@ -43,7 +43,7 @@ def is_report(head: bytes) -> bool:
     return MARK.encode() in head
 
 
-def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
+def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> str:
     """Render the HTML page that compares `runs`. `now`: creation time shown in the page header."""
     names = labels(runs)
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -81,7 +81,7 @@ def _time(moment: datetime | None) -> str:
     return NONE if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
-def labels(runs: Sequence[RunHistory]) -> list[str]:
+def labels(runs: Sequence[history.RunHistory]) -> list[str]:
     """Labels of the runs: their names, or the paths given by the user where names are equal."""
     counts = Counter(run.name for run in runs)
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
@@ -101,11 +101,11 @@ _MOST_ROWS = 500
 NONE = "–"
 
 
-def final_figures(run: RunHistory) -> dict[str, str]:
+def final_figures(run: history.RunHistory) -> dict[str, str]:
     """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
-    losses, heldout = run.metrics.there(LOSS)[1], run.metrics.there(HELDOUT)
+    losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
     best = int(heldout[1].argmin()) if len(heldout[1]) else 0
-    speed, memory, mfu = (run.metrics.there(name)[1] for name in (SPEED, MEMORY, "mfu"))
+    speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
     skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
     return {
         "steps": _progress(run),
@@ -123,8 +123,8 @@ def final_figures(run: RunHistory) -> dict[str, str]:
     }
 
 
-def _progress(run: RunHistory) -> str:
-    done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, planned_steps(run.config)
+def _progress(run: history.RunHistory) -> str:
+    done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, history.planned_steps(run.config)
     state = "" if planned is not None and done >= planned else ", being trained" if run.is_trained else ""
     return f"{done:,}" + (f" of {planned:,}" if planned else "") + state
 
@@ -142,7 +142,7 @@ def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
     return [(name[:_LONGEST], values) for name, values in rows if len(set(values)) > 1][:_MOST_ROWS]
 
 
-def environment_of(run: RunHistory) -> dict[str, Any]:
+def environment_of(run: history.RunHistory) -> dict[str, Any]:
     """Environment of the last start: processes, mesh, versions, device, environment variables."""
     start = run.starts[-1] if run.starts else {}
     result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh") if name in start}
@@ -152,7 +152,7 @@ def environment_of(run: RunHistory) -> dict[str, Any]:
     return result
 
 
-def weight_rows(run: RunHistory) -> list[tuple[str, ...]]:
+def weight_rows(run: history.RunHistory) -> list[tuple[str, ...]]:
     """Name, shape, format, bytes, GEMM, optimizer and fallbacks of the weights, with identical weights in one row."""
     rows = run.parameters.get("rows")
     weights = [_weight_row(row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
@@ -174,13 +174,13 @@ def _weight_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def memory_parts(run: RunHistory) -> list[tuple[str, str, float]]:
+def memory_parts(run: history.RunHistory) -> list[tuple[str, str, float]]:
     """Purpose, bytes and share of the first process's peak memory; empty if the run did not record its parameters.
 
     The remainder up to the peak is attributed to activations, gradients and libraries.
     """
     totals = run.parameters.get("totals")
-    peak = run.metrics.there(MEMORY)[1]
+    peak = run.metrics.there(history.MEMORY)[1]
     if not isinstance(totals, Mapping) or not len(peak):
         return []
     kinds = {"codes of weights": "code_bytes", "scales": "scale_bytes", "optimizer states": "optimizer_bytes"}
@@ -208,14 +208,14 @@ _MEANS, _NOISE = 150, 0.004
 """Number of means drawn for a noisy curve, and the noise threshold: mean change per step / range of the curve."""
 
 _TITLES = {
-    LOSS: "Loss",
-    SPEED: "Tokens per second",
+    history.LOSS: "Loss",
+    history.SPEED: "Tokens per second",
     "mfu": "Model FLOPs utilization (MFU)",
-    MEMORY: "Memory of the first process, peak",
+    history.MEMORY: "Memory of the first process, peak",
     "grad_norm": "Norm of the gradient",
     "lr": "Learning rate",
     "skipped_steps": "Skipped steps",
-    SECONDS: "Seconds of a step",
+    history.SECONDS: "Seconds of a step",
     "data_wait_s": "Seconds of a step that waited for data",
 }
 """Titles of the charts, in display order; other charts follow under their own names."""
@@ -224,7 +224,7 @@ _MOST_CURVES = 6
 """Maximum number of memory curves in one chart."""
 
 
-def page_data(runs: Sequence[RunHistory], names: Sequence[str]) -> dict[str, Any]:
+def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[str, Any]:
     """JSON-serializable data for the script of a page. `names`: unique labels of the runs."""
     charts = _charts(runs)
     keys = [curve for chart in charts for curve in chart["curves"]]
@@ -256,14 +256,14 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate(indices)).astype(np.int64)
 
 
-def _charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for run in runs for name in run.metrics.columns if name != TOKENS)
+def _charts(runs: Sequence[history.RunHistory]) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for run in runs for name in run.metrics.columns if name != history.TOKENS)
     groups: dict[str, list[str]] = {name: [name] for name in _TITLES if name in names}
     for name in names:
-        if name == HELDOUT:
-            groups.setdefault(LOSS, []).append(name)
-        elif _is_memory(name) and name != MEMORY and len(groups.get(MEMORY, ())) < _MOST_CURVES:
-            groups.setdefault(MEMORY, []).append(name)
+        if name == history.HELDOUT:
+            groups.setdefault(history.LOSS, []).append(name)
+        elif _is_memory(name) and name != history.MEMORY and len(groups.get(history.MEMORY, ())) < _MOST_CURVES:
+            groups.setdefault(history.MEMORY, []).append(name)
         elif name not in _TITLES:
             groups[name] = [name]
     units = {name: "share" if name == "mfu" else "bytes" if _is_memory(name) else "" for name in groups}
@@ -274,7 +274,7 @@ def _is_memory(name: str) -> bool:
     return name.startswith("memory") and name.endswith("bytes")
 
 
-def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[str, Any]:
+def _run_data(run: history.RunHistory, name: str, keys: list[str], most: int) -> dict[str, Any]:
     curves, bad = {}, {}
     for key in keys:
         steps, values = run.metrics.there(key)
@@ -298,7 +298,7 @@ def _means(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[f
     return [_short(array) for array in means]
 
 
-def _axis(run: RunHistory, values: NDArray[np.float64] | None) -> list[list[float]] | None:
+def _axis(run: history.RunHistory, values: NDArray[np.float64] | None) -> list[list[float]] | None:
     """Points of a monotonic x axis (tokens or time) over steps, which the script interpolates linearly."""
     if values is None or not len(values) or not np.isfinite(values).all():
         return None

@@ -15,16 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.segment import Segment
 from rich.text import Text
 
@@ -105,7 +97,7 @@ def _warning_line(
 class TransferBar:
     """Progress in bytes, relative to the total expected so far."""
 
-    def __init__(self, bar: Progress, task: TaskID) -> None:
+    def __init__(self, bar: progress.Progress, task: progress.TaskID) -> None:
         self.bar, self.task, self.total = bar, task, 0
 
     def expect(self, count: int) -> None:
@@ -125,9 +117,14 @@ def transfer_bar(what: str) -> Iterator[None]:
     `what`: description of the work.
     """
     screen = Screen(stderr=True, soft_wrap=True)
-    text, rest = TextColumn("{task.description}"), (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    text, rest = (
+        progress.TextColumn("{task.description}"),
+        (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
+    )
     with (
-        Progress(text, BarColumn(), *rest, console=screen, transient=True, disable=not screen.is_terminal) as bar,
+        progress.Progress(
+            text, progress.BarColumn(), *rest, console=screen, transient=True, disable=not screen.is_terminal
+        ) as bar,
         transfer.watched(TransferBar(bar, bar.add_task(what, total=None))),
     ):
         yield
