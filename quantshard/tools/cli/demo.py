@@ -37,11 +37,10 @@ from quantshard.tools.report.history import PARAMETERS
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import TABLES, from_mapping, read_settings_file
+from quantshard.tools.trainer.settings.config import TABLES, TrainSettings, from_mapping, read_settings_file
 
 SETTINGS: dict[str, Any] = {
     "hidden": 128, "layers": 3, "heads": 4, "seq_length": 128, "steps": 120, "global_batch": 8, "lr": 3e-3,

@@ -36,10 +36,16 @@ from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec, losses, trained_loss
 from quantshard.tools.trainer.optimizer import muon_head
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings import optimizer_states
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import TP, MeshSpec
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import (
+    FLOAT32_STATES,
+    STATE_SETTINGS,
+    TP,
+    LayerRecipes,
+    MeshSpec,
+    as_settings,
+    state_options,
+)
 
 _RUN = "config.toml"
 
@@ -115,9 +121,7 @@ def plan(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {optimizer_states.FLOAT32_STATES}"
-        ),
+        typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}"),
     ] = None,
     ema: Annotated[
         bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)
@@ -239,10 +243,8 @@ def _states(source: ModelSource, preset: str | None = None, algorithm: str | Non
             "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
         )
     head = muon_head(source.model, source.settings) if name == MUON and source.settings is not None else None
-    state_settings = optimizer_states.state_options(
-        preset or "", {} if preset else optimizer_states.as_settings(source.states)
-    )
-    supported = {*optimizer_states.STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
+    state_settings = state_options(preset or "", {} if preset else as_settings(source.states))
+    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
     states = {option: value for option, value in state_settings.arguments(MUON).items() if option in supported}
     return {**states, "optimizer": name, "head": head}
 
@@ -383,7 +385,7 @@ def _of_run(path: Path, recipe_name: str | None) -> ModelSource:
     settings, launch_config, _ = RunDir(path).read_config()
     settings = replace(settings, recipe=recipe_name or settings.recipe)
     settings.check(str(path))
-    model = ModelSpec(settings, RunDir(path).read_model(settings)).described()
+    model = ModelSpec(settings, RunDir(path).read_model(settings)).converted()[0]
     mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     about = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"

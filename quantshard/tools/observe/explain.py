@@ -181,7 +181,7 @@ def row_of(
         optimizer=states,
         optimizer_bytes=sum(sizes.values()),
         state_sizes=sizes,
-        fallbacks=(*gemm.fallbacks, *["thin shards"] * bool(shared.warning), *["float32 moments"] * bool(note)),
+        fallbacks=(*gemm.fallbacks, *["replicated scales"] * bool(shared.warning), *["float32 states"] * bool(note)),
         notes=tuple(filter(None, (shared.note, note))),
         warnings=tuple(filter(None, (shared.warning, warning))),
         **fields,

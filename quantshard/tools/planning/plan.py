@@ -2,7 +2,7 @@
 
 `plan` gives for an unsharded model the report that `explain` gives for live shards. `plan` cuts rectangles
 (`sharding.Shard`), `explain` reads what FSDP2 and DTensor made; tests compare both. With a `TrainingStep`, the report
-includes the peak memory of the step (`planning.peak`).
+includes the peak memory of the step (`planning.rehearsal`).
 """
 
 from __future__ import annotations
