@@ -39,7 +39,7 @@ FLOORS = (
     "distributed",
     "modules optimizers checkpoints",
     "observe",
-    "layouts doctor terminal conversion statistics planning",
+    "layouts terminal conversion statistics planning",
     "transformer_engine report",
     "__init__",
     "trainer compat frameworks",

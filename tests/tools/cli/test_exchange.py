@@ -235,7 +235,7 @@ def test_sizes(text, wanted):
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5TB"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigurationError, match="is no size"):
+    with pytest.raises(ConfigurationError, match="is not a size"):
         exchange.size(text)
 
 
