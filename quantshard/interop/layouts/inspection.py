@@ -94,9 +94,9 @@ def _is_exported(path: Path_) -> bool:
     try:
         return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(location))
     except NotADirectoryError:
-        raise CheckpointError(f"{path} is a file, and no checkpoint, which is a folder, nor {SUFFIX}") from None
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a {SUFFIX} file") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
+        raise CheckpointError(f"{path} cannot be read: {why(error)}") from error
 
 
 class _SafetensorsInspector:
@@ -106,11 +106,7 @@ class _SafetensorsInspector:
         self.files = files
 
     def inspection(self, path: str, data: bool) -> Inspection:
-        """Return one row per weight. `data`: whether to read codes and scales for statistics.
-
-        Raises:
-            CheckpointError: the files hold no tensors or cannot be read.
-        """
+        """Return one row per weight. `data`: whether to read codes and scales for statistics."""
         rows = tuple(self._row(weight, data) for weight in self._weights())
         if not rows:
             raise CheckpointError(f"{path} holds no tensors")
@@ -118,9 +114,9 @@ class _SafetensorsInspector:
 
     def _weights(self) -> list[_StoredWeight]:
         """Return all tensors, grouped with their scales and sorted by name."""
-        weights = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
+        weights = [weight for key in self.files.tensors if (weight := self._with_scales(key)) is not None]
         used_keys = {key for weight in weights for key in weight.keys}
-        weights += [_StoredWeight(key) for key in self.files.names() if key not in used_keys]
+        weights += [_StoredWeight(key) for key in self.files.tensors if key not in used_keys]
         return sorted(weights, key=lambda weight: weight.codes)
 
     def _with_scales(self, key: str) -> _StoredWeight | None:
@@ -175,11 +171,7 @@ class _SafetensorsInspector:
         return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
 
     def _figures(self, weight: _StoredWeight) -> TensorStatistics:
-        """Compute statistics of a quantized weight's codes and scales.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Compute statistics of a quantized weight's codes and scales."""
         assert weight.encoding is not None and weight.scale is not None
         statistics = TensorStatistics()
         for codes in self._rows(weight.codes):

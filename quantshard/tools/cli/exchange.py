@@ -85,7 +85,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint's model as safetensors for other programs, one weight at a time."""
+    """Write a checkpoint's model as safetensors for other programs, one file at a time."""
     inputs.existing(checkpoint, "a checkpoint")
     tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
     config_path = (
