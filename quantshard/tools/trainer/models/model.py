@@ -33,7 +33,7 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion.report import ConversionReport
+from quantshard.interop.conversion.convert import ConversionReport
 from quantshard.modules import (
     LayerNorm,
     Linear,
