@@ -20,7 +20,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
-from quantshard.interop.conversion import report
+from quantshard.interop.conversion import convert as report
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules.contexts import context
 from quantshard.optimizers import FusedAdam
