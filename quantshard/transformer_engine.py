@@ -1,4 +1,4 @@
-"""TransformerEngine's checkpoints: written anew as ours, offline, without TransformerEngine."""
+"""Offline conversion of TransformerEngine checkpoints, without TransformerEngine."""
 
 from quantshard.interop.transformer_engine import Conversion, convert
 

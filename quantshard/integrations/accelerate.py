@@ -12,8 +12,7 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,18 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
         ConfigurationError: the model has no quantized weight, or a setting or an optimizer is unsupported.
         RankMismatchError: ranks hold different bits, and each shards its own.
     """
-    _check_model(model)
+    if not components.quantized_parameters(model):
+        raise ConfigurationError(
+            f"prepare: {type(model).__name__} has no quantized weight; call quantshard.convert first, or use "
+            "accelerator.prepare"
+        )
     _check_settings(accelerator)
     if not accelerator.is_fsdp2:
         return _replicated(accelerator, model, others)
     params_by_name = dict(model.named_parameters())
     names = {index: _names_in(arg, params_by_name) for index, arg in enumerate(others) if isinstance(arg, Optimizer)}
     model = _sharded(accelerator, model)
-    params_by_name = _by_canonical_name(model)
+    params_by_name = {_canonical_name(name): param for name, param in model.named_parameters()}
     prepared: dict[int, Any] = {}
     for index, arg in enumerate(others):
         if index in names:
@@ -106,14 +109,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
-
-
-def _check_model(model: nn.Module) -> None:
-    if not components.quantized_parameters(model):
-        raise ConfigurationError(
-            f"prepare: {type(model).__name__} has no quantized weight; call quantshard.convert first, or use "
-            "accelerator.prepare"
-        )
 
 
 def _check_settings(accelerator: Accelerator) -> None:
@@ -195,8 +190,12 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if not from_rank0:
         check_before_sharding(model)
     dummy = torch.optim.SGD(model.parameters(), lr=0.0)
-    with _without_ram_efficient_loading(plugin):
+    # accelerate's own implementation sends entries one by one and expects all of them to be DTensors
+    previous, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+    try:
         model, dummy = accelerator.prepare(model, dummy)
+    finally:
+        plugin.cpu_ram_efficient_loading = previous
     vars(accelerator)[_OPTIMIZERS].remove(dummy)  # save_state would write it
     if from_rank0:
         _fill(accelerator, model, state)
@@ -211,17 +210,6 @@ def check_before_sharding(model: nn.Module) -> None:
     params = components.named_parameters(model).values()
     if all(agreement.all_gather_object(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
         check_replicas(model)
-
-
-@contextmanager
-def _without_ram_efficient_loading(plugin: Any) -> Iterator[None]:
-    """Disable accelerate's own implementation, which sends entries one by one and expects all of them to be
-    DTensors."""
-    previous, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
-    try:
-        yield
-    finally:
-        plugin.cpu_ram_efficient_loading = previous
 
 
 def _taken(model: nn.Module) -> dict[str, Tensor]:
@@ -272,10 +260,6 @@ def _send(buffer: Tensor, value: Tensor | None) -> None:
         staging = buffer.to(process_groups.collective_device(group)).contiguous()
         dist.broadcast(staging, src=0, group=group)
         buffer.copy_(staging)
-
-
-def _by_canonical_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {_canonical_name(name): param for name, param in model.named_parameters()}
 
 
 def _canonical_name(name: str) -> str:

@@ -68,7 +68,7 @@ def convert_and_shard(
             f"convert_and_shard: tensor_parallel_size={mesh[TENSOR].size()} is not supported; make the strategy with "
             f"data_parallel_size={mesh.size()}, tensor_parallel_size=1"
         )
-    if isinstance(model, FSDPModule) and quantized_names(model):
+    if isinstance(model, FSDPModule) and components.quantized_parameters(model):
         return model
     rank_zero_info(str(convert(model, recipe, filter=filter)))
     for layer in (layers or listed_layers)(model):
@@ -145,13 +145,8 @@ def check_sharded(strategy: str, params: Mapping[str, Tensor], ranks: int) -> No
 
 def check_folder(path: Any, models: Iterable[nn.Module]) -> None:
     """Reject single-file checkpoints of quantized models: Lightning loads one key at a time, not scales."""
-    if Path(path).is_file() and any(quantized_names(model) for model in models):
+    if Path(path).is_file() and any(components.quantized_parameters(model) for model in models):
         raise CheckpointError(
             f"{path} is a single file, which Lightning cannot load into quantized weights; save with "
             "save_distributed_checkpoint=True"
         )
-
-
-def quantized_names(model: nn.Module) -> list[str]:
-    """Return the names of the quantized weights."""
-    return list(components.quantized_parameters(model))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -48,14 +47,29 @@ _WRAPPED: Final = ".base_layer"
 """Suffix of the names of layers that are wrapped by PEFT adapters."""
 
 
-@dataclass
-class SavedForm:
-    """The output of a save: tensors by name, the configuration's `quantization_config`, and strings for file
-    headers."""
+class SavedForm(HfQuantizer):
+    """What a save writes: tensors by name, `quantization_config`, and strings for file headers.
 
-    tensors: dict[str, Tensor]
-    quantization: dict[str, Any] | None
-    metadata: dict[str, str] = field(default_factory=dict)
+    A quantizer, because transformers' `save_pretrained` asks the model's quantizer for tensors and headers.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Tensor], quantization: dict[str, Any] | None, metadata: dict[str, str] | None = None
+    ) -> None:
+        self.tensors, self.quantization, self.metadata = tensors, quantization, metadata or {}
+
+    def is_serializable(self) -> bool:
+        """Return True: `save_pretrained` may write the form."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: quantized weights are trained directly."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Return what transformers writes to the files."""
+        return self.tensors, dict(self.metadata)
 
 
 def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> SavedForm:
@@ -210,13 +224,9 @@ def _layout_form(
         amax = cell.format.copies[Orientation.ROWWISE].amax
         if amax is not None:
             amaxes[NOTED_AMAX + name] = float(parts_by_name[amax.name]).hex()
-    return SavedForm({**others, **tensors}, row.config(_ignored(model, weights)), amaxes)
-
-
-def _ignored(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """List the modules with matrices that stay in high precision."""
     params = components.named_parameters(model)
-    return sorted(n.rpartition(".")[0] for n, param in params.items() if param.ndim == 2 and n not in weights)
+    ignored = sorted(n.rpartition(".")[0] for n, param in params.items() if param.ndim == 2 and n not in weights)
+    return SavedForm({**others, **tensors}, row.config(ignored), amaxes)
 
 
 # save_pretrained
@@ -263,28 +273,11 @@ def _save(
         return plain(save_directory, **kwargs)
 
 
-class _FormQuantizer(HfQuantizer):
-    """Hands a form to transformers' `save_pretrained`, which asks the model's quantizer for what to write."""
-
-    def __init__(self, form: SavedForm) -> None:
-        self.form = form
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        return self.form.tensors, dict(self.form.metadata)
-
-
 @contextmanager
 def _writing(model: PreTrainedModel, form: SavedForm) -> Iterator[None]:
     """Temporarily make transformers' `save_pretrained` write a form's tensors and `quantization_config`."""
     config: Any = model.config
-    setattr(model, "hf_quantizer", _FormQuantizer(form))  # noqa: B010 (nn.Module has no such attribute)
+    setattr(model, "hf_quantizer", form)  # noqa: B010 (nn.Module has no such attribute)
     if form.quantization is not None:
         config.quantization_config = form.quantization
     try:

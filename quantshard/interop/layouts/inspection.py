@@ -121,22 +121,22 @@ class _SafetensorsInspector:
 
     def _with_scales(self, key: str) -> _StoredWeight | None:
         """Return the quantized weight that has this key for its codes, or None if the tensor does not hold codes."""
-        encoding = _ELEMENTS.get(self.files.tensors[key][0])
+        tensors = self.files.tensors
+        encoding = _ELEMENTS.get(tensors[key][0])
         if encoding is None:
             return None
         for names in _NAMES:
             base = key.removesuffix(names.codes)
             scale, second = base + names.scale, None if names.second is None else base + names.second
             has_keys = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
-            fits = has_keys and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
+            fits = (
+                has_keys
+                and (len(tensors[scale][1]) <= max(1, len(tensors[key][1])))
+                and (second is None or self._bytes(second) > 0)
+            )
             if fits and (encoding is E2M1) <= (second is not None):
                 return _StoredWeight(key, encoding, scale, second, names.divides)
         return None
-
-    def _is_grid(self, scale: str, codes: str) -> bool:
-        """Return whether a tensor's shape fits scales of these codes."""
-        dims = len(self.files.tensors[scale][1])
-        return dims <= 1 or dims <= len(self.files.tensors[codes][1])
 
     def _row(self, weight: _StoredWeight, data: bool) -> TensorSummary:
         figures = self._figures(weight) if data and weight.scale is not None else None

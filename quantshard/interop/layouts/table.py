@@ -170,7 +170,7 @@ def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
         return Verdict(LOSSY, f"blocks are {said(layout.block)} there, {said(copy.block)} here")
     conditions = []
     if not all(refines(ours, theirs) for theirs, ours in pairs):
-        conditions.append("blocks of theirs in one of ours have one scale, as in our exports")
+        conditions.append("all its blocks in one block of the model have the same scale, as in our exports")
     if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
         conditions.append("scales are powers of two")
     return Verdict(EXACT, " and ".join(["where " + conditions[0], *conditions[1:]]) if conditions else "")

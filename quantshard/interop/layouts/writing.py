@@ -206,7 +206,7 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
         mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
         if mean.abs() < 0.5:
             raise ConfigurationError(
-                f"{source.path}: unknown whether norm weights (mean {float(mean):.2g}) are gamma - 1; pass "
+                f"{source.path} does not record zero_centered_gamma (norm weights average {float(mean):.2g}); pass "
                 "zero_centered_gamma= (--zero-centered, --no-zero-centered)"
             )
     return {weight.name for weight in gammas} if is_centered else set()
@@ -244,12 +244,14 @@ class _ExportPlan:
     report: Export
     zero_centered: set[str]
     noted: dict[str, str] = field(default_factory=dict)
+    is_quantized: bool = False
 
     def groups(self) -> list[TensorBatch]:
         if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
             raise ConfigurationError(
-                f"{self.source.path} has no averages by name; train with FusedAdam(named_parameters, ema_decay=...)"
+                f"{self.source.path} holds no averages of its weights; train with --ema (FusedAdam(ema_decay=...))"
             )
+        self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
         heads, batches = heads_of(self.config), []
         weights = self._untied()
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
@@ -287,7 +289,7 @@ class _ExportPlan:
         row_index = (
             None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
         )
-        quantizes = weight.tag is not None or (self._is_high_precision() and LINEAR.search(name) is not None)
+        quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
         if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
             return self._plain_group(weight, name, (rows, *weight.shape[1:]), row_index)
         shape = (rows, weight.shape[1])
@@ -305,9 +307,6 @@ class _ExportPlan:
             return result if scale is None else {**result, stem + str(self.layout.input_scale): scale}
 
         return TensorBatch(tensors, made)
-
-    def _is_high_precision(self) -> bool:
-        return all(weight.tag is None for weight in self.source.weights.values())
 
     def _plain_group(
         self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None

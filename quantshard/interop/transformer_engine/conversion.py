@@ -7,7 +7,7 @@ reason in the report, only if its format here cannot hold the stored values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -283,8 +283,9 @@ class _CheckpointConverter:
             return self._remainder(key + REMAINDER_SUFFIX, name, values)
         group, label = self.like.groups.get(key), f"{name} {role}"
         if group is None:
-            if values is not None:
-                self._leave_state(name, role, values)
+            # nothing is lost if the weight has the values of its master
+            if values is not None and not (role == MASTER and torch.equal(self._values_here(name), values)):
+                self.report.inexact[label] = "not converted: the optimizer of --like has none for this parameter"
             return {}
         shape = tuple(group.shape or ())
         if values is not None and tuple(values.shape) != shape:
@@ -344,11 +345,6 @@ class _CheckpointConverter:
         self._note(label, "" if is_same else f"{master.dtype}, rounded to 16 bits with the weight's codes")
         return low
 
-    def _leave_state(self, name: str, role: str, values: Tensor) -> None:
-        if role == MASTER and torch.equal(self._values_here(name), values):
-            return  # the weight has the same values, so nothing is lost
-        self.report.inexact[f"{name} {role}"] = "not converted: the optimizer of --like has none for this parameter"
-
     def _values_here(self, name: str) -> Tensor:
         """Return the float32 values of a converted parameter."""
         group = self.like.groups[_MODEL + name]
@@ -385,7 +381,10 @@ class _CheckpointConverter:
 
     def _copy_own(self) -> None:
         """Take the remaining entries from --like, because TransformerEngine does not save them."""
-        for key in self._remaining():
+        for key, entry in self.like.entries.items():
+            is_state = key.startswith(_STATE) and not isinstance(entry, BytesStorageMetadata)
+            if key in self.made or is_state or (key.startswith("optimizer.") and not self.has_optimizer):
+                continue
             value = self.like.value(key)
             if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
                 # the template's history has the amaxes of its initial weights
@@ -399,26 +398,18 @@ class _CheckpointConverter:
                 self.report.own[f"optimizer setting {key.rpartition('.')[2]}"] = "from --like"
             self.made[key] = value
 
-    def _remaining(self) -> Iterator[str]:
-        for key in self.like.entries:
-            if key not in self.made and (self.has_optimizer or not key.startswith("optimizer.")):
-                if not (key.startswith(_STATE) and not isinstance(self.like.entries[key], BytesStorageMetadata)):
-                    yield key
-
     def _report_omitted(self) -> None:
         source, omitted = self.source, self.report.left
         for name in source.names:
-            if name.endswith(EXTRA_STATE) and self._holds(source.model + name):
+            entry = source.entries.get(source.model + name)
+            is_empty = isinstance(entry, TensorStorageMetadata) and not entry.size.numel()
+            if name.endswith(EXTRA_STATE) and not is_empty:
                 omitted[name] = "a pickle of amax histories and scales, which is not read"
         if not self.has_optimizer:
             omitted["optimizer"] = "one of the checkpoints has no optimizer states"
         for key in source.entries:
             if not key.startswith((source.model, source.optimizer)):
                 omitted[key] = "not part of the model or the optimizer"
-
-    def _holds(self, key: str) -> bool:
-        entry = self.source.entries[key]
-        return isinstance(entry, BytesStorageMetadata) or entry.size.numel() > 0
 
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:

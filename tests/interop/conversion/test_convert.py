@@ -323,7 +323,7 @@ def test_revert() -> None:
     assert type(model) is Model and all(type(block.up) is nn.Linear for block in model.blocks)
     assert torch.equal(model.blocks[0].up.weight, values) and expected.shape == model(TOKENS).shape
     qs.convert(model, "block")
-    with pytest.raises(ConfigurationError, match="no layer that quantshard"):
+    with pytest.raises(ConfigurationError, match="no layer made by quantshard"):
         qs.revert(born())
 
 
@@ -349,7 +349,7 @@ def test_a_layer_that_another_model_computes_with_is_trained_after_revert(recwar
 def test_a_layer_by_itself_is_not_reverted() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     qs.convert(model, "mxfp8")
-    with pytest.raises(ConfigurationError, match="give the model that holds it"):
+    with pytest.raises(ConfigurationError, match="call it on the model that contains this layer"):
         qs.revert(model[0])
 
 

@@ -277,7 +277,7 @@ def test_gate_and_up_may_be_kept_as_codes() -> None:
     for name, model in models.items():
         storage = "high_precision" if name == "plain" else "fp8"
         report = qs.convert(model, "block", modules="fused", activation_storage=storage)
-        assert str(report).count("gate and up kept as fp8") == (name != "plain")
+        assert str(report).count("gate and up saved as fp8") == (name != "plain")
     for layer in models["compiled"].model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     plain, stored, compiled = (trained(model, 1) for model in models.values())
@@ -292,7 +292,7 @@ def test_gate_and_up_may_be_kept_as_codes() -> None:
 
 def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
     for arguments, says in (
-        ({}, "give modules='fused'"),
+        ({}, "pass modules='fused'"),
         ({"modules": "fused", "filter": "q_proj"}, r"model.layers.0.mlp: its gate_proj is not converted"),
         ({"modules": "fused", "activation_storage": "fp4"}, "use one of: high_precision, fp8"),
     ):

@@ -293,7 +293,7 @@ EXPORTS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors", "ignore::DeprecationWarning:compressed_tensors")
-@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
+@pytest.mark.filterwarnings("ignore:save_pretrained.*not multiples of 128:UserWarning")
 @pytest.mark.parametrize(("recipe", "layout"), EXPORTS)
 def test_layouts_are_read_by_transformers_and_trained_on(
     recipe: str, layout: str, folder: Path, tmp_path: Path
@@ -313,7 +313,7 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
 
 
-@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
+@pytest.mark.filterwarnings("ignore:save_pretrained.*not multiples of 128:UserWarning")
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [

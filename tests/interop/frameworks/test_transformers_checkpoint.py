@@ -265,7 +265,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_trainer_keeps_what_it_says_of_other_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a folder without weights, of a best model that is gone, and of another release."""
+    """Of a folder without weights, and of a best model that is gone."""
     made(small).save_pretrained(tmp_path / "codes")
     trainer = QuantizedLossTrainer(made(small, 1), arguments(tmp_path), train_dataset=data())
     with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
@@ -275,11 +275,7 @@ def test_the_trainer_keeps_what_it_says_of_other_checkpoints(tmp_path: Path, mon
         monkeypatch.setattr(module, "warning", lambda text, *args: said.append(text))
     trainer.state.best_model_checkpoint = str(tmp_path / "gone")
     trainer._load_best_model()
-    trainer._load_from_checkpoint(str(tmp_path / "codes"))
-    monkeypatch.setattr(checkpoint.transformers, "__version__", "0.1")
-    trainer._load_from_checkpoint(str(tmp_path / "codes"))
-    assert ["Could not locate the best model" in said[0], "your current version is 0.1" in said[1]] == [True, True]
-    assert len(said) == 2
+    assert len(said) == 1 and "Could not locate the best model" in said[0]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it

@@ -170,7 +170,7 @@ def test_a_map_is_read_from_toml(tmp_path):
     ("text", "match"),
     [
         ("[names", "is not TOML"),
-        ("[other]", "has the tables"),
+        ("[other]", "has only the tables"),
         ('[names]\n"a" = 3', "'a' must be a name"),
         ('[fused]\n"a" = { rows = "mixed", into = ["q", "k", "v"] }', "'a' must be"),
         ('[fused]\n"a" = { rows = "stacked", into = ["q"] }', "'a' must be"),

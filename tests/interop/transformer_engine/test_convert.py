@@ -159,7 +159,7 @@ def test_a_model_in_high_precision(stored: Path, tmp_path: Path) -> None:
     assert same(model[0].weight.detach(), values.bfloat16())
     new = like(tmp_path / "new 2", None, 128)
     done = transformer_engine.convert(stored / "current", new, tmp_path / "out 2", lossy=True)
-    assert done.inexact == {"0.weight": "Float8Tensor there, rounded to torch.bfloat16 here"}
+    assert done.inexact == {"0.weight": "Float8Tensor, rounded to torch.bfloat16"}
 
 
 def test_delayed_scaling_starts_with_empty_histories(stored: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_states_of_fewer_bits(stored: Path, tmp_path: Path) -> None:
     options = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
     new = like(tmp_path / "new", "current", 128, **options)
     done = transformer_engine.convert(stored / "current", new, tmp_path / "out", lossy=True)
-    assert done.inexact == {"0.weight exp_avg_sq": "torch.float32 there, rounded to ue5m3_1x128 here"}
+    assert done.inexact == {"0.weight exp_avg_sq": "torch.float32, rounded to ue5m3_1x128"}
     assert "0.weight exp_avg" in done.exact  # whole multiples of 2**-10 up to 96, which bfloat16 has
     model, optimizer = built("current", 128, **options)
     checkpoints.load(tmp_path / "out", model, optimizer)
@@ -277,7 +277,7 @@ def test_command(stored: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(command_line.app(), list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "8 tensors bit for bit, 0 not exactly" in result.output
-    assert "this model's own: random keys and draw counts: TransformerEngine has none" in result.output
+    assert "new: random keys and draw counts: from --like" in result.output
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
         transformer_engine.convert(stored / "block", new, tmp_path / "out")
 

@@ -145,7 +145,7 @@ def test_blocks_of_rows(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     piece = whole(blockwise(shape, tuple(planes), False))
     parts, left = components_of([piece], formats.FP8_1X128, piece.shape)
     assert not differing(parts, {"codes": planes[0], "scale_inv": planes[1].t()})
-    assert left == ("its columnwise copy is left out: fp8_1x128 has none",)
+    assert left == ("its columnwise copy is omitted: fp8_1x128 has none",)
     exact = numerics.dequantize(formats.FP8_1X128.copies[Orientation.ROWWISE], parts, piece.shape)
     assert same(values_of([piece], piece.shape), exact)
     with pytest.raises(InexactConversionError, match="blocks of 1x128 have different scales inside one of 128x128"):
@@ -366,4 +366,4 @@ def test_a_scale_that_was_not_saved_as_it_was_used(values: Tensor) -> None:
     """TransformerEngine's own test knows of it: current scaling's scale can be saved in the parameter's dtype."""
     parts = numerics.quantize(values, formats.FP8_E4M3)
     piece = whole(per_tensor(parts["codes"], parts["scale_inv"].reshape(1).bfloat16()))
-    assert piece.notes == ("its scales were saved as torch.bfloat16, not as used",)
+    assert piece.notes == ("its scales were saved as torch.bfloat16",)
