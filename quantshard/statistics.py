@@ -1,4 +1,4 @@
-"""Statistics of a model's numbers during training, alarms, and the origin of infinite and NaN values."""
+"""Statistics of a model's numbers in training, alarms, and the origin of infinite and NaN values."""
 
 from quantshard.tools.statistics import (
     Alarm,

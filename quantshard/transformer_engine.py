@@ -1,4 +1,4 @@
-"""Offline conversion of TransformerEngine checkpoints, without TransformerEngine."""
+"""Conversion of TransformerEngine's checkpoints to quantshard's, without TransformerEngine."""
 
 from quantshard.interop.transformer_engine import Conversion, convert
 

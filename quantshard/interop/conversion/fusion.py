@@ -315,7 +315,7 @@ class FusedGatedMLP(nn.Module):
 @private_torch.constant_in_graphs
 def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
     if context.setting(setting).strict:
-        raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
+        raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
     storage_note = "" if storage == HIGH_PRECISION else f", without activation_storage={storage!r}"
     warn_once(
         _UNFUSED,
