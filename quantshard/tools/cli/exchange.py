@@ -74,7 +74,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint's model as safetensors for other programs, one weight at a time."""
+    """Write a checkpoint's model as safetensors for other programs, one file at a time."""
     inputs.existing(checkpoint, "a checkpoint")
     tokenizer: dict[str, bytes] = {}
     config_path: Any = None if config is None else inputs.existing(config, "a config.json or its folder")

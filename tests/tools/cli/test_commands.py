@@ -74,7 +74,7 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--steps", "3"], 2, "--run"),
         (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "cannot list the checkpoints in "),
         (["train", "--run", "r", "--recipe", ""], 1, "recipe = '': must be text of 1 to 4096 characters"),
-        (["inspect", "text"], 1, "text is a file, and no checkpoint, which is a folder, nor .safetensors"),
+        (["inspect", "text"], 1, "text is neither a checkpoint folder nor a .safetensors file"),
         (["resume", "none"], 1, "there is no run in none"),
         (["trian"], 2, "'train'? (see quantshard --help)"),
     ],

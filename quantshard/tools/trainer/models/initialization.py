@@ -149,7 +149,7 @@ def recipe_of_files(folder: Path) -> str | None:
     high precision."""
     config = folder / CONFIGURATION
     quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
-    layout = table.detect(quantized, SafetensorsFiles(folder).names(), str(folder))
+    layout = table.detect(quantized, SafetensorsFiles(folder).tensors, str(folder))
     return None if layout is None else table.recipe_of(layout)
 
 
