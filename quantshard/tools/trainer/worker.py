@@ -42,13 +42,11 @@ from quantshard.tools.trainer.settings.values import MeshSpec
 
 _log = logging.getLogger(__name__)
 
-_MAX_CHANGES = 20
-"""The most changes of the environment that a resume lists."""
 _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
 """Settings that a run records with their detected values."""
-_MAX_PATHS = 5
-"""The most data paths that a message names."""
+_MAX_SHOWN = 10
+"""The most changes or data paths that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,7 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
         )
     check_sampling(settings, corpus)
     if settings.data:
-        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
+        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_SHOWN])}")
     return data.collect_recorded(settings.data, corpus, settings.heldout_data)
 
 
@@ -375,7 +373,7 @@ def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Rest
     now = restarts.current_environment(setup.settings, place.device)
     previous = run.read_starts()[-1:] if done else []
     if previous and (changes := restarts.differences(previous[0].get("environment"), now)):
-        reasons = f"{'; '.join(changes[:_MAX_CHANGES])} (starts.jsonl has both)"
+        reasons = f"{'; '.join(changes[:_MAX_SHOWN])} (starts.jsonl has both)"
         text = f"WARNING: from here on losses may differ from those of the run without a stop, because {reasons}"
         trainer.progress.note(text, logging.WARNING)
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}
