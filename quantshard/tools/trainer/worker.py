@@ -171,12 +171,12 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
     """Return the settings that `train --auto-resume` changes in an existing run; see `restarts.overrides`."""
     before = run.read_config()[0]
-    cache = before.token_cache
     # token folders made from texts that the same command names
+    folders = [folder for folder in (run.tokens.absolute(), before.token_cache) if folder]
     derived = [
         name
         for name in _DATA
-        if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
+        if any(Path(path).is_relative_to(folder) for path in getattr(before, name) for folder in folders)
     ]
     if derived:
         # the flag describes the texts, not the tokens made from them
@@ -208,7 +208,9 @@ def check_resumed(
     if not order.restart:
         # raises with advice if there is no checkpoint
         run.last_complete()
-    restarts.check_steps(str(run.path), settings.steps, run.saved_steps()[0])
+    if (last := max(run.saved_steps()[0], default=0)) > settings.steps:
+        steps = f"steps = {settings.steps} would end before it"
+        raise ConfigurationError(f"{run.path} has a checkpoint of step {last}, and {steps}; give at least {last}")
     return settings, edits
 
 
@@ -229,7 +231,8 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
     """Check that a run that generates samples has the tokenizer of its data."""
     if not settings.sample_tokens:
         return
-    if not settings.tokenizer and not corpus.is_bytes:
+    is_of_bytes = not corpus.tokenizer and corpus.end_of_document == data.END_OF_DOCUMENT
+    if not settings.tokenizer and not is_of_bytes:
         raise ConfigurationError(
             f"sample_tokens = {settings.sample_tokens}, but nothing says which tokenizer made the data; name it with "
             "--tokenizer"

@@ -27,12 +27,12 @@ from quantshard.foreign import open_regular
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer.data.shards import (
     TOKEN_DTYPES,
+    TOKENIZER,
     ShardedSource,
     ShardIndex,
     raw_layout,
     read_index,
     token_dtype,
-    tokenizer_copy,
 )
 from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, TextOptions, find, unreadable
 from quantshard.tools.trainer.data.tokenizer import (
@@ -114,11 +114,6 @@ class Corpus:
     tokenizer: str = ""
     vocabulary: int = VOCABULARY
     end_of_document: int = END_OF_DOCUMENT
-
-    @property
-    def is_bytes(self) -> bool:
-        """Whether tokens are bytes and END_OF_DOCUMENT."""
-        return not self.tokenizer and self.end_of_document == END_OF_DOCUMENT
 
     @cached_property
     def sources(self) -> list[tuple[Document, ...]]:
@@ -438,8 +433,9 @@ def _find_tokenizer(
         return load(settings.tokenizer, settings.end_of_document)
     if indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
-        if copy := tokenizer_copy(folder):
-            return load(copy, index.end_text, index.tokenizer)
+        copy = folder / TOKENIZER
+        if copy.is_dir() and not copy.is_symlink():
+            return load(str(copy), index.end_text, index.tokenizer)
         if all(source.kind == SHARDS for source in sources):
             return None, "", Corpus((), (), (), 0, index.tokenizer, index.vocabulary, index.end_of_document)
         raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")

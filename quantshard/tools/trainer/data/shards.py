@@ -173,12 +173,6 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     return dtype, header
 
 
-def tokenizer_copy(folder: Path) -> str:
-    """Return the path of the tokenizer's copy; "" if there is no copy."""
-    copy = folder / TOKENIZER
-    return str(copy) if copy.is_dir() and not copy.is_symlink() else ""
-
-
 class ShardedSource:
     """A source as token shards in a folder.
 
