@@ -292,7 +292,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["explain", "text"], "text is no run (which has a config.toml), no complete checkpoint"),
         (["explain", ""], "a path is empty"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
-        (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
+        (["plan", "config.json", "--mesh", "dp_shrad=2"], "'dp_shrad=2' must be AXIS=SIZE; did you mean 'dp_shard'?"),
         (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
         (
