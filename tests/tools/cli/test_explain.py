@@ -290,7 +290,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["explain", "text"], "text is no run (which has a config.toml), no complete checkpoint"),
         (["explain", ""], "a path is empty"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
-        (["plan", "config.json", "--mesh", "dp_shrad=2"], "did you mean 'dp_shard'?"),
+        (["plan", "config.json", "--mesh", "dp_shrad=2"], "'dp_shrad=2' must be AXIS=SIZE; did you mean 'dp_shard'?"),
         (
             ["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"],
             "--mesh and --world-size are both given",
