@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.process_groups import world
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
+from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.base.module import QuantizedModule
 
 if kernels.USABLE:
@@ -235,8 +236,7 @@ class Normalization:
         # a last dim of 1 would be broadcast
         if x.shape[-1] != self.size:
             raise ConfigurationError(
-                f"{self.kind} of {self.size} elements got an input of shape {tuple(x.shape)}; its last dim must be "
-                f"{self.size}"
+                f"{self.kind}: the last dim of an input {tuple(x.shape)} must have {self.size} elements"
             )
 
     def __str__(self) -> str:
@@ -266,18 +266,11 @@ class _NormModule(QuantizedModule):
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`.
-
-        Raises:
-            ConfigurationError: `sequence_parallel` is set on several ranks without a mesh or group, the last dim is not
-                `size`, or the input is a DTensor or has no floating dtype.
-        """
+        """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`."""
         inp = self._input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
             raise ConfigurationError(
-                f"{self.normalization.kind}(sequence_parallel=True) sums its parameters' gradients over the ranks that "
-                "have the other rows, and was not told which; give tp_mesh or tp_group, "
-                "or leave sequence_parallel out"
+                f"{self.normalization.kind}(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group"
             )
         return self._normalized(self.normalization, inp)
 
@@ -309,10 +302,49 @@ class RMSNorm(_NormModule):
 
 
 def _size(kind: str, normalized_shape: int | Sequence[int]) -> int:
-    if not isinstance(normalized_shape, Sequence):
-        return normalized_shape
-    if len(normalized_shape) != 1:
+    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
+    if len(sizes) != 1:
+        raise ConfigurationError(f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others")
+    return sizes[0]
+
+
+# Heads of queries and keys --------------------------------------------------------------------------------------------
+
+
+class L2Normalization(CompositeModule):
+    """L2 normalization over the last dim, in float32, rounded once: y = x / sqrt(sum(x**2) + eps)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., size], keeping its shape and dtype."""
+        high = x.float()
+        return (high * torch.rsqrt(high.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps:g}"
+
+
+def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: Any) -> Any:
+    """Create the normalization of queries or keys before the core attention, head by head; None if `kind` is None.
+
+    "RMSNorm" and "LayerNorm" have one weight of `size` features for all heads. "L2Normalization" has none.
+    """
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    if kind not in KINDS:
         raise ConfigurationError(
-            f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others into it"
+            f"{owner}(qk_norm_type={kind!r}): choose one of: L2Normalization, RMSNorm, LayerNorm, or None"
         )
-    return normalized_shape[0]
+    return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **options)
+
+
+def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:
+    """Sum the gradients of a normalization's weights over the tensor-parallel ranks if the heads are sharded (`cut`),
+    as sequence parallelism does for sharded rows."""
+    if isinstance(norm, RMSNorm | LayerNorm):
+        norm.sequence_parallel = cut and norm.tp_mesh is not None
