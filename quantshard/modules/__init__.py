@@ -8,8 +8,7 @@ from quantshard.modules.graphs.callables import make_graphed_callables
 from quantshard.modules.graphs.recorder import capturable_
 from quantshard.modules.graphs.step_graph import StepGraph
 from quantshard.modules.grouped_linear import GroupedLinear
-from quantshard.modules.layernorm_linear import LayerNormLinear
-from quantshard.modules.layernorm_mlp import LayerNormMLP
+from quantshard.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP
 from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.quantize import quantize_

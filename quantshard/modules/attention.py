@@ -33,7 +33,7 @@ from quantshard.modules import rotary
 from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
-from quantshard.modules.layernorm_linear import LayerNormLinear
+from quantshard.modules.layernorm_mlp import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.rotary import RotaryEmbedding
 

@@ -26,8 +26,15 @@ from quantshard.gemm import operands
 from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
-from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
-from quantshard.modules.fused_norm import NO_NORM, NormBackward, NormInput, enter
+from quantshard.modules.fused_operands import (
+    NO_NORM,
+    ActivationInputs,
+    NormBackward,
+    NormInput,
+    StoredInputs,
+    enter,
+    through_activation,
+)
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear

@@ -39,17 +39,14 @@ def make_graphed_callables(
 ) -> Any:
     """Capture the forward and the backward of each module as a CUDA graph that later calls replay.
 
-    The host then launches two graphs and a few copies per layer instead of hundreds of kernels. The results have the
-    bits of the eager module. A module is changed in place: its `forward` replays in training mode, and runs eagerly in
-    eval mode and under `torch.no_grad()`; `module.forward.reset()` undoes the change.
+    The results have the bits of the eager module. A module is changed in place: its `forward` replays in training mode,
+    and runs eagerly in eval mode and under `torch.no_grad()`; `module.forward.reset()` undoes the change. Gradients
+    accumulate in `.grad` as usual, and optimizers that update parameters in place can step between replays.
 
-    Gradients accumulate in `.grad` as usual. Optimizers that update parameters in place, such as quantshard's and those
-    in `torch.optim`, can step between replays. Capturing leaves amax histories, draw counters, random generators,
-    buffers and `.grad` unchanged. From then on the GPU counts random draws (`capturable_`).
-
-    A graph fixes shapes, dtypes and constants of the arguments, the recipe, which parameters are trained, and their
-    addresses. A call that differs raises. The next call overwrites the results: clone results that you keep, and call
-    backward before the next forward.
+    Capturing leaves amax histories, draw counters, random generators, buffers and `.grad` unchanged. From then on the
+    GPU counts random draws (`capturable_`). A graph fixes shapes, dtypes and constants of the arguments, the recipe,
+    which parameters are trained, and their addresses; a call that differs raises. The next call overwrites the results:
+    clone results that you keep, and call backward before the next forward.
 
     Args:
         modules: a module or a function of tensors, or several of them, such as the layers of a model, in the order in

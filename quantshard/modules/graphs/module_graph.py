@@ -76,28 +76,29 @@ class GradientCopy:
     experts, share one copy."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._count, self._joint = len(grads), []
-        self._alone = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        indices_by_memory: dict[int, list[int]] = {}
-        for index, grad in self._alone.items():
-            # a DTensor has no memory of its own
-            if type(grad) is Tensor and grad.numel() > 0:
-                indices_by_memory.setdefault(grad.untyped_storage().data_ptr(), []).append(index)
-        for members in indices_by_memory.values():
-            joint = _joined([self._alone[index] for index in members])
-            if joint is not None:
-                self._joint.append((joint, members))
-                for index in members:
-                    del self._alone[index]
+        self._count = len(grads)
+        by_memory: dict[int, list[tuple[int, Tensor]]] = {}
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                # a DTensor has no memory of its own
+                has_memory = type(grad) is Tensor and grad.numel() > 0
+                address = grad.untyped_storage().data_ptr() if has_memory else -1 - index
+                by_memory.setdefault(address, []).append((index, grad))
+        self._sources: list[tuple[Tensor, list[int]]] = []
+        for members in by_memory.values():
+            joint = _joined([grad for _, grad in members])
+            if joint is None:
+                self._sources += [(grad, [index]) for index, grad in members]
+            else:
+                self._sources.append((joint, [index for index, _ in members]))
 
     def copies(self) -> list[Tensor | None]:
         """Return copies of the current gradients, None where there is no gradient."""
         copies: list[Tensor | None] = [None] * self._count
-        for joint, members in self._joint:
-            for index, part in zip(members, joint.clone().unbind(), strict=True):
+        for source, indices in self._sources:
+            copy = source.clone()
+            for index, part in zip(indices, copy.unbind() if len(indices) > 1 else [copy], strict=True):
                 copies[index] = part
-        for index, grad in self._alone.items():
-            copies[index] = grad.clone()
         return copies
 
 
@@ -139,7 +140,7 @@ class GraphOrder:
     _in_pool: ClassVar[dict[Hashable, weakref.WeakSet[GraphOrder]]] = {}
 
     def __init__(self, count: int, pool: Hashable = None) -> None:
-        self._kept: list[object | None] = [None] * count
+        self._tokens: list[object | None] = [None] * count
         self._sharing = (
             weakref.WeakSet[GraphOrder]() if pool is None else self._in_pool.setdefault(pool, weakref.WeakSet())
         )
@@ -147,9 +148,8 @@ class GraphOrder:
 
     def begin(self, index: int) -> object:
         """Register a forward. Returns a token to pass to `end`."""
-        self._overwrite_others()
-        token = object()
-        self._kept[index:] = [token] + [None] * (len(self._kept) - index - 1)
+        self._overwrite(index)
+        self._tokens[index] = token = object()
         return token
 
     def end(self, index: int, token: object, owner: str) -> None:
@@ -158,15 +158,14 @@ class GraphOrder:
         Raises:
             UnsupportedOperationError: another replay overwrote the activations, or a backward already ran.
         """
-        if self._kept[index] is not token:
+        if self._tokens[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
-        self._overwrite_others()
-        self._kept[index:] = [None] * (len(self._kept) - index)
+        self._overwrite(index)
 
-    def _overwrite_others(self) -> None:
+    def _overwrite(self, index: int) -> None:
         for order in self._sharing:
-            if order is not self:
-                order._kept = [None] * len(order._kept)
+            start = index if order is self else 0
+            order._tokens[start:] = [None] * (len(order._tokens) - start)
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------------
@@ -196,10 +195,10 @@ class ModuleGraph:
         self._kind = self._kind_of(*arguments)
         # at fixed addresses, which each replay copies new values to
         self._args, self._kwargs = mapped(arguments, _static_copy)
-        self.inputs = self._tensors_of(self._args, self._kwargs)
+        self._inputs = self._tensors_of(self._args, self._kwargs)
         params = [] if self._module is None else self._module.parameters()
         self._params = [param for param in params if param.requires_grad]
-        self._trained = [tensor for tensor in (*self.inputs, *self._params) if tensor.requires_grad]
+        self._trained = [tensor for tensor in (*self._inputs, *self._params) if tensor.requires_grad]
         # outputs with their autograd graph, between a forward and its backward
         self._ends: list[Tensor] = []
         self._grad_outputs: list[Tensor | None] = []
@@ -231,7 +230,7 @@ class ModuleGraph:
         with self._entered():
             self._surroundings = surroundings()
         self._launch_forward, self._outputs = recorder.record(self.owner, self._forward)
-        self.differentiable = [end.requires_grad for end in self._ends]
+        self._differentiable = [end.requires_grad for end in self._ends]
         # without parameters, buffers and views of them, which a replay does not write
         owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
         owned_memory = {_storage_address(tensor) for tensor in owned}
@@ -244,7 +243,7 @@ class ModuleGraph:
         if any(grad is not None for grad in self._grad_outputs):
             self._launch_backward, self._grads = recorder.record(self.owner, self._backward)
             grads = dict(zip(map(id, self._trained), self._grads.tensors, strict=True))
-            self._copies = GradientCopy([grads.get(id(tensor)) for tensor in (*self.inputs, *self._params)])
+            self._copies = GradientCopy([grads.get(id(tensor)) for tensor in (*self._inputs, *self._params)])
         self._ends = []
 
     def _forward(self) -> PassRecord:
@@ -290,7 +289,7 @@ class ModuleGraph:
         tensors = self._tensors_of(args, kwargs)
         if self._kind_of(args, kwargs) != self._kind or any(
             tensor.requires_grad and not static.requires_grad
-            for tensor, static in zip(tensors, self.inputs, strict=True)
+            for tensor, static in zip(tensors, self._inputs, strict=True)
         ):
             raise ConfigurationError(self._other_arguments(args, kwargs))
         if (changed := self._addresses.changed()) is not None:
@@ -319,12 +318,12 @@ class ModuleGraph:
             "callable for each kind of input"
         )
 
-    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[object, list[Tensor]]:
-        """Copy the inputs, replay the forward, and record its amaxes. Returns a token for the backward, and the
-        outputs."""
-        for static, tensor in zip(self.inputs, tensors, strict=False):
+    def replay_forward(self, ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy the inputs, replay the forward, and record its amaxes. Returns the outputs."""
+        # parameters follow the inputs
+        for static, tensor in zip(self._inputs, tensors, strict=False):
             static.copy_(tensor)
-        token = self._order.begin(self._index)
+        ctx.token = self._order.begin(self._index)
         self._launch_forward()
         # so that autograd notices that older results were overwritten
         increment_version(self._written)
@@ -332,19 +331,16 @@ class ModuleGraph:
         if not context.in_autocast():
             # an autocast that the callable enters ended within the graph, which cannot flush
             context.forward_amaxes().flush()
-        return token, [output.detach() for output in self._outputs.tensors if output is not None]
+        outputs = [output.detach() for output in self._outputs.tensors if output is not None]
+        ctx.changes = self._in_place_changes()
+        pairs = zip(outputs, self._differentiable, strict=True)
+        ctx.mark_non_differentiable(*[output for output, differentiable in pairs if not differentiable])
+        return tuple(outputs)
 
-    def in_place_changes(self) -> list[int]:
-        """Return the version counter of each output."""
-        return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]
-
-    def replay_backward(self, token: object, grads: Sequence[Tensor | None], changes: list[int]) -> list[Tensor | None]:
-        """Replay the backward. Returns copies of the gradients of inputs and parameters.
-
-        `changes`: `in_place_changes` after the forward.
-        """
-        self._order.end(self._index, token, self.owner)
-        if self.in_place_changes() != changes:
+    def replay_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward. Returns copies of the gradients of inputs and parameters."""
+        self._order.end(self._index, ctx.token, self.owner)
+        if self._in_place_changes() != ctx.changes:
             raise UnsupportedOperationError(limits.refusal("changed outputs", self.owner))
         for static, grad in zip(self._grad_outputs, grads, strict=True):
             if static is not None:
@@ -355,6 +351,9 @@ class ModuleGraph:
             self._grads.note(context.backward_amaxes)
         # copies, because autograd can store them in .grad, even of leaves before other nodes that pass gradients on
         return self._copies.copies()
+
+    def _in_place_changes(self) -> list[int]:
+        return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]
 
 
 def eager_forward(subject: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,13 +388,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graph: ModuleGraph, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
-        ctx.token, outputs = graph.replay_forward(tensors[: len(graph.inputs)])
-        ctx.changes = graph.in_place_changes()
-        pairs = zip(outputs, graph.differentiable, strict=True)
-        ctx.mark_non_differentiable(*[output for output, differentiable in pairs if not differentiable])
-        return tuple(outputs)
+        return graph.replay_forward(ctx, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.graph.replay_backward(ctx.token, grads, ctx.changes))
+        return None, *ctx.graph.replay_backward(ctx, grads)
