@@ -92,18 +92,14 @@ def activate_stored(
     the kept tensors."""
     if storage is not AS_IS:
         storage = storage.for_backward(x, up)
-    if storage is AS_IS:
-        return activate(x, activation, up), RecomputedInput(partial(_activate_kept, activation), (x, up))
     tensors = storage.keep((x, up))
-    recomputed = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(tensors))
+    recomputed = RecomputedInput(partial(_activate_again, activation, storage, x.dtype), tuple(tensors))
+    if storage is AS_IS:
+        return activate(x, activation, up), recomputed
     return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *tensors)), recomputed
 
 
-def _activate_kept(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
-    return activate(x, activation, up)
-
-
-def _activate_decoded(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
+def _activate_again(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
     gate, *up = storage.values(list(kept), dtype)
     return activate(gate, activation, *up)
 
@@ -220,9 +216,6 @@ class LayerNormLinear(QuantizedModule):
         in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name:
             see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: `normalization` is unknown, `parallel_mode` is "row", or an argument of `Linear` is invalid.
     """
 
     def __init__(
@@ -316,24 +309,18 @@ class LayerNormMLP(QuantizedModule):
         return_bias: return fc2_bias after the output instead of adding it.
         set_parallel_mode: let tensor parallelism shard the weights: fc1 by columns, fc2 by rows.
         recompute_activation: recompute and requantize the activation in backward instead of keeping its quantized
-            result. This saves `ffn_hidden_size` bytes per token in FP8 and needs no extra GEMM. With kernels, the
-            normalization is recomputed too, and the gradients of the two inputs of a gated activation are computed one
-            after the other. Gradients keep the same bits. The option has no effect in high precision, or if
-            `torch.compile` traces the activation without kernels and decides itself what to keep.
+            result, with kernels the normalization too. This saves `ffn_hidden_size` bytes per token in FP8 and needs no
+            extra GEMM. Gradients keep the same bits. The option has no effect in high precision, or if `torch.compile`
+            traces the activation without kernels.
         activation_storage: format in which the inputs of the activation (gate and up, the outputs of fc1) are kept for
             backward. "high_precision" keeps them unchanged. "fp8" keeps E4M3 codes with a float32 scale for each 128
-            features of a token (`modules/activation_storage.py`): 1.03 bytes per element instead of 2 or 4. Outputs
-            have the same bits. Gradients are computed from inputs that differ by at most 1/16 of themselves, or 5e-6
-            of the largest of 128. With `recompute_activation` the activation, and thus the gradient of fc2's weight, is
-            recomputed from the codes. The option works the same way in high precision.
+            features of a token: 1.03 bytes per element instead of 2 or 4. Outputs have the same bits; for the error of
+            gradients see `modules/activation_storage.py`. With `recompute_activation` the gradient of fc2's weight is
+            computed from the codes too.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: `activation`, `activation_storage` or `normalization` is unknown, or an argument of `Linear`
-            is invalid.
     """
 
     def __init__(
@@ -379,18 +366,12 @@ class LayerNormMLP(QuantizedModule):
         if is_gated(activation):
             kinds = ("weight", "bias") if bias else ("weight",)
             self.stacked_names = {f"fc1_{kind}": tuple(part + kind for part in gated) for kind in kinds}
-        self._fc1 = self._add_projection(
-            dict.fromkeys(gated, ffn_hidden_size),
-            hidden_size,
-            init_method,
-            bias,
-            prefix="fc1_",
-            mode="column" if set_parallel_mode else None,
-        )
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        fc1_sizes = dict.fromkeys(gated, ffn_hidden_size)
+        self._fc1 = self._add_projection(fc1_sizes, hidden_size, init_method, bias, prefix="fc1_", mode=modes[0])
         self._fc2 = self._add_projection(
-            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_",
-            mode="row" if set_parallel_mode else None
-        )  # fmt: skip
+            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_", mode=modes[1]
+        )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_keys.split_stacked(self, state_dict, prefix), prefix, *args)
@@ -419,8 +400,9 @@ class LayerNormMLP(QuantizedModule):
             normed, total = front.normalized()
             hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, ready=fc1))
             recomputed = recomputed_input if self.recompute_activation else None
-            if isinstance(fc2, TracedLinear):
-                self._check_traced(fc2)
+            reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
+            if reads_codes and isinstance(fc2, TracedLinear) and (context.quantizes(fc2.setting) or fc2.stored):
+                _refuse_codes_in_graph(type(self).__name__)
             (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=recomputed)
         extras: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
@@ -429,11 +411,6 @@ class LayerNormMLP(QuantizedModule):
         if residual is not None:
             extras += (total,)
         return (out, *extras) if extras else out
-
-    def _check_traced(self, fc2: TracedLinear) -> None:
-        reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
-        if reads_codes and (context.quantizes(fc2.setting) or fc2.stored):
-            _refuse_codes_in_graph(type(self).__name__)
 
     def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
         storage = STORAGES[self.activation_storage]

@@ -340,7 +340,6 @@ def test_rotary_survives_meta():
         (lambda: MultiheadAttention(97, 3), "97 is not a multiple of num_attention_heads 3; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
         (lambda: MultiheadAttention(96, 3, qkv_format="thd"), "'thd'"),
-        (lambda: RotaryPositionEmbedding(7), "in pairs"),
         (lambda: RotaryPositionEmbedding(8, 1.0, 2), "give both or neither"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(2, 1, 1, 4)), "2 positions and 4"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 6)), "and 6 features"),
