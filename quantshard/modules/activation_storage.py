@@ -13,8 +13,7 @@ of x' NaN if any element of x was infinite or NaN. In float16, x' can be infinit
 skips the step.
 
 Under tensor parallelism each rank keeps its own features. If a shard boundary crosses a block of 128, the ranks that
-share the block agree on its amax, in one collective per input, so that sharding does
-not change the codes.
+share the block agree on its amax, in one collective per input, so that sharding does not change the codes.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ _PARTS = 3  # codes, scales and NaN flag of an input
 
 
 def check_storage(owner: str, name: object) -> None:
-    """Check that `name` is a format in which activation inputs can be kept.
-
-    Raises:
-        ConfigurationError: the format is unknown.
-    """
+    """Raise ConfigurationError if `name` is no format in which activation inputs can be kept."""
     # a tuple, because `name` can be unhashable
     if name not in tuple(ACTIVATION_CELLS):
         raise ConfigurationError(f"{owner}(activation_storage={name!r}): use one of: {', '.join(ACTIVATION_CELLS)}")

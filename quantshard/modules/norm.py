@@ -45,36 +45,6 @@ class NormConfig(NamedTuple):
     offset: float
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Apply LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
-    return _normalize(x, weight, bias, NormConfig(eps, True, float(zero_centered_gamma)))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Apply RMSNorm over the last dim of x [..., size]; weight is [size]."""
-    return _normalize(x, weight, None, NormConfig(eps, False, float(zero_centered_gamma)))
-
-
-def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig) -> Tensor:
-    if kernel_dispatch.has_float_kernels(x, weight, bias):
-        out, _ = _KernelNorm.apply(x, None, weight, bias, rule)
-    else:
-        out = _OracleNorm.apply(x, weight, bias, *rule)
-    return cast(Tensor, out)
-
-
-def _add_and_normalize(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the normalized sum of x and residual, and the sum."""
-    same_layout = x.shape == residual.shape and x.dtype == residual.dtype
-    if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
-        out, total = _KernelNorm.apply(x, residual, weight, bias, rule)
-        return out, total
-    total = residual + x
-    return _normalize(total, weight, bias, rule), total
-
-
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """Return x (float32) with each row scaled to mean square 1, and the scales [..., 1]. `centered` subtracts the mean
     first."""
@@ -193,9 +163,6 @@ class Normalization:
     """A normalization of rows of `size` elements. The module that uses it owns the parameters.
 
     `rule`: kind and constants, derived from the other fields.
-
-    Raises:
-        ConfigurationError: `kind` is not one of `KINDS`.
     """
 
     kind: str
@@ -205,7 +172,7 @@ class Normalization:
     rule: NormConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in tuple(KINDS):
+        if self.kind not in KINDS:
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
         # not a cached property: Dynamo cannot trace one on Python 3.11
@@ -224,12 +191,21 @@ class Normalization:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Normalize x [..., size], in its dtype."""
         self.check(x)
-        return _normalize(x, weight, bias, self.rule)
+        if kernel_dispatch.has_float_kernels(x, weight, bias):
+            out, _ = _KernelNorm.apply(x, None, weight, bias, self.rule)
+        else:
+            out = _OracleNorm.apply(x, weight, bias, *self.rule)
+        return cast(Tensor, out)
 
     def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return residual + x [..., size] normalized, and the sum."""
         self.check(x)
-        return _add_and_normalize(x, residual, weight, bias, self.rule)
+        same_layout = x.shape == residual.shape and x.dtype == residual.dtype
+        if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
+            out, total = _KernelNorm.apply(x, residual, weight, bias, self.rule)
+            return out, total
+        total = residual + x
+        return self(total, weight, bias), total
 
     def check(self, x: Tensor) -> None:
         """Raise ConfigurationError if the last dim of x is not `size`."""
@@ -290,9 +266,6 @@ class LayerNorm(_NormModule):
             parameters are summed over these ranks.
         tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`; the parameters are replicated.
         device: device of the parameters; "meta" leaves the initialization to `reset_parameters`.
-
-    Raises:
-        ConfigurationError: `normalized_shape` has more than one dim.
     """
 
 
