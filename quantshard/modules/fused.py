@@ -79,7 +79,8 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
             return False
     # one operator takes weights of one dtype, which are all quantized or all plain
     traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
-    return len({(layer.stored, weight.dtype) for layer in traced for weight in layer.weights}) <= 1
+    kinds = [(layer.stored, weight.dtype) for layer in traced for weight in layer.weights]
+    return all([kind == kinds[0] for kind in kinds])
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:

@@ -290,7 +290,7 @@ def test_another_autocast_around_is_refused() -> None:
         step(batch(number))
     with (
         qs.autocast(recipe="mxfp8"),
-        pytest.raises(ConfigurationError, match="StepGraph: the step was captured under autocast by"),
+        pytest.raises(ConfigurationError, match="StepGraph: the step was captured under"),
     ):
         step(batch(3))
 
@@ -321,7 +321,7 @@ def test_gradients_that_a_replay_would_not_leave_are_refused(monkeypatch: pytest
             if zeroed:
                 training.optimizer.zero_grad()
         before = [param.grad for param in training.model.parameters()]
-        with pytest.raises(ConfigurationError, match=r"leaves a gradient of 0.weight .*call optimizer.step\(\) and"):
+        with pytest.raises(ConfigurationError, match=r"leaves a gradient of 0.weight, .*call optimizer.step\(\) and"):
             graphed(batch(0)["x"])
         assert all(map(operator.is_, before, [param.grad for param in training.model.parameters()]))
         training.optimizer.zero_grad()

@@ -287,17 +287,12 @@ def surroundings() -> tuple[Any, ...]:
 
 def check_surroundings(owner: str, captured: tuple[Any, ...]) -> None:
     """Raise if the current contexts differ from those of the capture."""
-    current = surroundings()
-    if current == captured:
-        return
-    before, now = (
-        f"{context.setting(name).recipe.name!r} ({name}), torch.autocast of {dtype}"
-        for name, dtype, _ in (captured, current)
-    )
-    raise ConfigurationError(
-        f"{owner} was captured under autocast by {before}, but called under {now}, or with other process groups; call "
-        "it in the contexts of the capture"
-    )
+    if (current := surroundings()) != captured:
+        before, now = (f"{setting}, torch.autocast of {dtype}" for setting, dtype, _ in (captured, current))
+        raise ConfigurationError(
+            f"{owner} was captured under {before}, but called under {now}, or in another process group; call it in the "
+            "contexts of the capture"
+        )
 
 
 class GraphAddresses:

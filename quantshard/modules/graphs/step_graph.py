@@ -127,31 +127,24 @@ class StepGraph:
         for eager steps and captures.
         """
         if not self.enabled:
-            return mapped(self._run(around, args, kwargs), Tensor.detach)
+            return mapped(_run(self._step, around, args, kwargs), Tensor.detach)
         key = around, kind_of("StepGraph", (args, dict(sorted(kwargs.items()))), _tensor_kind)
         replay = self._replays.get(key)
         if replay is None and self._is_to_be_eager(key, args, kwargs):
-            return copied(self._run(around, *copied((args, kwargs), self._device)), self._device)
+            return copied(_run(self._step, around, *copied((args, kwargs), self._device)), self._device)
         if replay is None:
             check_autocast_cache("StepGraph")
-            static_args, static_kwargs = copied((args, kwargs), self._device)
+            step, (static_args, static_kwargs) = self._step, copied((args, kwargs), self._device)
 
             def work() -> Any:
                 # detached, or the results would keep the autograd graph alive
-                return mapped(self._run(around, static_args, static_kwargs), Tensor.detach)
+                return mapped(_run(step, around, static_args, static_kwargs), Tensor.detach)
 
             launch = _recorded(work, self._model, self._device)
             static = _tensors_of(static_args, static_kwargs)
             replay = StepReplay(launch, static, self._device, self._model, self._optimizers)
             self._replays[key], self._has_captured = replay, True
         return replay(_tensors_of(args, kwargs))
-
-    def _run(self, around: StepContext, args: Any, kwargs: Any) -> Any:
-        with around():
-            result = self._step(*args, **kwargs)
-        # raises for types whose tensors would be missed
-        kind_of("StepGraph", result)
-        return result
 
     def _is_to_be_eager(self, key: Any, args: Any, kwargs: Any) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
@@ -187,6 +180,14 @@ class StepGraph:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run(step: Callable[..., Any], around: StepContext, args: Any, kwargs: Any) -> Any:
+    with around():
+        result = step(*args, **kwargs)
+    # raises for types whose tensors would be missed
+    kind_of("StepGraph", result)
+    return result
 
 
 def _device(model: nn.Module) -> torch.device:
