@@ -136,9 +136,6 @@ class DotProductAttention(nn.Module):
         softmax_scale: factor of q @ k^T. Default: 1 / sqrt(kv_channels).
         attention_backend: "auto", "flash", "cudnn", "efficient" or "math"; see `modules/attention.py`.
         name: shown in printed tables and messages.
-
-    Raises:
-        ConfigurationError: an argument has an unknown value, or `tp_size` does not divide the heads.
     """
 
     def __init__(
@@ -210,9 +207,6 @@ class DotProductAttention(nn.Module):
             attention_mask: bool, True where masked out; required by the mask types that use a mask.
             qkv_format, attn_mask_type: override the module's values.
             checkpoint_core_attention: recompute the attention in backward instead of saving its activations.
-
-        Raises:
-            ConfigurationError: the shapes, the mask or its type do not fit, or no backend supports the inputs.
         """
         owner = "DotProductAttention.forward"
         layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
