@@ -31,7 +31,6 @@ from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.kernels import workspace
 from quantshard.recipe import QuantSpec
-from quantshard.sharding import Shard
 from quantshard.state_storage import FP8_STATE
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -127,7 +126,9 @@ class ActivationStorage(NamedTuple):
             *parts, nan_flag = kept[:_PARTS]
             del kept[:_PARTS]
             components = dict(zip((part.name for part in cell.format.components), parts, strict=True))
-            storage = QuantizedStorage(cell, self._shard(cell, parts[0]), components)
+            tokens, features = parts[0].shape
+            shard = operands.operand_shard((tokens, features), cell, self._across(cell, features))
+            storage = QuantizedStorage(cell, shard, components)
             values.append(storage.dequantize(Orientation.ROWWISE, dtype, nan_flag))
             # free the codes before the next input is decoded
             del parts, components, storage
@@ -137,10 +138,6 @@ class ActivationStorage(NamedTuple):
         """Return the split if ranks share a block, otherwise None."""
         block_features = cell.format.copies[Orientation.ROWWISE].block[1]
         return None if self.split is None or features % block_features == 0 else self.split
-
-    def _shard(self, cell: QuantSpec, codes: Tensor) -> Shard:
-        shape = (codes.shape[0], codes.shape[1])
-        return operands.operand_shard(shape, cell, self._across(cell, shape[1]))
 
 
 STORAGES: Final = {name: ActivationStorage(name, cell) for name, cell in ACTIVATION_CELLS.items()}

@@ -73,7 +73,8 @@ def make_graphed_callables(
         UnsupportedOperationError: FSDP2 shards the parameters, or a module contains DDP.
     """
     several = isinstance(modules, tuple | list | nn.ModuleList)
-    subjects: list[Any] = list(modules) if several else [modules]  # type: ignore[arg-type]
+    callables: Any = modules
+    subjects: list[Any] = list(callables) if several else [callables]
     args: list[Any] = list(sample_args) if several else [sample_args]
     kwargs: list[Any] = [{} for _ in subjects]
     if sample_kwargs is not None:
