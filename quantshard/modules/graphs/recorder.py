@@ -303,14 +303,14 @@ class GraphAddresses:
 
     def __init__(self, module: nn.Module | None, draws: bool) -> None:
         self._draws = draws
-        self._modules = [] if module is None else list(module.named_modules())
+        self._owners = [] if module is None else list(module.named_modules())
         self._params: list[tuple[str, nn.Module, str, Mapping[str, Tensor]]] = []
-        for path, owner in self._modules:
+        for path, owner in self._owners:
             states = owner.plain_states if isinstance(owner, QuantizedModule) else {}
             names = [name for name, _ in owner.named_parameters(recurse=False)]
             self._params += [(path, owner, name, states.get(name, {})) for name in names]
-        self._buffers = [
-            (path, owner, name) for path, owner in self._modules for name, _ in owner.named_buffers(recurse=False)
+        self._owned_buffers = [
+            (path, owner, name) for path, owner in self._owners for name, _ in owner.named_buffers(recurse=False)
         ]
         self._captured = self._facts()
 
@@ -319,8 +319,8 @@ class GraphAddresses:
         facts = self._facts()
         if facts == self._captured:
             return None
-        labels = [path or "the module" for path, _ in self._modules]
-        labels += [f"{path}.{name}".lstrip(".") for path, _, name, *_ in (*self._params, *self._buffers)]
+        labels = [path or "the module" for path, _ in self._owners]
+        labels += [f"{path}.{name}".lstrip(".") for path, _, name, *_ in (*self._params, *self._owned_buffers)]
         pairs = zip(labels, facts, self._captured, strict=True)
         return next(label for label, current, captured in pairs if current != captured)
 
@@ -328,10 +328,10 @@ class GraphAddresses:
         # mode, children, and Python hooks of submodules, which a replay would not run
         facts: list[Any] = [
             (module.training, [id(child) for child in module.children()], path and private_torch.has_call_hooks(module))
-            for path, module in self._modules
+            for path, module in self._owners
         ]
         facts += [self._of_parameter(owner, name, state) for _, owner, name, state in self._params]
-        for _, owner, name in self._buffers:
+        for _, owner, name in self._owned_buffers:
             buffer = private_torch.registered_buffer(owner, name)
             facts.append(buffer if buffer is None else buffer.data_ptr())
         return facts
