@@ -192,10 +192,10 @@ class ModuleGraph:
         self.subject, self.owner, self.eager = subject, owner, eager_forward(subject)
         self._module = subject if isinstance(subject, nn.Module) else None
         self._entered, self._allow_unused = entered, allow_unused
-        self._kind = self._kind_of(*arguments)
+        self._kind = self._kind_of(_compared(*arguments))
         # at fixed addresses, which each replay copies new values to
-        self._args, self._kwargs = mapped(arguments, _static_copy)
-        self._inputs = self._tensors_of(self._args, self._kwargs)
+        self._static = mapped(arguments, _static_copy)
+        self._inputs = list(tensors_in(_compared(*self._static)))
         params = [] if self._module is None else self._module.parameters()
         self._params = [param for param in params if param.requires_grad]
         self._trained = [tensor for tensor in (*self._inputs, *self._params) if tensor.requires_grad]
@@ -249,7 +249,8 @@ class ModuleGraph:
     def _forward(self) -> PassRecord:
         record = AmaxRecord()
         with context.amaxes_noted_in(record, AmaxRecord()), torch.enable_grad(), self._entered():
-            returned = self.eager(*self._args, **self._kwargs)
+            args, kwargs = self._static
+            returned = self.eager(*args, **kwargs)
         # raises for types whose tensors would be missed
         kind_of(self.owner, returned)
         self._ends = list(tensors_in(returned))
@@ -286,12 +287,13 @@ class ModuleGraph:
         if recompute.in_region():
             raise UnsupportedOperationError(limits.refusal("captured region", self.owner))
         check_surroundings(self.owner, self._surroundings)
-        tensors = self._tensors_of(args, kwargs)
-        if self._kind_of(args, kwargs) != self._kind or any(
+        arguments = _compared(args, kwargs)
+        tensors = list(tensors_in(arguments))
+        if self._kind_of(arguments) != self._kind or any(
             tensor.requires_grad and not static.requires_grad
             for tensor, static in zip(tensors, self._inputs, strict=True)
         ):
-            raise ConfigurationError(self._other_arguments(args, kwargs))
+            raise ConfigurationError(self._differences(*arguments))
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(
                 f"{self.owner}: {changed} was replaced, frozen, switched or hooked since the capture; change values in "
@@ -300,17 +302,11 @@ class ModuleGraph:
         outputs = iter(_Replay.apply(self, *tensors, *self._params))
         return mapped(self._returned, lambda _: next(outputs))
 
-    def _kind_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-        values = tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
-        return kind_of(self.owner, values, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
+    def _kind_of(self, arguments: Any) -> Hashable:
+        return kind_of(self.owner, arguments, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
 
-    @staticmethod
-    def _tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        return list(tensors_in((tuple(args), [kwargs[name] for name in sorted(kwargs)])))
-
-    def _other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        called = described({**dict(enumerate(args)), **kwargs})
-        captured = described({**dict(enumerate(self._args)), **self._kwargs})
+    def _differences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        called, captured = described(args, kwargs), described(*_compared(*self._static))
         names = [name for name in {**called, **captured} if called.get(name) != captured.get(name)]
         differences = [f"{name} = {called.get(name)}, but captured with {captured.get(name)}" for name in names]
         return (
@@ -359,6 +355,11 @@ class ModuleGraph:
 def eager_forward(subject: Callable[..., Any]) -> Callable[..., Any]:
     """Return a module's `forward`, or a function itself."""
     return subject.forward if isinstance(subject, nn.Module) else subject
+
+
+def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that must be those of the capture, keywords sorted by name."""
+    return tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
 
 
 def _static_copy(sample: Tensor) -> Tensor:

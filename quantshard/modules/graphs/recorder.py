@@ -263,16 +263,20 @@ def kind_of(owner: str, value: Any, tensor_kind: Callable[[Tensor], Hashable] = 
     )
 
 
-def described(value: Any, name: str = "") -> dict[str, str]:
+def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> description of the tensors and constants in arguments, for messages."""
-    if isinstance(value, tuple | list | dict) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        parts = (described(item, f"{name}[{key!r}]" if name else f"argument {key}") for key, item in items)
-        return {key: text for part in parts for key, text in part.items()}
-    if not isinstance(value, Tensor):
-        return {name: repr(value)} if name else {}
-    grad = ", requires_grad" if value.requires_grad else ""
-    return {name: f"{list(value.shape)} {value.dtype} on {value.device}{grad}"}
+    texts: dict[str, str] = {}
+    pending = [(f"argument {name}", value) for name, value in (*enumerate(args), *kwargs.items())]
+    for name, value in pending:
+        if isinstance(value, tuple | list | dict) and value:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(f"{name}[{key!r}]", item) for key, item in items]
+        elif isinstance(value, Tensor):
+            grad = ", requires_grad" if value.requires_grad else ""
+            texts[name] = f"{list(value.shape)} {value.dtype} on {value.device}{grad}"
+        else:
+            texts[name] = repr(value)
+    return texts
 
 
 # Facts that a graph relies on -----------------------------------------------------------------------------------------

@@ -128,31 +128,31 @@ class StepGraph:
         """
         if not self.enabled:
             return mapped(_run(self._step, around, args, kwargs), Tensor.detach)
-        key = around, kind_of("StepGraph", (args, dict(sorted(kwargs.items()))), _tensor_kind)
+        arguments = args, dict(sorted(kwargs.items()))
+        key = around, kind_of("StepGraph", arguments, _tensor_kind)
         replay = self._replays.get(key)
-        if replay is None and self._is_to_be_eager(key, args, kwargs):
-            return copied(_run(self._step, around, *copied((args, kwargs), self._device)), self._device)
+        if replay is None and self._is_to_be_eager(key, arguments):
+            return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
         if replay is None:
             check_autocast_cache("StepGraph")
-            step, (static_args, static_kwargs) = self._step, copied((args, kwargs), self._device)
+            step, static = self._step, copied(arguments, self._device)
 
             def work() -> Any:
                 # detached, or the results would keep the autograd graph alive
-                return mapped(_run(step, around, static_args, static_kwargs), Tensor.detach)
+                return mapped(_run(step, around, *static), Tensor.detach)
 
             launch = _recorded(work, self._model, self._device)
-            static = _tensors_of(static_args, static_kwargs)
-            replay = StepReplay(launch, static, self._device, self._model, self._optimizers)
+            replay = StepReplay(launch, list(tensors_in(static)), self._device, self._model, self._optimizers)
             self._replays[key], self._has_captured = replay, True
-        return replay(_tensors_of(args, kwargs))
+        return replay(list(tensors_in(arguments)))
 
-    def _is_to_be_eager(self, key: Any, args: Any, kwargs: Any) -> bool:
+    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]]) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
         has_all_graphs = len(self._replays) >= MOST_GRAPHS
         has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
         if (has_all_graphs or has_all_kinds) and not self._warned:
             self._warned = True
-            values = described({**dict(enumerate(args)), **kwargs})
+            values = described(*arguments)
             warn_user(
                 f"StepGraph has {len(self._replays)} graphs; steps with other shapes or values run eagerly (last: "
                 f"{', '.join(f'{name} = {text}' for name, text in values.items())}); pad batches to a few lengths, and "
@@ -217,10 +217,6 @@ def _tensor_kind(tensor: Tensor) -> Any:
             "StepGraph: an argument requires a gradient, and a replay gives none; detach it, and return what you need"
         )
     return tensor.shape, tensor.dtype, tensor.stride()
-
-
-def _tensors_of(args: Any, kwargs: Any) -> list[Tensor]:
-    return list(tensors_in((args, [kwargs[name] for name in sorted(kwargs)])))
 
 
 def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -> Callable[[], Any]:
