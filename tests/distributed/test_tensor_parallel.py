@@ -177,7 +177,7 @@ WANTED = [
     "weight_mesh lacks the ranks",
     "cannot divide the 7 rows",
     "9",
-    "a normalization needs all of them; use 'column'",
+    "a normalization needs all features; use 'column'",
     "RMSNorm(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group",
     "the input is a DTensor [3, 80] of (Replicate(),)",
     "nothing was raised",
