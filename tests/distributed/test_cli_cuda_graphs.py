@@ -18,7 +18,7 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.modules.graphs import step_graph
 from quantshard.modules.graphs.recorder import GraphRecorder
 from quantshard.tools.trainer import loop, worker
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
+from quantshard.tools.trainer.measurements import RunStatistics
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line

@@ -184,7 +184,7 @@ def _check(subject: Callables, name: str) -> None:
 
 
 def _check_not_sharded(subject: nn.Module, name: str) -> None:
-    sharded = {id(param) for param, _ in private_torch.sharded_parameters()}
+    sharded = {id(param) for param in private_torch.sharded_parameters()}
     for module in subject.modules():
         if (
             isinstance(module, FSDPModule)
