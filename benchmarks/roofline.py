@@ -27,7 +27,7 @@ from quantshard import DotProductAttention, kernel_dispatch
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
-from quantshard.modules.attention_backends import BACKENDS
+from quantshard.modules.attention import BACKENDS
 
 GATE = "gate"
 

@@ -14,7 +14,7 @@ import quantshard as qs
 from quantshard import determinism
 from quantshard.determinism import CUBLAS, NCCL, OFF, ON, _TorchSettings
 from quantshard.errors import ConfigurationError
-from quantshard.modules.attention_backends import AUTO, order
+from quantshard.modules.attention import AUTO, backend_order
 
 
 @pytest.fixture(autouse=True)
@@ -112,10 +112,10 @@ def test_attention_is_never_cudnn(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda", 0)
     qs.deterministic(False)
-    assert order(AUTO, device, torch.bfloat16, 128, True)[0] == "cudnn"
+    assert backend_order(AUTO, device, torch.bfloat16, 128, True)[0] == "cudnn"
     with qs.deterministic():
-        assert order(AUTO, device, torch.bfloat16, 128, True) == ("flash", "efficient", "math")
-    assert order(AUTO, device, torch.bfloat16, 128, True)[0] == "cudnn"
+        assert backend_order(AUTO, device, torch.bfloat16, 128, True) == ("flash", "efficient", "math")
+    assert backend_order(AUTO, device, torch.bfloat16, 128, True)[0] == "cudnn"
 
 
 def gradients(layer, x):

@@ -2,14 +2,13 @@
 
 from quantshard.distributed.experts import Dispatch, dispatch_tokens
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
-from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.graphs.callables import make_graphed_callables
+from quantshard.modules.graphs.recorder import capturable_
 from quantshard.modules.graphs.step_graph import StepGraph
 from quantshard.modules.grouped_linear import GroupedLinear
-from quantshard.modules.layernorm_linear import LayerNormLinear
-from quantshard.modules.layernorm_mlp import LayerNormMLP
+from quantshard.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP
 from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.quantize import quantize_

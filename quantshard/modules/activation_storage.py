@@ -13,8 +13,7 @@ of x' NaN if any element of x was infinite or NaN. In float16, x' can be infinit
 skips the step.
 
 Under tensor parallelism each rank keeps its own features. If a shard boundary crosses a block of 128, the ranks that
-share the block agree on its amax, in one collective per input, so that sharding does
-not change the codes.
+share the block agree on its amax, in one collective per input, so that sharding does not change the codes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.kernels import workspace
 from quantshard.recipe import QuantSpec
-from quantshard.sharding import Shard
 from quantshard.state_storage import FP8_STATE
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -47,11 +45,7 @@ _PARTS = 3  # codes, scales and NaN flag of an input
 
 
 def check_storage(owner: str, name: object) -> None:
-    """Check that `name` is a format in which activation inputs can be kept.
-
-    Raises:
-        ConfigurationError: the format is unknown.
-    """
+    """Raise ConfigurationError if `name` is no format in which activation inputs can be kept."""
     # a tuple, because `name` can be unhashable
     if name not in tuple(ACTIVATION_CELLS):
         raise ConfigurationError(f"{owner}(activation_storage={name!r}): use one of: {', '.join(ACTIVATION_CELLS)}")
@@ -132,7 +126,9 @@ class ActivationStorage(NamedTuple):
             *parts, nan_flag = kept[:_PARTS]
             del kept[:_PARTS]
             components = dict(zip((part.name for part in cell.format.components), parts, strict=True))
-            storage = QuantizedStorage(cell, self._shard(cell, parts[0]), components)
+            tokens, features = parts[0].shape
+            shard = operands.operand_shard((tokens, features), cell, self._across(cell, features))
+            storage = QuantizedStorage(cell, shard, components)
             values.append(storage.dequantize(Orientation.ROWWISE, dtype, nan_flag))
             # free the codes before the next input is decoded
             del parts, components, storage
@@ -142,10 +138,6 @@ class ActivationStorage(NamedTuple):
         """Return the split if ranks share a block, otherwise None."""
         block_features = cell.format.copies[Orientation.ROWWISE].block[1]
         return None if self.split is None or features % block_features == 0 else self.split
-
-    def _shard(self, cell: QuantSpec, codes: Tensor) -> Shard:
-        shape = (codes.shape[0], codes.shape[1])
-        return operands.operand_shard(shape, cell, self._across(cell, shape[1]))
 
 
 STORAGES: Final = {name: ActivationStorage(name, cell) for name, cell in ACTIVATION_CELLS.items()}

@@ -26,8 +26,15 @@ from quantshard.gemm import operands
 from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
-from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
-from quantshard.modules.fused_norm import NO_NORM, NormBackward, NormInput, enter
+from quantshard.modules.fused_operands import (
+    NO_NORM,
+    ActivationInputs,
+    NormBackward,
+    NormInput,
+    StoredInputs,
+    enter,
+    through_activation,
+)
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
@@ -66,10 +73,14 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
             if not _setting_fits(layer.setting, x.dtype):
                 return False
         elif layer.state.tp.mode is not None and layer.state.tp.size > 1:
-            return False  # an operand is sharded, and a kernel cannot quantize a shard alone
+            # an operand is sharded, and a kernel cannot quantize a shard alone
+            return False
         elif not _recipe_fits(layer.call.recipe, x.dtype):
             return False
-    return _alike(layers)
+    # one operator takes weights of one dtype, which are all quantized or all plain
+    traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
+    kinds = [(layer.stored, weight.dtype) for layer in traced for weight in layer.weights]
+    return all([kind == kinds[0] for kind in kinds])
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
@@ -79,17 +90,6 @@ def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
 @private_torch.constant_in_graphs
 def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
     return _recipe_fits(context.setting(setting).recipe, dtype)
-
-
-def _alike(layers: Sequence[PreparedLinear | TracedLinear]) -> bool:
-    """Return True if one operator can take these layers: the weights of traced layers must have one dtype and be all
-    quantized or all plain."""
-    traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
-    if not traced:
-        return True
-    kinds = {layer.stored for layer in traced}
-    dtypes = {weight.dtype for layer in traced for weight in layer.weights}
-    return len(kinds) <= 1 and len(dtypes) <= 1
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:

@@ -1,13 +1,13 @@
-"""LayerNormMLP: normalization, linear layer, activation and linear layer in one module.
+"""LayerNormLinear and LayerNormMLP: a normalization and the linear layers after it in one module.
 
-The activation runs in float32 and is rounded once. Backward keeps only its input, unchanged or in 8 bits
+The activation of the MLP runs in float32 and is rounded once. Backward keeps only its input, unchanged or in 8 bits
 (`activation_storage`). A gated activation (GLU) computes `act(gate) * up` from the outputs of two weights. They are two
 parameters rather than halves of one, so that tensor parallelism shards each of them and each has its own block grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,7 @@ from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGE
 from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
+from quantshard.modules.base.projections import split_sizes
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
@@ -91,18 +92,14 @@ def activate_stored(
     the kept tensors."""
     if storage is not AS_IS:
         storage = storage.for_backward(x, up)
-    if storage is AS_IS:
-        return activate(x, activation, up), RecomputedInput(partial(_activate_kept, activation), (x, up))
     tensors = storage.keep((x, up))
-    recomputed = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(tensors))
+    recomputed = RecomputedInput(partial(_activate_again, activation, storage, x.dtype), tuple(tensors))
+    if storage is AS_IS:
+        return activate(x, activation, up), recomputed
     return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *tensors)), recomputed
 
 
-def _activate_kept(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
-    return activate(x, activation, up)
-
-
-def _activate_decoded(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
+def _activate_again(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
     gate, *up = storage.values(list(kept), dtype)
     return activate(gate, activation, *up)
 
@@ -201,6 +198,97 @@ class _StoredActivation(torch.autograd.Function):
         return dx, dup, None, None, *[None] * len(ctx.needs_input_grad[4:])
 
 
+class LayerNormLinear(QuantizedModule):
+    """A normalization followed by a linear layer: y = norm(x) @ weight^T + bias.
+
+    The normalization runs in high precision, the GEMMs run as in `Linear`. Parameters: `layer_norm_weight`,
+    `layer_norm_bias` (None for RMSNorm), `weight` [out_features, in_features], stored quantized under
+    `quantized_model_init`, and `bias` (None without bias).
+
+    Args:
+        eps: constant added to the variance (LayerNorm) or the mean square (RMSNorm).
+        normalization: "LayerNorm" or "RMSNorm".
+        return_bias: return the bias after the output instead of adding it.
+        return_layernorm_output: also return the normalized input, as the last result.
+        return_layernorm_output_gathered: under sequence parallelism, gather the returned normalized input.
+        parallel_mode: "column" or None; see `Linear`.
+        zero_centered_gamma: multiply by 1 + layer_norm_weight, with a weight initialized to 0.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name:
+            see `Linear`.
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        init_method: InitMethod | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        separate_outputs: bool = False,
+        zero_centered_gamma: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+    ) -> None:
+        if parallel_mode == "row":
+            raise ConfigurationError(
+                "LayerNormLinear(parallel_mode='row'): a normalization needs all features; use 'column', or a separate "
+                "norm and Linear(parallel_mode='row')"
+            )
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
+        self.normalization = Normalization(normalization, in_features, eps, zero_centered_gamma)
+        self.normalization.add_parameters(self, "layer_norm_")
+        sizes = split_sizes("LayerNormLinear", out_features, parameters_split)
+        self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
+
+    @by_own_recipe
+    def forward(self, inp: Tensor) -> Any:
+        """Apply the layer: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
+        `torch.autocast`.
+
+        With `return_bias` or `return_layernorm_output` the result is a tuple: output, bias, normalized input. Errors:
+        see `Linear.forward`.
+        """
+        inp = self._input(inp)
+        front, normed = fused.front(self, self.normalization, inp), None
+        layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
+        if not self.return_layernorm_output and fused.fits(front, layer):
+            outputs: Sequence[Tensor] = fused.norm_linear(front, layer)[0]
+        else:
+            normed, _ = front.normalized()
+            outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
+        out = (
+            outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
+        )
+        extras: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
+        if self.return_layernorm_output:
+            assert normed is not None
+            extras += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
+        return (out, *extras) if extras else out
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}{self._formats_repr()}"
+        )
+
+
 class LayerNormMLP(QuantizedModule):
     """A normalization and a two-layer MLP: y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
@@ -223,24 +311,18 @@ class LayerNormMLP(QuantizedModule):
         return_bias: return fc2_bias after the output instead of adding it.
         set_parallel_mode: let tensor parallelism shard the weights: fc1 by columns, fc2 by rows.
         recompute_activation: recompute and requantize the activation in backward instead of keeping its quantized
-            result. This saves `ffn_hidden_size` bytes per token in FP8 and needs no extra GEMM. With kernels, the
-            normalization is recomputed too, and the gradients of the two inputs of a gated activation are computed one
-            after the other. Gradients keep the same bits. The option has no effect in high precision, or if
-            `torch.compile` traces the activation without kernels and decides itself what to keep.
+            result, with kernels the normalization too. This saves `ffn_hidden_size` bytes per token in FP8 and needs no
+            extra GEMM. Gradients keep the same bits. The option has no effect in high precision, or if `torch.compile`
+            traces the activation without kernels.
         activation_storage: format in which the inputs of the activation (gate and up, the outputs of fc1) are kept for
             backward. "high_precision" keeps them unchanged. "fp8" keeps E4M3 codes with a float32 scale for each 128
-            features of a token (`modules/activation_storage.py`): 1.03 bytes per element instead of 2 or 4. Outputs
-            have the same bits. Gradients are computed from inputs that differ by at most 1/16 of themselves, or 5e-6
-            of the largest of 128. With `recompute_activation` the activation, and thus the gradient of fc2's weight, is
-            recomputed from the codes. The option works the same way in high precision.
+            features of a token: 1.03 bytes per element instead of 2 or 4. Outputs have the same bits; for the error of
+            gradients see `modules/activation_storage.py`. With `recompute_activation` the gradient of fc2's weight is
+            computed from the codes too.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: `activation`, `activation_storage` or `normalization` is unknown, or an argument of `Linear`
-            is invalid.
     """
 
     def __init__(
@@ -286,18 +368,12 @@ class LayerNormMLP(QuantizedModule):
         if is_gated(activation):
             kinds = ("weight", "bias") if bias else ("weight",)
             self.stacked_names = {f"fc1_{kind}": tuple(part + kind for part in gated) for kind in kinds}
-        self._fc1 = self._add_projection(
-            dict.fromkeys(gated, ffn_hidden_size),
-            hidden_size,
-            init_method,
-            bias,
-            prefix="fc1_",
-            mode="column" if set_parallel_mode else None,
-        )
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        fc1_sizes = dict.fromkeys(gated, ffn_hidden_size)
+        self._fc1 = self._add_projection(fc1_sizes, hidden_size, init_method, bias, prefix="fc1_", mode=modes[0])
         self._fc2 = self._add_projection(
-            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_",
-            mode="row" if set_parallel_mode else None
-        )  # fmt: skip
+            {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_", mode=modes[1]
+        )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(components.split_stacked(self, state_dict, prefix), prefix, *args)
@@ -326,8 +402,9 @@ class LayerNormMLP(QuantizedModule):
             normed, total = front.normalized()
             hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, ready=fc1))
             recomputed = recomputed_input if self.recompute_activation else None
-            if isinstance(fc2, TracedLinear):
-                self._check_traced(fc2)
+            reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
+            if reads_codes and isinstance(fc2, TracedLinear) and (context.quantizes(fc2.setting) or fc2.stored):
+                _refuse_codes_in_graph(type(self).__name__)
             (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=recomputed)
         extras: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
@@ -336,11 +413,6 @@ class LayerNormMLP(QuantizedModule):
         if residual is not None:
             extras += (total,)
         return (out, *extras) if extras else out
-
-    def _check_traced(self, fc2: TracedLinear) -> None:
-        reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
-        if reads_codes and (context.quantizes(fc2.setting) or fc2.stored):
-            _refuse_codes_in_graph(type(self).__name__)
 
     def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
         storage = STORAGES[self.activation_storage]

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.process_groups import world
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
+from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.base.module import QuantizedModule
 
 if kernels.USABLE:
@@ -42,36 +43,6 @@ class NormConfig(NamedTuple):
     eps: float
     centered: bool
     offset: float
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Apply LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
-    return _normalize(x, weight, bias, NormConfig(eps, True, float(zero_centered_gamma)))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """Apply RMSNorm over the last dim of x [..., size]; weight is [size]."""
-    return _normalize(x, weight, None, NormConfig(eps, False, float(zero_centered_gamma)))
-
-
-def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig) -> Tensor:
-    if kernel_dispatch.has_float_kernels(x, weight, bias):
-        out, _ = _KernelNorm.apply(x, None, weight, bias, rule)
-    else:
-        out = _OracleNorm.apply(x, weight, bias, *rule)
-    return cast(Tensor, out)
-
-
-def _add_and_normalize(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the normalized sum of x and residual, and the sum."""
-    same_layout = x.shape == residual.shape and x.dtype == residual.dtype
-    if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
-        out, total = _KernelNorm.apply(x, residual, weight, bias, rule)
-        return out, total
-    total = residual + x
-    return _normalize(total, weight, bias, rule), total
 
 
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
@@ -192,9 +163,6 @@ class Normalization:
     """A normalization of rows of `size` elements. The module that uses it owns the parameters.
 
     `rule`: kind and constants, derived from the other fields.
-
-    Raises:
-        ConfigurationError: `kind` is not one of `KINDS`.
     """
 
     kind: str
@@ -204,7 +172,7 @@ class Normalization:
     rule: NormConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in tuple(KINDS):
+        if self.kind not in KINDS:
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
         # not a cached property: Dynamo cannot trace one on Python 3.11
@@ -223,20 +191,28 @@ class Normalization:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Normalize x [..., size], in its dtype."""
         self.check(x)
-        return _normalize(x, weight, bias, self.rule)
+        if kernel_dispatch.has_float_kernels(x, weight, bias):
+            out, _ = _KernelNorm.apply(x, None, weight, bias, self.rule)
+        else:
+            out = _OracleNorm.apply(x, weight, bias, *self.rule)
+        return cast(Tensor, out)
 
     def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return residual + x [..., size] normalized, and the sum."""
         self.check(x)
-        return _add_and_normalize(x, residual, weight, bias, self.rule)
+        same_layout = x.shape == residual.shape and x.dtype == residual.dtype
+        if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
+            out, total = _KernelNorm.apply(x, residual, weight, bias, self.rule)
+            return out, total
+        total = residual + x
+        return self(total, weight, bias), total
 
     def check(self, x: Tensor) -> None:
         """Raise ConfigurationError if the last dim of x is not `size`."""
         # a last dim of 1 would be broadcast
         if x.shape[-1] != self.size:
             raise ConfigurationError(
-                f"{self.kind} of {self.size} elements got an input of shape {tuple(x.shape)}; its last dim must be "
-                f"{self.size}"
+                f"{self.kind}: the last dim of an input {tuple(x.shape)} must have {self.size} elements"
             )
 
     def __str__(self) -> str:
@@ -266,18 +242,11 @@ class _NormModule(QuantizedModule):
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`.
-
-        Raises:
-            ConfigurationError: `sequence_parallel` is set on several ranks without a mesh or group, the last dim is not
-                `size`, or the input is a DTensor or has no floating dtype.
-        """
+        """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`."""
         inp = self._input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
             raise ConfigurationError(
-                f"{self.normalization.kind}(sequence_parallel=True) sums its parameters' gradients over the ranks that "
-                "have the other rows, and was not told which; give tp_mesh or tp_group, "
-                "or leave sequence_parallel out"
+                f"{self.normalization.kind}(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group"
             )
         return self._normalized(self.normalization, inp)
 
@@ -297,9 +266,6 @@ class LayerNorm(_NormModule):
             parameters are summed over these ranks.
         tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`; the parameters are replicated.
         device: device of the parameters; "meta" leaves the initialization to `reset_parameters`.
-
-    Raises:
-        ConfigurationError: `normalized_shape` has more than one dim.
     """
 
 
@@ -309,10 +275,49 @@ class RMSNorm(_NormModule):
 
 
 def _size(kind: str, normalized_shape: int | Sequence[int]) -> int:
-    if not isinstance(normalized_shape, Sequence):
-        return normalized_shape
-    if len(normalized_shape) != 1:
+    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
+    if len(sizes) != 1:
+        raise ConfigurationError(f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others")
+    return sizes[0]
+
+
+# Heads of queries and keys --------------------------------------------------------------------------------------------
+
+
+class L2Normalization(CompositeModule):
+    """L2 normalization over the last dim, in float32, rounded once: y = x / sqrt(sum(x**2) + eps)."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., size], keeping its shape and dtype."""
+        high = x.float()
+        return (high * torch.rsqrt(high.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps:g}"
+
+
+def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: Any) -> Any:
+    """Create the normalization of queries or keys before the core attention, head by head; None if `kind` is None.
+
+    "RMSNorm" and "LayerNorm" have one weight of `size` features for all heads. "L2Normalization" has none.
+    """
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    if kind not in KINDS:
         raise ConfigurationError(
-            f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others into it"
+            f"{owner}(qk_norm_type={kind!r}): choose one of: L2Normalization, RMSNorm, LayerNorm, or None"
         )
-    return normalized_shape[0]
+    return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **options)
+
+
+def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:
+    """Sum the gradients of a normalization's weights over the tensor-parallel ranks if the heads are sharded (`cut`),
+    as sequence parallelism does for sharded rows."""
+    if isinstance(norm, RMSNorm | LayerNorm):
+        norm.sequence_parallel = cut and norm.tp_mesh is not None

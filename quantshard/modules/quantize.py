@@ -73,8 +73,8 @@ def _check_weights(model: nn.Module, layers: list[tuple[str, QuantizedModule]]) 
                 problem = "is sharded already"
             elif private_torch.has_gradient_hooks(param):
                 problem = "has hooks already"
-            elif others := [user for user in users[id(param)] if user != name]:
-                problem = f"is also a parameter of {', '.join(others[:_FEW])}"
+            elif len(users[id(param)]) > 1:
+                problem = f"is a parameter of {' and '.join(users[id(param)][:_FEW])}"
             if problem:
                 raise ConfigurationError(
                     f"quantize_: {name}.{leaf} {problem}; call quantize_ first, or give {name!r} the recipe 'bf16'"

@@ -40,10 +40,6 @@ class RotaryPositionEmbedding(nn.Module):
         rotary_base: base of the frequencies.
         interleaved: layout of the planes. Pass the same value to `apply_rotary_pos_emb`, or as `rotary_pos_interleaved`
             to the attention module.
-
-    Raises:
-        ConfigurationError: the number of rotated features is not a positive even number, or only one of the two
-            interpolation arguments is set.
     """
 
     def __init__(
@@ -57,15 +53,10 @@ class RotaryPositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
-        if self.dim <= 0 or self.dim % 2:
-            raise ConfigurationError(
-                f"RotaryPositionEmbedding(dim={dim}, rotary_percent={rotary_percent}) rotates {self.dim} features, but "
-                "they are rotated in pairs; choose an even number of them"
-            )
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
             raise ConfigurationError(
-                "RotaryPositionEmbedding: seq_len_interpolation_factor and pretrained_max_position_embeddings belong "
-                "together; give both or neither"
+                "RotaryPositionEmbedding: give both or neither of seq_len_interpolation_factor and "
+                "pretrained_max_position_embeddings"
             )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -80,15 +71,11 @@ class RotaryPositionEmbedding(nn.Module):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
-        angles = torch.outer(positions / self._stretch(max_seq_len), 1.0 / self.rotary_base**exponents)
+        pretrained_length, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        stretch = 1.0 if not pretrained_length or not factor else max(max_seq_len / pretrained_length, factor)
+        angles = torch.outer(positions / stretch, 1.0 / self.rotary_base**exponents)
         per_feature = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
         return per_feature.view(max_seq_len, 1, 1, self.dim)
-
-    def _stretch(self, max_seq_len: int) -> float:
-        pretrained_length = self.pretrained_max_position_embeddings
-        if pretrained_length is None or self.seq_len_interpolation_factor is None:
-            return 1.0
-        return max(max_seq_len / pretrained_length, self.seq_len_interpolation_factor)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, rotary_base={self.rotary_base:g}, interleaved={self.interleaved}"
@@ -104,9 +91,6 @@ def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", 
             until the angles change; writes through `.data` or by a collective are not noticed.
         tensor_format: "sbhd" or "bshd".
         interleaved: layout of the planes; must match `freqs`.
-
-    Raises:
-        ConfigurationError: `tensor_format` is unknown, or `freqs` has too few positions or too many features.
     """
     if tensor_format not in ("sbhd", "bshd"):
         raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd' or 'bshd'")
@@ -137,16 +121,9 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout
 def rotate_projection(
     qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split one tensor with all heads into queries, keys and values, and rotate queries and keys.
+    """Split [s, b, heads + 2 * groups, d], or [b, s, ...], into queries, keys and values; rotate queries and keys.
 
     Kernels return views of one new tensor, so that `qkv` can be freed, and write its gradient in place.
-
-    Args:
-        qkv: [s, b, heads + 2 * groups, d], or [b, s, ...] in "bshd": all queries, then all keys, then all values.
-        heads: number of query heads.
-        groups: number of key heads, and of value heads.
-        freqs: angles of queries and keys.
-        layout: layout of `qkv` and `freqs`.
     """
     table = _table(qkv, freqs, layout)
     if _has_kernel(qkv, table, layout):
@@ -163,41 +140,32 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
-class _SharedTable(NamedTuple):
-    """A cached table, the angles it was made from, and the other conditions under which it is valid (`asked`)."""
-
-    angles: weakref.ReferenceType[Tensor]
-    asked: Hashable
-    table: RotaryTable
-
-
-_kept: dict[int, _SharedTable] = {}
-"""Cached tables by the id of their angles; an entry is dropped with the angles. Attributes of the tensor would be
-pickled with it."""
+_cache: dict[int, tuple[weakref.ReferenceType[Tensor], Hashable, RotaryTable]] = {}
+"""id of angles -> the angles, conditions under which the table is valid, and the table. An entry is dropped with the
+angles. Attributes of the tensor would be pickled with it."""
 
 
 def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     length, rotated = layout.length(t), freqs.shape[-1]
     if freqs.shape[0] < length or rotated > t.shape[-1]:
         raise ConfigurationError(
-            f"apply_rotary_pos_emb: freqs {tuple(freqs.shape)} are for {freqs.shape[0]} positions and {rotated} "
-            f"features, but t has {length} positions and {t.shape[-1]} features; make them with "
-            "RotaryPositionEmbedding(features)(positions)"
+            f"apply_rotary_pos_emb: freqs are for {freqs.shape[0]} positions and {rotated} features, but t has "
+            f"{length} and {t.shape[-1]}; use RotaryPositionEmbedding(features)(positions)"
         )
     if not _is_lasting(freqs):
-        return _made(freqs, length, layout, t.device)
+        return _compute_table(freqs, length, layout, t.device)
     # part of the key: another stream would have to wait for the one that computes the table
     stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
     conditions, key = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
-    entry = _kept.get(key)
-    if entry is None or entry.angles() is not freqs or entry.asked != conditions:
-        table = _made(freqs, length, layout, t.device)
-        # a fake tensor mode makes results fake even for real angles
-        if private_torch.is_traced(table.cos):
+    if key in _cache:
+        angles, valid_for, table = _cache[key]
+        if angles() is freqs and valid_for == conditions:
             return table
-        angles = weakref.ref(freqs, lambda _: _kept.pop(key, None))
-        entry = _kept[key] = _SharedTable(angles, conditions, table)
-    return entry.table
+    table = _compute_table(freqs, length, layout, t.device)
+    # a fake tensor mode makes results fake even for real angles
+    if not private_torch.is_traced(table.cos):
+        _cache[key] = weakref.ref(freqs, lambda _: _cache.pop(key, None)), conditions, table
+    return table
 
 
 def _is_lasting(freqs: Tensor) -> bool:
@@ -212,7 +180,7 @@ def _is_lasting(freqs: Tensor) -> bool:
     )
 
 
-def _made(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) -> RotaryTable:
+def _compute_table(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) -> RotaryTable:
     freqs = freqs[:length].to(device=device, dtype=torch.float32)
     if layout.tensor_format == "bshd":
         freqs = freqs.transpose(0, 1)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.modules.graphs import step_graph, step_replay
+from quantshard.modules.graphs import step_graph
+from quantshard.modules.graphs.recorder import GraphRecorder
 from quantshard.tools.trainer import loop, worker
 from quantshard.tools.trainer.measurements import RunStatistics
 from tests.distributed import commands
@@ -42,7 +43,7 @@ def rerun(run: str, order: str) -> tuple[str, str]:
     try:
         with (
             patch.object(loop, "check_graphs", unchecked),
-            patch.object(step_replay, "recorded", Replay),
+            patch.object(GraphRecorder, "record", lambda _, owner, work: (Replay(work), None)),
             patch.object(step_graph, "_device", lambda model: torch.device("cpu")),
             patch.object(RunStatistics, "whole_step", seen_once),
         ):

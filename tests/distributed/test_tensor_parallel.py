@@ -169,7 +169,7 @@ def refusals() -> list[str]:
 
 WANTED = [
     "LayerNormMLP.fc1_weight [113, 80]: tensor parallelism over 2 ranks cuts dim 0, and 113 is not a multiple of 2",
-    "num_gqa_groups 1 is not a multiple of tp_size 2",
+    "tp_size 2 does not divide num_attention_heads",
     "has 2 ranks, but tp_size is 4",
     "tp_mesh has 2 axes ('dp', 'tp')",
     "call it once, before fully_shard",
@@ -177,8 +177,8 @@ WANTED = [
     "weight_mesh lacks the ranks",
     "cannot divide the 7 rows",
     "9",
-    "a normalization needs all of them; use 'column'",
-    "RMSNorm(sequence_parallel=True) sums its parameters' gradients over the ranks that have the other rows",
+    "a normalization needs all features; use 'column'",
+    "RMSNorm(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group",
     "the input is a DTensor [3, 80] of (Replicate(),)",
     "nothing was raised",
     "Linear.weight got an input [8, 3, 40], but its last dim must have the 20 features that the weight takes here, its "

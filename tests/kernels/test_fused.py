@@ -20,7 +20,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
 from quantshard.interop.conversion import fusion
-from quantshard.modules import fused, fused_activation, fused_norm
+from quantshard.modules import fused, fused_operands
 from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
@@ -316,8 +316,8 @@ def test_backward_lets_go_of_what_it_has_read(name: str, monkeypatch: pytest.Mon
         kept.update((f"{field}, read", StorageWeakRef(x.untyped_storage())) for field, x in found._asdict().items())
         return found
 
-    real = fused_activation.StoredInputs.read
-    monkeypatch.setattr(fused_activation.StoredInputs, "read", read)
+    real = fused_operands.StoredInputs.read
+    monkeypatch.setattr(fused_operands.StoredInputs, "read", read)
     monkeypatch.setattr(private_torch, "take_saved", watched)
     monkeypatch.setattr(functional.LinearBackward, "gradients", counted)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
@@ -337,18 +337,18 @@ def test_backward_takes_the_amax_of_the_forward(
     module = build("gated mlp", RECIPES["current"], True)
     measured: list[bool] = []
     emitted: list[bool] = []
-    kind = fused_norm.OperandProducer
+    kind = fused_operands.OperandProducer
     real, emit = kind.measured, kind.emit
 
-    def is_norm(source: fused_norm.OperandProducer) -> bool:
-        return getattr(source.launch, "func", None) is fused_norm.norm_kernels.normalize_and_quantize
+    def is_norm(source: fused_operands.OperandProducer) -> bool:
+        return getattr(source.launch, "func", None) is fused_operands.norm_kernels.normalize_and_quantize
 
-    def watched_emit(source: fused_norm.OperandProducer, outputs: Any) -> Any:
+    def watched_emit(source: fused_operands.OperandProducer, outputs: Any) -> Any:
         if is_norm(source):
             emitted.append(private_torch.in_backward())
         return emit(source, outputs)
 
-    def watched_measured(source: fused_norm.OperandProducer, *plan: Any) -> Any:
+    def watched_measured(source: fused_operands.OperandProducer, *plan: Any) -> Any:
         if is_norm(source):
             measured.append(private_torch.in_backward())
         return real(source, *plan)

@@ -118,10 +118,11 @@ def test_what_the_norm_kernels_do_not_take_goes_to_the_oracle(used, on_oracle):
     """Float64, and a residual of another dtype, which sets that of the sum."""
     weight = torch.ones(6, device=DEVICE)
     x = data(5, 6).double().requires_grad_()
-    norm.rms_norm(x, weight, EPS).sum().backward()
-    norm.rms_norm(data(5, 6), weight.double(), EPS)
+    normalization = Normalization("RMSNorm", 6, EPS, False)
+    normalization(x, weight, None).sum().backward()
+    normalization(data(5, 6), weight.double(), None)
     assert used == []
-    out, total = Normalization("RMSNorm", 6, EPS, False).with_residual(data(5, 6), weight, None, data(5, 6).float())
+    out, total = normalization.with_residual(data(5, 6), weight, None, data(5, 6).float())
     assert out.dtype == total.dtype == torch.float32
     assert used == ["norm_statistics", "normalize_and_quantize"]
 
@@ -129,7 +130,7 @@ def test_what_the_norm_kernels_do_not_take_goes_to_the_oracle(used, on_oracle):
 def test_parameters_apart_in_memory_are_read_where_they_lie(used):
     wide, x = data(14, dtype=torch.float32), data(5, 7)
     strided, whole = wide[::2].requires_grad_(), wide[::2].clone().requires_grad_()
-    results = [norm.layer_norm(x, weight, weight, EPS) for weight in (strided, whole)]
+    results = [Normalization("LayerNorm", 7, EPS, False)(x, weight, weight) for weight in (strided, whole)]
     assert torch.equal(*results) and len(used) == 4
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from quantshard.kernels.fused import norm as kn
 from quantshard.kernels.fused.epilogue import KernelOutputs
-from quantshard.modules.norm import layer_norm, rms_norm
+from quantshard.modules.norm import Normalization
 from tests.kernels.cases.base import Bound, U, agrees
 from tests.kernels.cases.fused import EPS, NormReference
 
@@ -46,7 +46,7 @@ def test_results_are_the_oracles_or_their_neighbours(centered):
     x, dy = values(37, 290).requires_grad_(), values(37, 290, seed=1)
     gamma, beta, _ = p = parameters(290, centered, torch.float32)
     leaves = [t.requires_grad_() for t in (gamma, beta) if t is not None]
-    y = layer_norm(x, gamma, beta, EPS) if centered else rms_norm(x, gamma, EPS)
+    y = Normalization("LayerNorm" if centered else "RMSNorm", 290, EPS, False)(x, gamma, beta)
     wanted = torch.autograd.grad(y, [x, *leaves], dy)
     with torch.no_grad():
         found, _ = kn.norm_statistics(x, EPS, centered)

@@ -25,7 +25,7 @@ from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.gemm.producers import KernelPlan
 from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
-from quantshard.modules import fused_activation
+from quantshard.modules import fused_operands
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import OperandRequest, gemm_operands, gradient_operands
 from quantshard.modules.gemms.linear_state import LinearState
@@ -269,7 +269,7 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
     dh, gate, up = (values(160, 96, seed=part) for part in range(3))
     if bad:
         dh[7, 9] = torch.inf
-    source = fused_activation.gated_gradient(dh, gate, "swiglu", up)
+    source = fused_operands.gated_gradient(dh, gate, "swiglu", up)
     found = []
     for given in (source, source.measured()):
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)

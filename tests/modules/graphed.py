@@ -50,9 +50,9 @@ class RerunRecorder:
 
     recording = warming
 
-    def record(self, work: Callable[[], PassRecord]) -> tuple[RerunGraph, PassRecord]:
+    def record(self, owner: str, work: Callable[[], PassRecord]) -> tuple[Callable[[], None], PassRecord]:
         graph = RerunGraph(work)
-        return graph, graph.first
+        return graph.replay, graph.first
 
 
 @pytest.fixture

@@ -328,8 +328,8 @@ def test_rotary_survives_meta():
         (lambda: DotProductAttention(3, SIZE, attn_mask_type="alibi"), "'alibi'.*no_mask, causal"),
         (lambda: DotProductAttention(3, SIZE, qkv_format="thd"), "'thd'.*sbhd, bshd"),
         (lambda: DotProductAttention(3, SIZE, 2), "3 is not a multiple of num_gqa_groups 2"),
-        (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "num_gqa_groups 2 is not a multiple of tp_size 4"),
-        (lambda: DotProductAttention(3, SIZE, tp_size=2), "num_attention_heads 3 is not a multiple of tp_size 2"),
+        (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "tp_size 4 does not divide"),
+        (lambda: DotProductAttention(3, SIZE, tp_size=2), "tp_size 2 does not divide num_attention_heads 3"),
         (
             lambda: MultiheadAttention(
                 96, 6, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True, tp_size=2
@@ -340,7 +340,6 @@ def test_rotary_survives_meta():
         (lambda: MultiheadAttention(97, 3), "97 is not a multiple of num_attention_heads 3; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
         (lambda: MultiheadAttention(96, 3, qkv_format="thd"), "'thd'"),
-        (lambda: RotaryPositionEmbedding(7), "in pairs"),
         (lambda: RotaryPositionEmbedding(8, 1.0, 2), "give both or neither"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(2, 1, 1, 4)), "2 positions and 4"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 6)), "and 6 features"),
@@ -357,8 +356,7 @@ def test_refused(make, message):
     [
         ("causal", torch.zeros(1, 1, 1, QUERIES, dtype=torch.bool), "'causal' takes no attention_mask"),
         ("padding", None, "'padding' needs an attention_mask"),
-        ("arbitrary", torch.zeros(1, 1, 1, QUERIES), "bool tensor.*got torch.float32"),
-        ("padding", (torch.zeros(1, dtype=torch.bool),) * 2, "one bool tensor.*got tuple"),
+        ("arbitrary", torch.zeros(1, 1, 1, QUERIES), "attention_mask is torch.float32; use bool"),
     ],
 )
 def test_refused_masks(kind, mask, message):
@@ -369,5 +367,5 @@ def test_refused_masks(kind, mask, message):
 def test_refused_shapes():
     q, k, v = qkv()
     for bad in ((q[..., :16], k, v), (q, k[:, :, :1], v), (q, k, v[:-1]), (q[:, 0], k[:, 0], v[:, 0])):
-        with pytest.raises(ConfigurationError, match=r"'sbhd' the last dims are \(3, 32\)"):
+        with pytest.raises(ConfigurationError, match=r"'sbhd' the last dims must be \(3, 32\)"):
             DotProductAttention(3, SIZE)(*bad)

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention_backends
-from quantshard.modules.attention_backends import AUTO, BACKENDS, order
+from quantshard.modules import attention
+from quantshard.modules.attention import AUTO, BACKENDS, backend_order
 from quantshard.tools.observe import explain
 from tests.covering import exhaustive
 
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be insta
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 CUDNN_FIRST = ("cudnn", "flash", "efficient", "math")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(autouse=True)
-def _machine_is_asked_anew():
-    attention_backends._is_hopper.cache_clear()
-    yield
-    attention_backends._is_hopper.cache_clear()
 
 
 @pytest.fixture
@@ -48,36 +41,40 @@ def deterministic() -> Iterator[None]:
 
 def test_cudnn_is_first_where_it_was_measured(hopper: None) -> None:
     for dtype, size in ((BF16, 128), (torch.float16, 64), (BF16, 8)):
-        assert order(AUTO, GPU, dtype, size, True) == CUDNN_FIRST
+        assert backend_order(AUTO, GPU, dtype, size, True) == CUDNN_FIRST
     for dtype, size, plain in ((torch.float32, 128, True), (BF16, 132, True), (BF16, 136, True), (BF16, 100, True)):
-        assert order(AUTO, GPU, dtype, size, plain) == ()
-    assert order(AUTO, GPU, BF16, 128, False) == ()  # a mask, or dropout
+        assert backend_order(AUTO, GPU, dtype, size, plain) == ()
+    assert backend_order(AUTO, GPU, BF16, 128, False) == ()  # a mask, or dropout
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((10, 0), None), ((9, 0), "6.4")])
 def test_elsewhere_pytorch_chooses(capability, hip, hopper, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert order(AUTO, GPU, BF16, 128, True) == ()
-    assert order(AUTO, torch.device("cpu"), BF16, 128, True) == ()
+    assert backend_order(AUTO, GPU, BF16, 128, True) == ()
+    assert backend_order(AUTO, torch.device("cpu"), BF16, 128, True) == ()
 
 
 def test_deterministic_algorithms_leave_cudnn_out(hopper: None, deterministic: None) -> None:
-    assert order(AUTO, GPU, BF16, 128, True) == order(AUTO, GPU, BF16, 128, False) == ("flash", "efficient", "math")
+    assert (
+        backend_order(AUTO, GPU, BF16, 128, True)
+        == backend_order(AUTO, GPU, BF16, 128, False)
+        == ("flash", "efficient", "math")
+    )
 
 
 def test_what_the_caller_disabled_stays_so(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        assert order(AUTO, GPU, BF16, 128, True) == ()
+        assert backend_order(AUTO, GPU, BF16, 128, True) == ()
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
-        assert order(AUTO, GPU, BF16, 128, True) == ("cudnn", "math")
+        assert backend_order(AUTO, GPU, BF16, 128, True) == ("cudnn", "math")
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert order(AUTO, GPU, BF16, 128, True) == ("math",)
+        assert backend_order(AUTO, GPU, BF16, 128, True) == ("math",)
 
 
 @pytest.mark.parametrize("asked", BACKENDS[1:])
 def test_what_is_asked_for_is_tried_alone(asked: str, hopper: None, deterministic: None) -> None:
-    assert order(asked, GPU, torch.float32, 3, False) == (asked,)
+    assert backend_order(asked, GPU, torch.float32, 3, False) == (asked,)
 
 
 def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
@@ -107,13 +104,13 @@ def test_backends_agree_or_are_refused(asked: str) -> None:
 def test_other_errors_are_pytorchs() -> None:
     q, k, v = heads()
     with pytest.raises(RuntimeError, match="dtype"):
-        attention_backends.attend(("math",), q.to(BF16), k, v)
+        attention.attend(("math",), q.to(BF16), k, v)
 
 
 def test_the_first_that_works_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    monkeypatch.setattr(attention_backends, "order", lambda *_: ("cudnn", "efficient", "math"))
-    monkeypatch.setattr(attention_backends, "sdpa_kernel", lambda *a, **k: told.append((a, k)) or sdpa_kernel(*a, **k))
+    monkeypatch.setattr(attention, "backend_order", lambda *_: ("cudnn", "efficient", "math"))
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda *a, **k: told.append((a, k)) or sdpa_kernel(*a, **k))
     found = attended(AUTO, heads())
     in_order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     assert told == [((in_order,), {"set_priority": True})]
@@ -123,7 +120,7 @@ def test_the_first_that_works_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpointed_core_keeps_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = []
-    monkeypatch.setattr(attention_backends, "order", lambda *_: chosen.append(1) or ("math",))
+    monkeypatch.setattr(attention, "backend_order", lambda *_: chosen.append(1) or ("math",))
     qkv = heads()
     out = qs.DotProductAttention(6, 16, 2)(*qkv, checkpoint_core_attention=True)
     assert all(map(torch.equal, torch.autograd.grad(out, qkv, out.detach()), attended("math", heads())[1:]))
@@ -141,7 +138,9 @@ def test_layers_hand_it_down_and_other_names_are_refused() -> None:
 def test_the_order_is_a_constant_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's settings, which it is made from, are not traced."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    function = torch.compile(lambda x: x + len(order(AUTO, GPU, BF16, 128, True)), fullgraph=True, backend="eager")
+    function = torch.compile(
+        lambda x: x + len(backend_order(AUTO, GPU, BF16, 128, True)), fullgraph=True, backend="eager"
+    )
     assert function(torch.zeros(())) == 4
 
 
@@ -161,7 +160,7 @@ def test_one_graph_with_any_choice(backend: str, asked: str, monkeypatch: pytest
     """One, PyTorch's own, and an order of several."""
     torch._dynamo.reset()
     if asked == "as on Hopper":
-        monkeypatch.setattr(attention_backends, "order", as_on_hopper)
+        monkeypatch.setattr(attention, "backend_order", as_on_hopper)
     attend = qs.DotProductAttention(6, 16, 2, attention_backend="math" if asked == "math" else AUTO)
     found = []
     for run in (torch.compile(attend, fullgraph=True, backend=backend), attend):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import quantshard as qs
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules import capture
+from quantshard.modules.graphs import recorder
 from quantshard.tensor import storage as storages
 from tests.interpreter import prepared_once
 
@@ -104,7 +104,7 @@ def test_every_weight_that_draws_is_counted():
     model = nn.Sequential(build(False), build(True), nn.Linear(4, 4))
     with qs.quantized_model_init(recipe="nvfp4"):
         model.append(qs.GroupedLinear(2, 40, 40, device="cpu"))
-    assert {f"{name}_draws" for name in capture._states(model)} == {n for n in model.state_dict() if "_draws" in n}
+    assert {f"{name}_draws" for name in recorder._states(model)} == {n for n in model.state_dict() if "_draws" in n}
 
 
 def test_weights_on_the_meta_device_are_refused_and_others_on_a_cpu_are_left_alone():

@@ -9,7 +9,7 @@ import torch
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import LayerNorm, RMSNorm, quantized_model_init
-from quantshard.modules.norm import layer_norm, rms_norm
+from quantshard.modules.norm import Normalization
 
 U = 2.0**-24
 EPS = 1e-5
@@ -61,7 +61,8 @@ def assert_within(got, want, bound):
 def test_values_and_gradients(centered, size, offset):
     x, weight, bias, dy = data(size, offset=offset)
     x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
-    y = layer_norm(x, weight, bias, EPS) if centered else rms_norm(x, weight, EPS)
+    kind = "LayerNorm" if centered else "RMSNorm"
+    y = Normalization(kind, size, EPS, False)(x, weight, bias if centered else None)
     y.backward(dy)
     want = Reference(x.detach(), weight.detach(), bias.detach() if centered else None, dy, centered)
     assert_within(y, want.y, want.y_bound)
@@ -123,12 +124,12 @@ def test_leading_dims_do_not_matter():
     grads = []
     for shape in ((6, 96), (2, 3, 96), (1, 6, 96)):
         w = weight.clone().requires_grad_()
-        layer_norm(x.view(shape), w, bias, EPS).backward(dy.view(shape))
+        Normalization("LayerNorm", 96, EPS, False)(x.view(shape), w, bias).backward(dy.view(shape))
         grads.append(w.grad)
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
     one = weight.clone().requires_grad_()
-    layer_norm(x[0], one, bias, EPS).backward(dy[0])
+    Normalization("LayerNorm", 96, EPS, False)(x[0], one, bias).backward(dy[0])
     assert one.grad.shape == weight.shape
 
 
@@ -160,5 +161,5 @@ def test_size_arguments():
 
 @pytest.mark.parametrize("last", [1, 95])
 def test_wrong_last_dim_is_refused(last):
-    with pytest.raises(ConfigurationError, match=rf"96 elements got an input of shape \(2, {last}\)"):
+    with pytest.raises(ConfigurationError, match=rf"the last dim of an input \(2, {last}\) must have 96 elements"):
         RMSNorm(96)(torch.ones(2, last))

@@ -296,7 +296,7 @@ WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "a function that forgets": (lambda module, name: None, Model, r"blocks\.0\.up has None"),
     "no entry": ({}, Model, "a mapping needs an entry"),
     "no layer": ({"*": "mxfp8"}, lambda: nn.Linear(3, 3), "no quantshard layer to quantize.*convert"),
-    "tied": ({"*": "mxfp8"}, tied, r"head\.weight is also a parameter of embedding.*give 'head' the recipe 'bf16'"),
+    "tied": ({"*": "mxfp8"}, tied, r"head\.weight is a parameter of embedding and head.*give 'head' the recipe 'bf16'"),
     "computed": ({"*": "mxfp8"}, normed, r"blocks\.0\.up\.weight is computed from other parameters"),
     "hooked": ({"up": "mxfp8", "*": "bf16"}, partial(hooked, "register_hook"), r"up\.weight has hooks already"),
     "hooked where it is accumulated": (

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.modules.capture import states_preserved
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import operators
+from quantshard.modules.graphs.recorder import states_preserved
 from quantshard.optimizers import FusedAdam
 from quantshard.private_torch import lookup
 from tests.covering import exhaustive

@@ -366,7 +366,7 @@ def test_names_and_numbers_are_handed_down():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp_size": 2, "set_parallel_mode": True}, "num_attention_heads 3 is not a multiple of tp_size 2"),
+        ({"tp_size": 2, "set_parallel_mode": True}, "tp_size 2 does not divide num_attention_heads 3"),
         ({"activation": "tanh"}, "'tanh'"),
         ({"normalization": "BatchNorm"}, "'BatchNorm'"),
         ({"attn_input_format": "thd"}, "'thd'"),

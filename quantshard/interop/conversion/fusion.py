@@ -24,7 +24,7 @@ from quantshard.modules import fused
 from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.fused_norm import NormInput
+from quantshard.modules.fused_operands import NormInput
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear

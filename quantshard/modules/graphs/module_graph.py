@@ -1,18 +1,15 @@
 """Forward and backward of a callable as two CUDA graphs, recorded once with fixed tensors and replayed.
 
-A graph contains launches and addresses, but nothing that Python did during the capture. Side effects of a pass (amaxes
-for histories, the count of layers that ran) are recorded separately, and each replay repeats them. Everything that the
-graphs treat as constant (non-tensor arguments, addresses, `requires_grad`, the recipe) is compared before each replay.
+Side effects of a pass (amaxes for histories, the count of layers that ran) are recorded separately, and each replay
+repeats them. Everything that the graphs treat as constant is compared before each replay.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,14 +17,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from quantshard import limits, private_torch
+from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.contexts import context
-from quantshard.modules.graphs.addresses import GraphAddresses, surroundings
-from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leaves, mapped
-from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.modules.contexts import context, recompute
+from quantshard.modules.graphs.recorder import (
+    GraphAddresses,
+    GraphRecorder,
+    check_surroundings,
+    described,
+    kind_of,
+    mapped,
+    memory_of,
+    surroundings,
+    tensors_in,
+)
 
 # Side effects of a pass ----------------------------------------------------------------------------------------------
 
@@ -71,28 +76,29 @@ class GradientCopy:
     experts, share one copy."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._count, self._joint = len(grads), []
-        self._alone = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        indices_by_memory: dict[int, list[int]] = {}
-        for index, grad in self._alone.items():
-            # a DTensor has no memory of its own
-            if type(grad) is Tensor and grad.numel() > 0:
-                indices_by_memory.setdefault(grad.untyped_storage().data_ptr(), []).append(index)
-        for members in indices_by_memory.values():
-            joint = _joined([self._alone[index] for index in members])
-            if joint is not None:
-                self._joint.append((joint, members))
-                for index in members:
-                    del self._alone[index]
+        self._count = len(grads)
+        by_memory: dict[int, list[tuple[int, Tensor]]] = {}
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                # a DTensor has no memory of its own
+                has_memory = type(grad) is Tensor and grad.numel() > 0
+                address = grad.untyped_storage().data_ptr() if has_memory else -1 - index
+                by_memory.setdefault(address, []).append((index, grad))
+        self._sources: list[tuple[Tensor, list[int]]] = []
+        for members in by_memory.values():
+            joint = _joined([grad for _, grad in members])
+            if joint is None:
+                self._sources += [(grad, [index]) for index, grad in members]
+            else:
+                self._sources.append((joint, [index for index, _ in members]))
 
     def copies(self) -> list[Tensor | None]:
         """Return copies of the current gradients, None where there is no gradient."""
         copies: list[Tensor | None] = [None] * self._count
-        for joint, members in self._joint:
-            for index, part in zip(members, joint.clone().unbind(), strict=True):
+        for source, indices in self._sources:
+            copy = source.clone()
+            for index, part in zip(indices, copy.unbind() if len(indices) > 1 else [copy], strict=True):
                 copies[index] = part
-        for index, grad in self._alone.items():
-            copies[index] = grad.clone()
         return copies
 
 
@@ -134,7 +140,7 @@ class GraphOrder:
     _in_pool: ClassVar[dict[Hashable, weakref.WeakSet[GraphOrder]]] = {}
 
     def __init__(self, count: int, pool: Hashable = None) -> None:
-        self._kept: list[object | None] = [None] * count
+        self._tokens: list[object | None] = [None] * count
         self._sharing = (
             weakref.WeakSet[GraphOrder]() if pool is None else self._in_pool.setdefault(pool, weakref.WeakSet())
         )
@@ -142,9 +148,8 @@ class GraphOrder:
 
     def begin(self, index: int) -> object:
         """Register a forward. Returns a token to pass to `end`."""
-        self._overwrite_others()
-        token = object()
-        self._kept[index:] = [token] + [None] * (len(self._kept) - index - 1)
+        self._overwrite(index)
+        self._tokens[index] = token = object()
         return token
 
     def end(self, index: int, token: object, owner: str) -> None:
@@ -153,84 +158,60 @@ class GraphOrder:
         Raises:
             UnsupportedOperationError: another replay overwrote the activations, or a backward already ran.
         """
-        if self._kept[index] is not token:
+        if self._tokens[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
-        self._overwrite_others()
-        self._kept[index:] = [None] * (len(self._kept) - index)
+        self._overwrite(index)
 
-    def _overwrite_others(self) -> None:
+    def _overwrite(self, index: int) -> None:
         for order in self._sharing:
-            if order is not self:
-                order._kept = [None] * len(order._kept)
+            start = index if order is self else 0
+            order._tokens[start:] = [None] * (len(order._tokens) - start)
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------------
 
-
-@cache
-def _warming_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream for all warmups, on the current device, which must be `device`. Allocations per stream, such as cuBLAS
-    workspaces and zeroed scalars, are never reused by other streams."""
-    return torch.cuda.Stream()
-
-
-class GraphRecorder:
-    """Records work on one device into CUDA graphs that share memory."""
-
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-
-    @contextmanager
-    def warming(self) -> Iterator[None]:
-        """Run the block before a recording, on a separate stream, so that one-time allocations and compilations happen
-        there."""
-        with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
-            with torch.cuda.stream(_warming_stream(self._device)):
-                yield
-            torch.cuda.synchronize()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Surround calls of `record`. Disables garbage collection, which could destroy graphs during a capture."""
-        gc.collect()
-        gc_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.device(self._device):
-                yield
-        finally:
-            if gc_enabled:
-                gc.enable()
-
-    def record(self, work: Callable[[], PassRecord]) -> tuple[Any, PassRecord]:
-        """Record work into a graph without computing anything. Returns the graph and the result of `work`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
-        return graph, result
+_HINTS = ("is_first_microbatch",)
+"""Arguments that change no result, so that a call can pass another value than the sample."""
 
 
 class ModuleGraph:
-    """The forward and backward graphs of a callable. `call` runs it eagerly; `entered` creates its context."""
+    """Takes the place of a module's `forward`, or of a function, and replays its forward and backward graphs.
+
+    It calls the original in eval mode, without gradients, under torch.compile, and during another capture. `entered`
+    creates the context of the capture. The arguments are those of the capture.
+    """
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        arguments: GraphArguments,
-        module: nn.Module | None,
+        subject: Callable[..., Any],
+        owner: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         entered: Callable[[], AbstractContextManager[Any]],
         allow_unused: bool,
     ) -> None:
-        self.owner, self.call, self.arguments = arguments.owner, call, arguments
-        self._module, self._entered, self._allow_unused = module, entered, allow_unused
-        named = [] if module is None else list(module.named_parameters())
-        self._params = [(name, param) for name, param in named if param.requires_grad]
+        self.subject, self.owner, self.eager = subject, owner, eager_forward(subject)
+        self._module = subject if isinstance(subject, nn.Module) else None
+        self._entered, self._allow_unused = entered, allow_unused
+        self._kind = self._kind_of(_compared(*arguments))
+        # at fixed addresses, which each replay copies new values to
+        self._static = mapped(arguments, _static_copy)
+        self._inputs = list(tensors_in(_compared(*self._static)))
+        params = [] if self._module is None else self._module.parameters()
+        self._params = [param for param in params if param.requires_grad]
+        self._trained = [tensor for tensor in (*self._inputs, *self._params) if tensor.requires_grad]
         # outputs with their autograd graph, between a forward and its backward
         self._ends: list[Tensor] = []
         self._grad_outputs: list[Tensor | None] = []
-        self._backward_graph: Any = None
+        self._launch_backward: Any = None
+
+    def reset(self) -> None:
+        """Restore the module's own forward. The graphs and their memory are freed when nothing else refers to them."""
+        if self._module is not None and vars(self._module).get("forward") is self:
+            del self._module.forward
+
+    def __reduce__(self) -> Any:
+        # a copy has other parameters than the graphs
+        return eager_forward, (self.subject,)
 
     # Capture
 
@@ -248,148 +229,145 @@ class ModuleGraph:
         self._order, self._index = order, index
         with self._entered():
             self._surroundings = surroundings()
-        self._forward_graph, self._outputs = recorder.record(self._forward)
+        self._launch_forward, self._outputs = recorder.record(self.owner, self._forward)
         self._differentiable = [end.requires_grad for end in self._ends]
-        self._written = self._results()
+        # without parameters, buffers and views of them, which a replay does not write
+        owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
+        owned_memory = {_storage_address(tensor) for tensor in owned}
+        outputs = (tensor for tensor in self._outputs.tensors if tensor is not None)
+        self._written = [tensor for tensor in outputs if _storage_address(tensor) not in owned_memory]
         self._addresses = GraphAddresses(self._module, draws)
 
     def capture_backward(self, recorder: GraphRecorder) -> None:
         """Record the backward."""
         if any(grad is not None for grad in self._grad_outputs):
-            self._backward_graph, self._grads = recorder.record(self._backward)
-            grads_by_id = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
-            inputs = (*self.arguments.named, *self._params)
-            self._copies = GradientCopy([grads_by_id.get(id(tensor)) for _, tensor in inputs])
+            self._launch_backward, self._grads = recorder.record(self.owner, self._backward)
+            grads = dict(zip(map(id, self._trained), self._grads.tensors, strict=True))
+            self._copies = GradientCopy([grads.get(id(tensor)) for tensor in (*self._inputs, *self._params)])
         self._ends = []
 
     def _forward(self) -> PassRecord:
         record = AmaxRecord()
         with context.amaxes_noted_in(record, AmaxRecord()), torch.enable_grad(), self._entered():
-            returned = self.call(*self.arguments.args, **self.arguments.kwargs)
-        for name, value in leaves(returned, "result"):
-            if not isinstance(value, (Tensor, *CONSTANTS)):
-                raise ConfigurationError(
-                    f"make_graphed_callables: {name} of {self.owner} is a {type(value).__name__}; return tensors, "
-                    "alone or in tuples, lists and dicts"
-                )
-        self._ends = [value for _, value in leaves(returned, "result") if isinstance(value, Tensor)]
+            args, kwargs = self._static
+            returned = self.eager(*args, **kwargs)
+        # raises for types whose tensors would be missed
+        kind_of(self.owner, returned)
+        self._ends = list(tensors_in(returned))
         self._returned = mapped(returned, Tensor.detach)
         return PassRecord([end.detach() for end in self._ends], record.notes())
 
     def _backward(self) -> PassRecord:
         record = AmaxRecord()
-        inputs = self._trained()
         pairs = [(e, g) for e, g in zip(self._ends, self._grad_outputs, strict=True) if g is not None]
         self._ends = []
         with context.amaxes_noted_in(AmaxRecord(), record):
             grads = torch.autograd.grad(
-                [end for end, _ in pairs], [tensor for _, tensor in inputs], [grad for _, grad in pairs],
-                allow_unused=True,
-            )  # fmt: skip
-        unused = [name for (name, _), grad in zip(inputs, grads, strict=True) if grad is None]
-        if unused and not self._allow_unused:
-            raise ConfigurationError(
-                f"make_graphed_callables: the outputs of {self.owner} do not depend on {', '.join(unused)}; freeze "
-                "what is not used, or give allow_unused_input=True"
+                [end for end, _ in pairs], self._trained, [grad for _, grad in pairs], allow_unused=self._allow_unused
             )
         return PassRecord(list(grads), record.notes())
 
-    def _results(self) -> list[Tensor]:
-        """Return the outputs that a replay writes: all except parameters, buffers and views of them."""
-        owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
-        owned_memory = {_memory(tensor) for tensor in owned}
-        return [
-            tensor for tensor in self._outputs.tensors if tensor is not None and _memory(tensor) not in owned_memory
-        ]
-
-    def _trained(self) -> list[tuple[str, Tensor]]:
-        """Return the names and tensors that get a gradient."""
-        return [(name, tensor) for name, tensor in self.arguments.named if tensor.requires_grad] + self._params
-
     def _check_reached(self) -> None:
         """Raise if a leaf requires a gradient that the graphs would not compute."""
-        trained_ids = {id(tensor) for _, tensor in self._trained()}
-        ends = [end for end in self._ends if end.requires_grad]
-        if any(id(leaf) not in trained_ids for leaf in _leaf_tensors(ends)):
+        trained_ids = set(map(id, self._trained))
+        if any(id(leaf) not in trained_ids for leaf in _leaf_tensors(self._ends)):
             raise ConfigurationError(
-                f"make_graphed_callables: {self.owner} uses a tensor that requires gradients and is none of its "
-                "parameters or arguments, so it would get none; give the module itself, or the tensor as an argument"
+                f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would get "
+                "none; give the module itself, or the tensor as an argument"
             )
 
     # Replay
 
-    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward. The results are in memory that the next call overwrites."""
-        current = surroundings()
-        if current != self._surroundings:
-            raise ConfigurationError(self._elsewhere(current))
-        tensors = self.arguments.tensors_of(args, kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or kernel_dispatch.is_capturing():
+            return self.eager(*args, **kwargs)
+        if self._module is not None and not self._module.training:
+            return self.eager(*args, **kwargs)
+        if recompute.in_region():
+            raise UnsupportedOperationError(limits.refusal("captured region", self.owner))
+        check_surroundings(self.owner, self._surroundings)
+        arguments = _compared(args, kwargs)
+        tensors = list(tensors_in(arguments))
+        if self._kind_of(arguments) != self._kind or any(
+            tensor.requires_grad and not static.requires_grad
+            for tensor, static in zip(tensors, self._inputs, strict=True)
+        ):
+            raise ConfigurationError(self._differences(*arguments))
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(
-                f"{self.owner}: {changed} was replaced, frozen, switched or hooked since the capture, and a graph has "
-                "the address of what was there; change values in place, or call reset() on its forward and capture it "
-                "again"
+                f"{self.owner}: {changed} was replaced, frozen, switched or hooked since the capture; change values in "
+                "place, or call forward.reset() and capture it again"
             )
-        outputs = iter(_Replay.apply(self, *tensors, *(param for _, param in self._params)))
+        outputs = iter(_Replay.apply(self, *tensors, *self._params))
         return mapped(self._returned, lambda _: next(outputs))
 
-    def _elsewhere(self, found: tuple[Any, ...]) -> str:
-        captured, called = (
-            f"{context.setting(name).recipe.name!r} ({name}), torch.autocast of {dtype}"
-            for name, dtype, _ in (self._surroundings, found)
-        )
+    def _kind_of(self, arguments: Any) -> Hashable:
+        return kind_of(self.owner, arguments, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
+
+    def _differences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        called, captured = described(args, kwargs), described(*_compared(*self._static))
+        names = [name for name in {**called, **captured} if called.get(name) != captured.get(name)]
+        differences = [f"{name} = {called.get(name)}, but captured with {captured.get(name)}" for name in names]
         return (
-            f"{self.owner} was captured under autocast by {captured}, but called under {called}, or with other process "
-            "groups; call it as it was captured: make_graphed_callables takes the arguments of quantshard.autocast"
+            f"{self.owner} was called with {'; '.join(differences) or 'other tuples, lists or dicts'}; capture a "
+            "callable for each kind of input"
         )
 
-    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[object, list[Tensor]]:
-        """Copy the inputs, replay the forward, and record its amaxes. Returns a token for the backward, and the
-        outputs."""
-        for (_, static), tensor in zip(self.arguments.named, tensors, strict=False):
+    def replay_forward(self, ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy the inputs, replay the forward, and record its amaxes. Returns the outputs."""
+        # parameters follow the inputs
+        for static, tensor in zip(self._inputs, tensors, strict=False):
             static.copy_(tensor)
-        token = self._order.begin(self._index)
-        self._forward_graph.replay()
+        ctx.token = self._order.begin(self._index)
+        self._launch_forward()
         # so that autograd notices that older results were overwritten
         increment_version(self._written)
         self._outputs.note(context.forward_amaxes())
         if not context.in_autocast():
             # an autocast that the callable enters ended within the graph, which cannot flush
             context.forward_amaxes().flush()
-        return token, [output.detach() for output in self._outputs.tensors if output is not None]
+        outputs = [output.detach() for output in self._outputs.tensors if output is not None]
+        ctx.changes = self._in_place_changes()
+        pairs = zip(outputs, self._differentiable, strict=True)
+        ctx.mark_non_differentiable(*[output for output, differentiable in pairs if not differentiable])
+        return tuple(outputs)
 
-    def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs that have no gradient."""
-        return [output for output, trained in zip(outputs, self._differentiable, strict=True) if not trained]
-
-    def in_place_changes(self) -> list[int]:
-        """Return the version counter of each output."""
-        return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]
-
-    def replay_backward(self, token: object, grads: Sequence[Tensor | None], changes: list[int]) -> list[Tensor | None]:
-        """Replay the backward. Returns copies of the gradients of inputs and parameters.
-
-        `changes`: `in_place_changes` after the forward.
-        """
-        self._order.end(self._index, token, self.owner)
-        if self.in_place_changes() != changes:
+    def replay_backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward. Returns copies of the gradients of inputs and parameters."""
+        self._order.end(self._index, ctx.token, self.owner)
+        if self._in_place_changes() != ctx.changes:
             raise UnsupportedOperationError(limits.refusal("changed outputs", self.owner))
         for static, grad in zip(self._grad_outputs, grads, strict=True):
             if static is not None:
                 static.zero_() if grad is None else static.copy_(grad)
-        self._backward_graph.replay()
+        self._launch_backward()
         if self._grads.notes:
             context.flush_after_backward()
             self._grads.note(context.backward_amaxes)
         # copies, because autograd can store them in .grad, even of leaves before other nodes that pass gradients on
         return self._copies.copies()
 
+    def _in_place_changes(self) -> list[int]:
+        return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]
 
-def _memory(tensor: Tensor) -> int:
-    """Return the address of the storage of a tensor."""
-    local = private_torch.local_tensor(tensor)
-    component = next(iter(local.quantized_storage.components.values())) if isinstance(local, QuantizedTensor) else local
-    return component.untyped_storage().data_ptr()
+
+def eager_forward(subject: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module's `forward`, or a function itself."""
+    return subject.forward if isinstance(subject, nn.Module) else subject
+
+
+def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that must be those of the capture, keywords sorted by name."""
+    return tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
+
+
+def _static_copy(sample: Tensor) -> Tensor:
+    return sample.detach().clone().requires_grad_(sample.requires_grad)
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return memory_of(tensor)[0].untyped_storage().data_ptr()
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -411,13 +389,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graph: ModuleGraph, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
-        inputs = tensors[: len(graph.arguments.named)]
-        ctx.token, outputs = graph.replay_forward(inputs)
-        ctx.changes = graph.in_place_changes()
-        ctx.mark_non_differentiable(*graph.constant_outputs(outputs))
-        return tuple(outputs)
+        return graph.replay_forward(ctx, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.graph.replay_backward(ctx.token, grads, ctx.changes))
+        return None, *ctx.graph.replay_backward(ctx, grads)

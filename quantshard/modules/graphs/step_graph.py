@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from quantshard import limits, private_torch
-from quantshard.errors import ConfigurationError, UnsupportedOperationError, warn_user
-from quantshard.modules.capture import capturable_
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules.contexts import context
-from quantshard.modules.graphs.arguments import CONSTANTS, mapped
-from quantshard.modules.graphs.step_replay import StepContext, StepReplay, check_results, copied, named_arguments
+from quantshard.modules.graphs.recorder import (
+    GraphAddresses,
+    GraphRecorder,
+    capturable_,
+    check_autocast_cache,
+    check_not_replicated,
+    check_surroundings,
+    copied,
+    described,
+    graph_device,
+    kind_of,
+    mapped,
+    memory_of,
+    surroundings,
+    tensors_in,
+)
+
+StepContext = Callable[[], AbstractContextManager[Any]]
+"""Function that creates a context around a step, which adds device work."""
 
 WARMUP = 2
 """Eager steps before a capture, which compile kernels and let FSDP2 record the order of its all-gathers."""
@@ -26,6 +40,10 @@ MOST_GRAPHS = 8
 
 MOST_KINDS = 32
 """Maximum number of argument kinds with counted eager steps. One more clears all counts."""
+
+EVERY = 10
+"""One in this many replays checks all tensors. For a small model the check takes the host as long as a step takes the
+GPU."""
 
 
 class StepGraph:
@@ -49,14 +67,13 @@ class StepGraph:
     or tensor parallel: collectives are part of the graph.
 
     Arguments are tensors and constants, alone or in tuples, lists and dicts. The step gets copies of the tensors on the
-    model's GPU. Copies from the host wait for the previous step, so batches on the GPU are faster. New shapes, dtypes
-    or constants get another graph, after two or three more eager steps. Results are copies too, detached from autograd
-    and not changed by later steps.
+    model's GPU. New shapes, dtypes or constants get another graph, after two or three more eager steps. Results are
+    copies too, detached from autograd.
 
     A graph repeats device work and runs no Python: host values that the step reads (`if loss > 3`, a schedule's
-    numbers) stay as they were at the capture. Learning rates must be tensors, as `capturable=True` makes them, and
-    schedulers must write into these tensors. Forward and backward must be in the same step, under FSDP2 together with
-    all their all-gathers. Only one thread at a time can call the step.
+    numbers) stay as they were at the capture. Schedulers must write into the learning rates, which `capturable=True`
+    makes tensors. Forward and backward must be in the same step, under FSDP2 together with all their all-gathers. Only
+    one thread at a time can call the step.
 
     Args:
         step: function that runs forward, backward, the optimizer's step and zero_grad, and does not synchronize with
@@ -67,8 +84,7 @@ class StepGraph:
         enabled: if False, run each step eagerly on the arguments themselves, also without a GPU.
 
     Raises:
-        ConfigurationError: an optimizer has no parameter of the model. If enabled: the model is not on the current GPU,
-            or an optimizer is not capturable.
+        ConfigurationError: the model is not on the current GPU, or an optimizer is not capturable.
         UnsupportedOperationError: the model is wrapped in DistributedDataParallel.
     """
 
@@ -80,16 +96,14 @@ class StepGraph:
         *,
         enabled: bool = True,
     ) -> None:
-        self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         context.check_flags("StepGraph", enabled=enabled)
-        for item in self._optimizers:
-            _check_members(item, model)
+        self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
         self._replays: dict[Any, StepReplay] = {}
-        self._warned = self._has_captured = self._is_over = False
+        self._warned = self._has_captured = False
         if enabled:
-            _check_unwrapped(model)
+            check_not_replicated(model, "the model")
             self._device = _device(model)
             for item in self._optimizers:
                 _check_capturable(item, self._device)
@@ -112,55 +126,47 @@ class StepGraph:
         `around`: function that creates the context; calls with an equal function share a graph. The context is entered
         for eager steps and captures.
         """
-        if isinstance(around, AbstractContextManager):
-            raise ConfigurationError(
-                "StepGraph.within: give what makes a context, as statistics.whole_step, and not the context: it is "
-                "entered again in other steps"
-            )
-        if self._is_over:
-            raise ConfigurationError("StepGraph: its with block has ended, and its graphs are gone; make another one")
-        key = around, _kind(args, "arguments"), _kind(dict(sorted(kwargs.items())), "arguments")
         if not self.enabled:
-            with around():
-                result = self._step(*args, **kwargs)
-            check_results(result)
-            return mapped(result, Tensor.detach)
+            return mapped(_run(self._step, around, args, kwargs), Tensor.detach)
+        arguments = args, dict(sorted(kwargs.items()))
+        key = around, kind_of("StepGraph", arguments, _tensor_kind)
         replay = self._replays.get(key)
-        if replay is None and self._is_to_be_eager(key, args, kwargs):
-            args_on_device, kwargs_on_device = copied((args, kwargs), self._device)
-            with around():
-                result = self._step(*args_on_device, **kwargs_on_device)
-            check_results(result)
-            return copied(result, self._device)
+        if replay is None and self._is_to_be_eager(key, arguments):
+            return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
         if replay is None:
-            replay = StepReplay(self._step, self._model, self._optimizers, around, (args, kwargs), self._device)
-            self._replays[key], self._has_captured = replay, True
-        return replay(args, kwargs)
+            check_autocast_cache("StepGraph")
+            step, static = self._step, copied(arguments, self._device)
 
-    def _is_to_be_eager(self, key: Any, args: Any, kwargs: Any) -> bool:
+            def work() -> Any:
+                # detached, or the results would keep the autograd graph alive
+                return mapped(_run(step, around, *static), Tensor.detach)
+
+            launch = _recorded(work, self._model, self._device)
+            replay = StepReplay(launch, list(tensors_in(static)), self._device, self._model, self._optimizers)
+            self._replays[key], self._has_captured = replay, True
+        return replay(list(tensors_in(arguments)))
+
+    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]]) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
-        if key not in self._eager and len(self._eager) >= MOST_KINDS:
-            self._warn_of_many(args, kwargs)
+        has_all_graphs = len(self._replays) >= MOST_GRAPHS
+        has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
+        if (has_all_graphs or has_all_kinds) and not self._warned:
+            self._warned = True
+            values = described(*arguments)
+            warn_user(
+                f"StepGraph has {len(self._replays)} graphs; steps with other shapes or values run eagerly (last: "
+                f"{', '.join(f'{name} = {text}' for name, text in values.items())}); pad batches to a few lengths, and "
+                "pass numbers that change as tensors",
+                is_counted=True,
+            )
+        if has_all_kinds:
             self._eager.clear()
         count = self._eager.get(key, 0)
-        if len(self._replays) >= MOST_GRAPHS:
-            self._warn_of_many(args, kwargs)
         # an eager step allocates the optimizer's state for its graph, so there must be one between two captures
-        elif count >= WARMUP and not self._has_captured:
+        if count >= WARMUP and not self._has_captured and not has_all_graphs:
             return False
         self._eager[key], self._has_captured = count + 1, False
         return True
-
-    def _warn_of_many(self, args: Any, kwargs: Any) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        last = ", ".join(f"{name} = {_shown(value)}" for name, value in named_arguments(args, kwargs))
-        warn_user(
-            f"StepGraph has {len(self._replays)} graphs, and steps run eagerly whose arguments have other shapes or "
-            f"values (last: {last}); pad batches to a few lengths, and give numbers that change as tensors",
-            is_counted=True,
-        )
 
     def close(self) -> None:
         """Free the graphs. Later calls run eagerly and are captured again. Destroying an NCCL communicator waits until
@@ -174,37 +180,22 @@ class StepGraph:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self._is_over = True
 
 
-def _check_unwrapped(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise UnsupportedOperationError(limits.refusal("captured replicas", name or "the model"))
-
-
-def _check_members(optimizer: Optimizer, model: nn.Module) -> None:
-    ids = {id(param) for param in model.parameters()}
-    if not any(id(param) in ids for group in optimizer.param_groups for param in group["params"]):
-        raise ConfigurationError(
-            f"StepGraph: no parameter of {type(optimizer).__name__} is the model's; build it over this model, after "
-            "convert and fully_shard, which put others in their place"
-        )
+def _run(step: Callable[..., Any], around: StepContext, args: Any, kwargs: Any) -> Any:
+    with around():
+        result = step(*args, **kwargs)
+    # raises for types whose tensors would be missed
+    kind_of("StepGraph", result)
+    return result
 
 
 def _device(model: nn.Module) -> torch.device:
-    devices = {private_torch.local_tensor(param).device for param in model.parameters()}
-    device = next(iter(devices), torch.device("cpu"))
-    if len(devices) > 1 or device.type != "cuda":
-        where = " and ".join(sorted(map(str, devices))) or "no device"
-        raise ConfigurationError(
-            f"StepGraph: the model's parameters are on {where}, and a CUDA graph is of one GPU; on others give "
-            "enabled=False, which calls the step itself"
-        )
+    device = graph_device("StepGraph", model.parameters())
     if device.index != torch.cuda.current_device():
         raise ConfigurationError(
-            f"StepGraph: the model is on {device}, and the current GPU, on which launches are captured, is "
-            f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device({device.index}) first"
+            f"StepGraph: the model is on {device}, not on the current GPU, whose launches are captured; call "
+            f"torch.cuda.set_device({device.index}) first"
         )
     return device
 
@@ -215,33 +206,120 @@ def _check_capturable(optimizer: Optimizer, device: torch.device) -> None:
         lr = group.get("lr")
         if group.get("capturable") is False or not isinstance(lr, Tensor) or lr.device != device:
             raise ConfigurationError(
-                f"StepGraph: lr of group {number} of {name} is {lr!r}, which a graph would keep for ever; make it "
-                f"{name}(..., capturable=True), of torch.optim with lr=torch.tensor(..., device='{device}') besides"
+                f"StepGraph: lr of group {number} of {name} is {lr!r}, which a graph would keep for ever; use "
+                f"{name}(..., capturable=True), for torch.optim also lr=torch.tensor(..., device='{device}')"
             )
 
 
-def _kind(value: Any, name: str) -> Any:
-    """Return the key that selects a graph: shapes, dtypes and strides of tensors, values of constants, and their
-    nesting."""
-    if isinstance(value, Tensor):
-        if value.requires_grad:
+def _tensor_kind(tensor: Tensor) -> Any:
+    if tensor.requires_grad:
+        raise ConfigurationError(
+            "StepGraph: an argument requires a gradient, and a replay gives none; detach it, and return what you need"
+        )
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -> Callable[[], Any]:
+    """Record a step that leaves no gradients except those it recreated itself, and return a function that replays it.
+    After an error, all gradients are restored."""
+    before = {name: param.grad for name, param in model.named_parameters()}
+    try:
+        # batches are pinned by another thread
+        launch, _ = GraphRecorder(device, error_mode="thread_local").record("StepGraph: the step", work)
+        for name, param in model.named_parameters():
+            if param.grad is not None and (before[name] is None or param.grad is before[name]):
+                raise ConfigurationError(
+                    f"StepGraph: the step leaves a gradient of {name}, which a replay would not; call "
+                    "optimizer.step() and optimizer.zero_grad() in the step"
+                )
+    except BaseException:
+        for name, param in model.named_parameters():
+            # gradients left by a capture were never computed
+            param.grad = before[name]
+        raise
+    return launch
+
+
+class StepReplay:
+    """The graph for one kind of arguments, and the facts it relies on.
+
+    Replays neither read nor write tensors that moved after the capture, and would not report that, so the addresses are
+    compared. `launch`: replays the graph. `static`: the tensors that it reads the arguments from.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[], Any],
+        static: list[Tensor],
+        device: torch.device,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._launch, self._static, self._device = launch, static, device
+        self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
+        self._optimizers = [(item, _group_facts(item), _state_addresses(item)) for item in optimizers]
+        self._model, self._is_training, self._count = model, model.training, 0
+        # keeps the memory of replaced tensors alive until a replay reports the change, even if `.data` is replaced
+        tensors = [*model.parameters(), *model.buffers()]
+        for optimizer in optimizers:
+            values = [value for group in optimizer.param_groups for value in group.values()]
+            tensors += [value for value in values if isinstance(value, Tensor)]
+            tensors += _state_tensors(optimizer)
+        self._memory = [part.detach() for tensor in tensors for part in memory_of(tensor)]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Replay the step on these arguments, and return copies of its results."""
+        check_surroundings("StepGraph: the step", self._surroundings)
+        for static, value in zip(self._static, tensors, strict=True):
+            # copies from the host block, so that the caller can overwrite the batch
+            static.copy_(value)
+        result = copied(self._launch(), self._device)
+        # checked after the launch, while the GPU works
+        if (changed := self._changed()) is not None:
             raise ConfigurationError(
-                f"StepGraph: {name} require a gradient, and a replay gives none to arguments; detach them, and let the "
-                "step return what it needs"
+                f"StepGraph: {changed} since the capture, and steps until now used the old one; change values in place "
+                "(lr.fill_(1e-4)), or call close() before the change"
             )
-        return value.shape, value.dtype, value.stride()
-    if isinstance(value, tuple | list) and value:
-        return type(value), *(_kind(item, f"{name}[{index}]") for index, item in enumerate(value))
-    if isinstance(value, dict) and value:
-        # in insertion order
-        return type(value), *((key, _kind(item, f"{name}[{key!r}]")) for key, item in value.items())
-    if isinstance(value, CONSTANTS):
-        return type(value), repr(value)
-    raise ConfigurationError(
-        f"StepGraph: {name} is a {type(value).__name__}; a step takes tensors and constants (numbers, strings, None), "
-        "alone or in tuples, lists and dicts"
-    )
+        return result
+
+    def _changed(self) -> str | None:
+        """Describe a change since the capture, or return None. Optimizer options and the model's mode are checked each
+        time, tensors and submodules once in `EVERY` replays."""
+        checks_tensors, self._count = self._count % EVERY == 0, self._count + 1
+        if self._model.training is not self._is_training:
+            return "the mode of the model (train or eval) was switched"
+        if checks_tensors and (name := self._addresses.changed()) is not None:
+            return f"{name} was replaced, frozen, switched or hooked"
+        for optimizer, options, states in self._optimizers:
+            current = _group_facts(optimizer)
+            for what, fact in options.items():
+                if current.get(what) != fact:
+                    return f"{what} of {type(optimizer).__name__} was replaced"
+            if checks_tensors and _state_addresses(optimizer) != states:
+                return f"a state of {type(optimizer).__name__} was replaced"
+        return None
 
 
-def _shown(value: Any) -> str:
-    return f"{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+def _group_facts(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a captured step relies on in an optimizer's groups: parameters, and options by value or address."""
+    facts: dict[str, Any] = {"the number of groups": len(optimizer.param_groups)}
+    for number, group in enumerate(optimizer.param_groups):
+        facts[f"the parameters of group {number}"] = [id(param) for param in group["params"]]
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                facts[f"{name} of group {number}"] = _addresses(value) if isinstance(value, Tensor) else repr(value)
+    return facts
+
+
+def _state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for entries in optimizer.state.values():
+        if isinstance(entries, dict):
+            yield from (value for value in entries.values() if isinstance(value, Tensor))
+
+
+def _state_addresses(optimizer: Optimizer) -> list[Any]:
+    return [_addresses(value) for value in _state_tensors(optimizer)]
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    return [part.data_ptr() for part in memory_of(tensor)]

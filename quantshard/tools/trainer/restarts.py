@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention_backends
+from quantshard.modules import attention
 from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
@@ -143,7 +143,7 @@ def current_environment(settings: TrainSettings, device: torch.device) -> dict[s
         "python": platform.python_version(),
         "quantshard": __version__,
         "torch": torch.__version__,
-        "attention": attention_backends.described("auto", device, settings.torch_params_dtype, head_size),
+        "attention": attention.describe_order("auto", device, settings.torch_params_dtype, head_size),
         "float32 products": torch.get_float32_matmul_precision(),
         "variables": {name: os.environ[name] for name in names if name not in _NO_MATTER},
     }
