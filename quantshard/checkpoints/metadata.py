@@ -108,13 +108,7 @@ def _factory(kind: type) -> type:
 def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> Metadata:
     """Read and check the metadata of the checkpoint at `path`, a directory or URL.
 
-    Args:
-        described: the checkpoint's manifest, if it has one.
-        packed: see `SafeReader`.
-
-    Raises:
-        MissingError: there is no checkpoint, or it is incomplete.
-        DamagedError: the metadata cannot be read, or contradict themselves, the manifest or the files.
+    `described`: the checkpoint's manifest, if it has one. See `SafeReader` for `packed` and errors.
     """
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "

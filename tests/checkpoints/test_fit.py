@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
@@ -161,7 +161,7 @@ def test_states_that_are_no_tensors(tmp_path: Path) -> None:
             {"exp_avg_dtype": torch.bfloat16},
             r"its group 0 has no 'rounding_seed', optimizer\.state\.0\.exp_avg is torch\.float32 \[18, 24\] there and "
             r"torch\.bfloat16 \[18, 24\] here; build it with the options that it was saved with, load it with "
-            r"requantize=True, which takes states of other dtypes, or load the model alone and call the "
+            r"requantize=True, which converts states of other dtypes, or load the model alone and call the "
             r"optimizer's reseed_masters\(\)$",
         ),
         (
@@ -214,7 +214,9 @@ def test_a_rate_in_a_tensor_where_there_is_none(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     checkpoints.save(tmp_path / "c", model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.125)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with refused(r"optimizer\.param_groups\.0\.lr is torch\.float32 \[\] there and no tensor here", model, optimizer):
+    with refused(
+        r"optimizer\.param_groups\.0\.lr is torch\.float32 \[\] there and not a tensor here", model, optimizer
+    ):
         checkpoints.load(tmp_path / "c", model, optimizer)
 
 

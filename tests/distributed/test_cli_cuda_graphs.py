@@ -14,7 +14,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.modules.graphs import step_graph, step_replay
 from quantshard.tools.trainer import loop, worker
 from quantshard.tools.trainer.monitoring.statistics import RunStatistics

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line

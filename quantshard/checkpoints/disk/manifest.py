@@ -20,8 +20,7 @@ from typing import Any
 
 import xxhash
 
-from quantshard.checkpoints.disk import transfer
-from quantshard.checkpoints.disk.store import Path_, is_inside, locate, why
+from quantshard.checkpoints.disk.store import Path_, expect_transfer, is_inside, locate, report_transfer, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES, json_object
 
@@ -72,18 +71,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
-        """Parse the text of a manifest. `where`: its path, for errors.
-
-        Raises:
-            CheckpointError: the manifest is damaged, or has another version, which the message names.
-        """
+        """Parse the text of a manifest, which must be of this version. `where`: its path, for errors."""
         if not text:
             raise CheckpointError(f"{where} is empty: the save has not ended; choose another checkpoint")
         content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", CheckpointError)
         version = content.get("quantshard")
         if version != VERSION:
             raise CheckpointError(
-                f"{where} is of version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
+                f"{where} has version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
                 "quantshard"
             )
         if wrong := _wrong_field(content):
@@ -131,27 +126,19 @@ def digest(content: bytes) -> tuple[int, str]:
 
 
 def digest_of(path: Path_) -> tuple[int, str]:
-    """The length and the checksum of a file, which is read in pieces.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The length and the checksum of a file, which is read in pieces."""
     digest, length = xxhash.xxh3_128(), 0
     store, store_path = locate(path)
     with store.create_stream(store_path, "rb") as file:
         while piece := file.read(_AT_ONCE):
             digest.update(piece)
             length += len(piece)
-            transfer.moved(len(piece))
+            report_transfer(len(piece))
     return length, digest.hexdigest()
 
 
 def read_manifest(path: Path_) -> Manifest | None:
-    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, is damaged, or has another version.
-    """
+    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest."""
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
@@ -182,7 +169,7 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
     if manifest is None:
         return []
     if contents:
-        transfer.expect(manifest.bytes)
+        expect_transfer(manifest.bytes)
     store, folder = locate(path)
     results = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
     lines = [wrong for wrong in results if wrong]

@@ -22,8 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantshard import foreign
-from quantshard.checkpoints.disk import transfer
-from quantshard.checkpoints.disk.store import is_inside, why
+from quantshard.checkpoints.disk.store import expect_transfer, is_inside, report_transfer, why
 from quantshard.checkpoints.metadata import is_shape
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
@@ -90,7 +89,7 @@ def write_safetensors(
         shards[-1].append(group)
     weight_map = {}
     total = sum(group.nbytes for group in groups)
-    transfer.expect(total)
+    expect_transfer(total)
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard, metadata)
@@ -119,7 +118,7 @@ def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str
                 tensor = values[name]
                 assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                transfer.moved(tensor.nbytes)
+                report_transfer(tensor.nbytes)
         file.flush()
         os.fsync(file.fileno())
 
@@ -239,7 +238,7 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {why(error)}") from None
         assert isinstance(values, Tensor)
-        transfer.moved(values.nbytes)
+        report_transfer(values.nbytes)
         return values
 
     def nbytes(self) -> int:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
-from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
+from quantshard.checkpoints.comparison import Comparison, Difference, compare, largest_difference
+from quantshard.checkpoints.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, pattern_groups
@@ -160,8 +160,6 @@ def _with_values(comparison: Comparison) -> Comparison:
 
 def _of_values(found: Difference, keys: Container[str]) -> Difference:
     """Drop the largest difference if it compares codes or scales of an optimizer state instead of values."""
-    if found.by_value:
-        return found
     is_scaled = scaled_state(found.key) or any(found.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
     return replace(found, largest=None) if found.key.startswith(OPTIMIZER) and is_scaled else found
 

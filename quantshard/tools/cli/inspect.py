@@ -12,9 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
-from quantshard.checkpoints.inspect.verify import Verification
-from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
+from quantshard.checkpoints.inspection import Inspection, TensorSummary, Verification
+from quantshard.checkpoints.inspection import verify as verify_checkpoint
 from quantshard.errors import printable
 from quantshard.interop.layouts.inspection import inspect as inspect_path
 from quantshard.readable import counted_name, human_bytes, pattern_groups

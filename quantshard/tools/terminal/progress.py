@@ -15,7 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from quantshard.checkpoints.disk import transfer
+from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.tools.terminal.screen import Screen
 
 
@@ -57,5 +57,5 @@ def work_bar(what: str) -> Iterator[WorkBar]:
 @contextmanager
 def transfer_bar(what: str) -> Iterator[None]:
     """Show the bytes transferred by saves, loads and checks during the block."""
-    with work_bar(what) as bar, transfer.watched(bar):
+    with work_bar(what) as bar, watch_transfers(bar):
         yield
