@@ -20,8 +20,8 @@ LIMITS = {
     "backward": (17, 75),
     "forward, mxfp8": (24, 100),
     "backward, mxfp8": (19, 110),
-    "save": (26, 400),
-    "load": (29, 1200),
+    "save": (23, 370),
+    "load": (27, 1120),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

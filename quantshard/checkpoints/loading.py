@@ -131,6 +131,11 @@ class LoadPlan:
     rank_states: Mapping[str, tuple[str, Any]]
     unloaded_objects: tuple[str, ...]
 
+    @property
+    def converts(self) -> bool:
+        """Whether some entries are not loaded as they are stored."""
+        return bool(self.weight_conversions or self.state_conversions)
+
 
 @dataclass(frozen=True)
 class LoadResult:
@@ -154,7 +159,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     with agreement.writing_into("the model"):
         extra = _apply(plan)
     requantized = ""
-    if notices := conversions.notices(plan.weight_conversions, plan.state_conversions):
+    if plan.converts and (notices := conversions.notices(plan.weight_conversions, plan.state_conversions)):
         requantized = f"{request.path}: {'; '.join(notices)}"
         warn_user(requantized, RequantizedWarning)
     return LoadResult(extra, plan.unloaded_objects, requantized)
@@ -435,8 +440,10 @@ def _apply(plan: LoadPlan) -> dict[str, Any]:
     objects = {key: values[key] for key, target in plan.targets.items() if values[key] is not target}
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state_dicts, plan.paths[key], value)
-    masters = list(conversions.write_weights(plan.reader, plan.weight_conversions))
-    conversions.write_states(plan.reader, plan.state_conversions, plan.request.optimizer)
+    masters: list[tuple[ParameterConversion, Tensor]] = []
+    if plan.converts:
+        masters = list(conversions.write_weights(plan.reader, plan.weight_conversions))
+        conversions.write_states(plan.reader, plan.state_conversions, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
     return {name: values[f"{EXTRA}.{name}"] for name in plan.extra_targets}
