@@ -111,7 +111,7 @@ def check_optimizer(
     differences = list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer)))
     if not differences:
         return
-    if reason := _averages_difference(stored, wanted) or _frozen_difference(stored, wanted, optimizer):
+    if reason := _averages_difference(stored, wanted):
         raise CheckpointError(f"{path} has {reason}; or {remedy}")
     raise CheckpointError(
         f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved with, "
@@ -178,46 +178,10 @@ def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
     return ""
 
 
-def _frozen_difference(stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> str:
-    """The rest of an error message if the sides differ only in frozen parameters; otherwise ""."""
-    stored_numbers, live_numbers = map(_numbers, (stored, wanted))
-    only_stored, only_live = sorted(stored_numbers - live_numbers), sorted(live_numbers - stored_numbers)
-    names = _parameter_names(optimizer)
-    if bool(only_stored) == bool(only_live) or max(only_stored + only_live) >= len(names):
-        return ""
-    prefixes = tuple(f"{STATES}{number}." for number in only_stored + only_live)
-    mismatched = [key for keys in _differing(stored, wanted, _OPTIMIZER) for key in keys]
-    mismatched += [
-        key for key, entry, value in _tensors(stored, wanted, STATES) if entry.size != getattr(value, "shape", None)
-    ]
-    if not all(key.startswith(prefixes) for key in mismatched):
-        return ""
-    if only_live:
-        return (
-            f"no states of {len(only_live)} parameters that this optimizer trains (first: {names[only_live[0]][0]!r}); "
-            "freeze them, build the optimizer, load, then unfreeze them and call initialize_state(parameter) for each"
-        )
-    if any(names[number][1].requires_grad for number in only_stored):
-        return ""
-    return (
-        f"states of {len(only_stored)} parameters that were frozen before this optimizer was built (first: "
-        f"{names[only_stored[0]][0]!r}); build it while they are trained, load, then freeze them"
-    )
-
-
 def _numbers(keys: Iterable[str]) -> set[int]:
     """The numbers of the parameters that have states among these keys."""
     numbers = {key.split(".")[2] for key in keys if key.startswith(STATES)}
     return {int(number) for number in numbers if number.isdecimal()}
-
-
-def _parameter_names(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """(name, parameter) by number; "parameter N" for a parameter without a name."""
-    named: list[tuple[str, Tensor]] = []
-    for group in optimizer.param_groups:
-        names = group.get("param_names") or [f"parameter {len(named) + index}" for index in range(len(group["params"]))]
-        named += zip(names, group["params"], strict=True)
-    return named
 
 
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
@@ -229,7 +193,7 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
     num_stored, num_live = len(_numbers(stored)), len(_numbers(wanted))
     if allocates and num_stored != num_live:
-        yield f"it has states of {num_stored} parameters and this one of {num_live}"
+        yield f"it has states of {num_stored} parameters and this one of {num_live} (frozen ones have none)"
     missing_keys, unexpected = _differing(stored, wanted, _OPTIMIZER)
     missing_options = [key for key in missing_keys if key.startswith(GROUPS)]
     if missing_options and stored_groups == live_groups:

@@ -13,7 +13,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -338,9 +338,9 @@ class SafeReader(FileSystemReader):
         if self.manifest is None:
             return
         files = self.manifest.files
-        sizes = {name: files[name].bytes for name in names}
-        share = share_of_files(sizes, agreement.rank(), agreement.rank_count())
-        expect_transfer(sum([sizes[name] for name in share]))
+        # Under FSDP2, a rank then loads mostly the files that it compared, and finds them in the page cache.
+        share = sorted(names, key=_writer)[agreement.rank() :: agreement.rank_count()]
+        expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
             if problem is not None:
@@ -384,23 +384,7 @@ class SafeReader(FileSystemReader):
             return _plain_object(file.read(location.length))
 
 
-def share_of_files(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
-    """Files that one of `count` ranks compares: each file falls to one rank, and each rank gets about as many bytes.
-
-    Files are assigned in the order of the ranks that wrote them. Under FSDP2, a rank then loads mostly the files that
-    it compared, on the same or a different number of ranks, and finds them in the page cache.
-    """
-    total = max(1, sum(sizes.values()))
-    names, offset = [], 0
-    for name in sorted(sizes, key=_by_writer):
-        # The middle of a file decides its rank.
-        if min((2 * offset + sizes[name]) * count // (2 * total), count - 1) == rank:
-            names.append(name)
-        offset += sizes[name]
-    return names
-
-
-def _by_writer(name: str) -> tuple[list[int], str]:
+def _writer(name: str) -> tuple[list[int], str]:
     """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
     return [int(number) for number in re.findall("[0-9]+", name)], name
 

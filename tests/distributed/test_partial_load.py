@@ -23,7 +23,7 @@ from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, loading
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader, share_of_files
+from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import Case
@@ -232,23 +232,6 @@ def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
     os.utime(path / "__0_0.distcp", (later, later))
     with pytest.warns(NoManifestWarning, match=r"saves; __0_0.distcp was written after its .metadata; "):
         checkpoints.load(path, model)
-
-
-def test_files_are_shared_out_among_the_ranks() -> None:
-    """Each once, about as many bytes to each, by the order of the ranks that wrote them."""
-    sizes = {f"__{writer}_{number}.distcp": 5 for writer in range(12) for number in range(2)}
-    for count in (1, 3, 5, 12, 24, 30):
-        found = [share_of_files(sizes, rank, count) for rank in range(count)]
-        assert sorted(name for names in found for name in names) == sorted(sizes)
-        assert max(map(len, found)) - min(map(len, found)) <= 1
-        if count == 12:
-            assert found[10] == ["__10_0.distcp", "__10_1.distcp"]
-    assert [
-        share_of_files({"__0_0.distcp": 9, "__1_0.distcp": 0, "__2_0.distcp": 3}, rank, 2) for rank in range(2)
-    ] == [
-        ["__0_0.distcp"],
-        ["__1_0.distcp", "__2_0.distcp"],
-    ]
 
 
 def without_one(folder: str) -> list[str]:
