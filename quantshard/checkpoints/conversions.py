@@ -89,16 +89,23 @@ def parameter_conversions(
     `formats`: (stored format, live format) of each weight that is quantized on either side.
     """
     entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
+    master_names = _master_names(entries)
     conversions, unconvertible = [], []
     seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
         stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = number_by_id.get(id(param))
-        sets_master = _sets_master(optimizer, param, index, entries, stored_format, live_format)
+        state = {} if optimizer is None else optimizer.state.get(param, {})
+        names = master_names[str(index)]
+        stored_masters = {name: dtype_of(entries[f"{STATES}{index}.{name}"]) for name in names}
+        live_masters = {key: value.dtype for key, value in state.items() if key.startswith(MASTER)}
+        # A remainder belongs to the codes of one format.
+        is_other_remainder = _LOW in live_masters and stored_format != live_format
+        sets_master = bool(live_masters) and (live_masters != stored_masters or is_other_remainder)
         if id(param) in seen_ids or (stored_format == live_format and not sets_master):
             continue
         seen_ids.add(id(param))
-        source = _source(index, entries)
+        source = "master" if MASTER in names else "split master" if _LOW in names else "codes"
         if source == "codes" and stored_format != live_format and not (lossy or stored_format == HIGH_PRECISION):
             unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
@@ -116,37 +123,19 @@ def parameter_conversions(
     return conversions
 
 
-def _sets_master(
-    optimizer: Optimizer | None,
-    param: Tensor,
-    index: int | None,
-    stored: Mapping[str, STORAGE_TYPES],
-    stored_format: str,
-    live_format: str,
-) -> bool:
-    """Whether the optimizer has a master of this parameter, of another kind than the checkpoint's."""
-    state = {} if optimizer is None else optimizer.state.get(param, {})
-    live = {key: value for key, value in state.items() if key.startswith(MASTER)}
-    if _LOW in live and stored_format != live_format:  # a remainder belongs to the codes of one format
-        return True
-    prefix = f"optimizer.state.{index}."
-    stored_keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
-    if not live or stored_keys != live.keys():
-        return bool(live)
-    return any(dtype_of(stored[prefix + key]) != value.dtype for key, value in live.items())
+def _master_names(keys: Iterable[str]) -> dict[str, set[str]]:
+    """The names of masters among the keys of optimizer states, by the number of the parameter."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        number, _, name = key.removeprefix(STATES).partition(".")
+        if key.startswith(STATES) and name.startswith(MASTER):
+            names[number].add(name)
+    return names
 
 
 def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
     """The dtype of a stored tensor; None for another entry."""
     return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
-
-
-def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES]) -> str:
-    if f"optimizer.state.{index}.{MASTER}" in stored:
-        return "master"
-    if f"optimizer.state.{index}.{_LOW}" in stored:
-        return "split master"
-    return "codes"
 
 
 def is_history(key: str) -> bool:
@@ -164,11 +153,7 @@ def converted_keys(
     """
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
-    masters: dict[str, list[str]] = defaultdict(list)
-    for key in keys:
-        number, _, name = key.removeprefix(STATES).partition(".")
-        if key.startswith(STATES) and name.startswith(MASTER):
-            masters[number].append(key)
+    master_names = _master_names(keys)
     converted = {
         key
         for key in keys
@@ -180,8 +165,8 @@ def converted_keys(
             weight = f"model.{conversion.name}"
             converted |= {weight + suffix for suffix in _SUFFIXES}
             converted |= {f"{weight}_{KEY}", f"{weight}_{DRAWS}"} - on_both_sides
-        own_masters = masters[str(conversion.index)]
-        converted |= {key for key in own_masters if conversion.sets_master or key not in live}
+        masters = {f"{STATES}{conversion.index}.{name}" for name in master_names[str(conversion.index)]}
+        converted |= masters if conversion.sets_master else masters - live.keys()
     return converted & keys
 
 
