@@ -276,16 +276,13 @@ class TensorGroup:
 
 
 def groups(reader: SafeReader) -> list[TensorGroup]:
-    """The tensors of a checkpoint, sorted by name.
-
-    Raises:
-        CheckpointError: a format tag cannot be read.
-    """
+    """The tensors of a checkpoint, sorted by name."""
     entries = reader.entries
     group_by_name: dict[str, TensorGroup] = {}
     for key, entry in entries.items():
         weight = key.removesuffix(FORMAT_SUFFIX)
-        if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
+        is_tag = key.endswith(FORMAT_SUFFIX) and getattr(entry, "size", None) == (FORMAT_TAG_BYTES,)
+        if is_tag and weight in entries:
             group_by_name[weight] = _weight(weight, reader.value(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
@@ -301,37 +298,30 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
     return [group_by_name[name] for name in sorted(group_by_name)]
 
 
-def _is_tag(entry: STORAGE_TYPES) -> bool:
-    return isinstance(entry, TensorStorageMetadata) and entry.size == (FORMAT_TAG_BYTES,)
-
-
 def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> TensorGroup:
     state_keys = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
     stored_keys = tuple(key for key in state_keys if isinstance(entries.get(key), TensorStorageMetadata))
+
+    def unknown(description: str, problem: str) -> TensorGroup:
+        parts = {"codes": name} if isinstance(entries[name], TensorStorageMetadata) else {}
+        return TensorGroup(name, description, None, None, parts, stored_keys, (problem,))
+
     try:
         text = read_format_tag(tag)
     except CheckpointError as error:
-        description = f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype)
-        return TensorGroup(name, description, None, None, _codes_alone(name, entries), stored_keys, (str(error),))
+        return unknown(f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype), str(error))
     fmt, keeps_amaxes = format_of_tag(text)
     if fmt is None:
-        problem = f"its format {text!r:.40} is none that this quantshard knows"
-        return TensorGroup(name, repr(text)[:40], None, None, _codes_alone(name, entries), stored_keys, (problem,))
+        return unknown(repr(text)[:40], f"this quantshard does not know its format {text!r:.40}")
     missing = [key for key in state_keys[: 4 if keeps_amaxes else 3] if key not in stored_keys]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
     packed, padding = fmt.by_name["codes"].block_shape[1], int(tag[-1])
     if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
-        line = f"its codes have the shape {list(size)}, and its format tag says {padding} of padding"
-        return TensorGroup(name, text, None, None, _codes_alone(name, entries), stored_keys, (line,))
+        return unknown(text, f"its codes have the shape {list(size)}, and its format tag has a padding of {padding}")
     shape = (size[0], size[1] * packed - padding)
     wrong = tuple(f"{key} is missing" for key in missing)
     return _with_parts(name, text, fmt, shape, entries, stored_keys, wrong)
-
-
-def _codes_alone(name: str, entries: Mapping[str, STORAGE_TYPES]) -> dict[str, str]:
-    """The `parts` of a weight with an unknown format."""
-    return {"codes": name} if isinstance(entries[name], TensorStorageMetadata) else {}
 
 
 def _with_parts(
