@@ -155,7 +155,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
     if plan.reader.manifest is None:
-        warn_without_manifest(plan.reader)
+        warn_without_manifest(request.path)
     with agreement.writing_into("the model"):
         extra = _apply(plan)
     requantized = ""
@@ -260,7 +260,8 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     ignored |= {key for conversion in state_conversions for key in conversion.keys}
     if request.requantize:
         ignored |= conversions.converted_keys(weight_conversions, stored, live)
-    stored, live = ({k: v for k, v in entries.items() if k not in ignored} for entries in (stored, live))
+    stored = {key: entry for key, entry in stored.items() if key not in ignored}
+    live = {key: value for key, value in live.items() if key not in ignored}
     _check_fit(request, reader, stored, live, weight_conversions)
     if request.verify:
         reader.check_files(_files(request, reader))

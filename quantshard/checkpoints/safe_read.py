@@ -8,7 +8,6 @@ checksums of the manifest only.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import zipfile
@@ -33,8 +32,8 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
-from quantshard.checkpoints.disk.store import LocalStore, Path_, expect_transfer, locate, report_transfer, why
+from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
 from quantshard.checkpoints.metadata import DamagedError, read_metadata
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
@@ -47,9 +46,6 @@ OBJECT_BYTES = 16 << 20
 OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
 """Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
 than bytes."""
-
-_LATER = 10**9
-"""Nanoseconds; clocks of hosts that share a file system differ."""
 
 _SMALL_BYTES = 1 << 20
 """An entry of at most this length is read at once, which saves calls of Python."""
@@ -389,27 +385,11 @@ def _writer(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
-def warn_without_manifest(reader: SafeReader) -> None:
-    """Warn on rank 0 that a checkpoint has no manifest, and name a file of a later save."""
-    path = reader.path
+def warn_without_manifest(path: Path_) -> None:
+    """Warn on rank 0 that a checkpoint has no manifest."""
     if agreement.rank() == 0:
-        later = _files_after_metadata(reader)
-        hint = f"; {later[0]} was written after its {METADATA_FILE}" if later else ""
         warn_user(
-            f"{path} has no {MANIFEST}: its files may be damaged or from several saves{hint}; "
-            f"`quantshard verify {path}` checks what it can, and checkpoints.save writes a manifest",
+            f"{path} has no {MANIFEST}: its files may be damaged or from several saves; `quantshard verify {path}` "
+            "checks what it can, and checkpoints.save writes a manifest",
             NoManifestWarning,
         )
-
-
-def _files_after_metadata(reader: SafeReader) -> list[str]:
-    """Files that were written after `.metadata`, which DCP writes last. Empty if unknown."""
-    store, folder = locate(reader.path)
-    if not isinstance(store, LocalStore):
-        return []
-    names = sorted({info.relative_path for info in reader.metadata.storage_data.values()})
-    try:
-        latest = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns + _LATER
-        return [name for name in names if os.stat(store.join(folder, name)).st_mtime_ns > latest]
-    except OSError:
-        return []
