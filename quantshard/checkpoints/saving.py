@@ -30,7 +30,7 @@ from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alik
 from quantshard.checkpoints.safe_read import checked_entry
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, RankMismatchError
-from quantshard.tensor import components, state_keys
+from quantshard.tensor import components
 
 EXTRA = "extra"
 """Prefix of the keys of the caller's entries."""
@@ -107,7 +107,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
         "step": step if type(step) is int else None,
         "recipe": recipe if isinstance(recipe, str) else None,
         "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
-        "zero_centered": state_keys.zero_centered_gammas(model),
+        "zero_centered": components.zero_centered_gammas(model),
     }
 
 
