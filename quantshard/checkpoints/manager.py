@@ -29,11 +29,10 @@ from quantshard import private_torch
 from quantshard.checkpoints import loading, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
-from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.loading import LoadRequest
-from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError

@@ -1,7 +1,7 @@
 """Reads the entries of checkpoints that anyone can have written: no code in a file runs, and sizes are bounded.
 
 Tensors and objects are `torch.save` archives, which `torch.load(weights_only=True)` reads after a check that no record
-expands. `metadata` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
+expands. `manifest` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
 checksums of the manifest only.
 """
 
@@ -32,9 +32,8 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError, read_metadata
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
-from quantshard.checkpoints.metadata import DamagedError, read_metadata
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
 

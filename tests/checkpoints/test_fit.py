@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager
+from quantshard.checkpoints.disk.manifest import DamagedError
 from quantshard.checkpoints.inspection import verify
-from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import CheckpointModel

@@ -11,9 +11,8 @@ import xxhash
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import commit, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError, FileEntry, Manifest
 from quantshard.checkpoints.disk.store import FsspecStore, locate
-from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
 from tests.checkpoints.small import built

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quantshard import foreign
+from quantshard.checkpoints.disk.manifest import is_shape
 from quantshard.checkpoints.disk.store import expect_transfer, is_inside, report_transfer, why
-from quantshard.checkpoints.metadata import is_shape
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
 
