@@ -20,8 +20,8 @@ LIMITS = {
     "backward": (15, 72),
     "forward, mxfp8": (19, 92),
     "backward, mxfp8": (16, 105),
-    "save": (23, 370),
-    "load": (27, 1120),
+    "save": (22, 360),
+    "load": (27, 1100),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

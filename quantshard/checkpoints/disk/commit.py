@@ -268,7 +268,7 @@ class CommitWriter(FileSystemWriter):
         for name, entry in files.items():
             path = store.join(folder, name)
             try:
-                size = store.size(path)
+                size: int | None = store.size(path)
             except FileNotFoundError:
                 size = None
             if size != entry.bytes:
