@@ -227,11 +227,14 @@ Conversion = TypeVar("Conversion", ParameterConversion, "StateConversion")
 def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
     """Group conversions into batches of up to `BATCH_ELEMENTS` elements, or of one larger parameter."""
     batch: list[Conversion] = []
+    elements = 0
     for conversion in conversions:
-        if batch and sum(member.param.numel() for member in [*batch, conversion]) > BATCH_ELEMENTS:
+        numel = conversion.param.numel()
+        if batch and elements + numel > BATCH_ELEMENTS:
             yield batch
-            batch = []
+            batch, elements = [], 0
         batch.append(conversion)
+        elements += numel
     if batch:
         yield batch
 
