@@ -152,7 +152,7 @@ def test_settings_of_another_type(tmp_path: Path, name: str, value: Any) -> None
     optimizer.param_groups[0]["initial_lr"] = 0.25
     before = whole(model, optimizer)
     change_object(path, f"optimizer.param_groups.0.{name}", value)
-    with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
+    with pytest.raises(CheckpointError, match=rf"has {name} = .* and this optimizer has"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
@@ -166,7 +166,7 @@ def test_settings_of_another_type_for_stock_optimizers(tmp_path: Path, kind: str
     change_object(path, f"optimizer.param_groups.0.{name}", value)
     model, optimizer = stepped(STOCK[kind], 3)
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
+    with pytest.raises(CheckpointError, match=rf"has {name} = .* and this optimizer has"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
