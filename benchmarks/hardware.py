@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from quantshard import recipe
 from quantshard.gemm import hardware
-from quantshard.tools.doctor import OK, WRONG, recipe_names
+from quantshard.tools.cli.doctor import OK, WRONG, recipe_names
 
 ROOT = Path(__file__).parents[1]
 REPORTS, PAGE = ROOT / "benchmarks" / "doctor", ROOT / "docs" / "hardware.md"

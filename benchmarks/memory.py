@@ -35,8 +35,8 @@ from benchmarks.training_arms import ARMS, STATES, Arm
 from quantshard.gemm import operands
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.observe.table import StepMemory
-from quantshard.tools.planning.timeline import GpuTimeline, gpu_attention
+from quantshard.tools.observe.costs import StepMemory
+from quantshard.tools.planning.timeline import MemoryTimeline, gpu_attention
 
 SMALL = Shape(layers=4, hidden=256, ffn=896, heads=8, kv_heads=2, batch=1, tokens=1024, device="meta")
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
@@ -61,7 +61,7 @@ class Peak(NamedTuple):
 
 
 @contextmanager
-def running(timeline: GpuTimeline, recipe: str, capability: tuple[int, int]) -> Iterator[None]:
+def running(timeline: MemoryTimeline, recipe: str, capability: tuple[int, int]) -> Iterator[None]:
     """Within it layers run as on a GPU, by a recipe."""
     with described_gpu(capability), gpu_attention(), timeline.recorded(), qs.autocast(recipe=recipe):
         yield
@@ -89,7 +89,7 @@ def kept(
         return tensor
 
     first, second = model.layers
-    with running(GpuTimeline(), recipe, capability):
+    with running(MemoryTimeline(), recipe, capability):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = first(x, rotary_pos_emb=model.angles)
             before = len(found)
@@ -117,7 +117,7 @@ def peak(
     """Of one step."""
     model, x, dy = _made(recipe, recomputes, stores, shape)
     weights = [part for p in model.parameters() for part in _parts(p)]
-    timeline = GpuTimeline([x, dy, *weights, *model.buffers()])
+    timeline = MemoryTimeline([x, dy, *weights, *model.buffers()])
     with running(timeline, recipe, capability):
         y = model(x)
         forward = timeline.tick()

@@ -1,4 +1,4 @@
-"""Layouts: a model's weights as other programs store them, in safetensors; export and import."""
+"""Weights in the layouts of other programs, as safetensors: export, import and inspection."""
 
 from quantshard.interop.layouts import LAYOUTS, LLAMA, Export, Import, Layout, Names, export, inspect, load
 

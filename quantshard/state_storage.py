@@ -235,7 +235,8 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
     for name, value in explicit.items():
         if value != getattr(options, name):
             raise ConfigurationError(
-                f"{where}(preset={preset!r}, {name}={value}): the preset has {getattr(options, name)}; leave one out"
+                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; "
+                "leave one out"
             )
     return options
 

@@ -1,1 +1,1 @@
-"""Public import paths of the framework integrations, which are implemented in `quantshard.interop.frameworks`."""
+"""Integrations of training frameworks; `import quantshard` imports none of them."""

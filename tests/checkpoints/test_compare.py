@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import typer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +26,7 @@ from quantshard.checkpoints import save
 from quantshard.checkpoints.comparison import Comparison, compare, largest_difference
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import CheckpointModel
-from quantshard.tools.cli import diff
+from quantshard.tools.cli import app
 from tests.checkpoints.test_untrusted import change_entry
 from tests.distributed.pool import run_ranks
 
@@ -353,10 +352,7 @@ def test_damaged_checkpoints_are_one_line(tmp_path, damage, first):
 
 
 def command(*arguments: Any) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    diff.register(app)
-    return CliRunner().invoke(app, ["diff", *map(str, arguments)])
+    return CliRunner().invoke(app(), ["diff", *map(str, arguments)])
 
 
 def test_command_says_equal(trained):

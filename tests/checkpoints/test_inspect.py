@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import typer
 from torch import nn
 from typer.testing import CliRunner
 
@@ -26,7 +25,7 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tools.cli import inspect as inspect_command
+from quantshard.tools.cli import app
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES, Case, build, optimizer_of
@@ -281,10 +280,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def command(name: str, *arguments: Any) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    inspect_command.register(app)
-    return CliRunner().invoke(app, [name, *map(str, arguments)])
+    return CliRunner().invoke(app(), [name, *map(str, arguments)])
 
 
 def test_inspect_prints_tables_and_json(checkpoints: dict[str, Path]) -> None:

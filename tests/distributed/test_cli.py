@@ -225,7 +225,7 @@ def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start, kills):
         out, err = process.communicate(timeout=SECONDS)
         assert f"resumed after step {done}" in out
         if killed == "rank":
-            says = r"process 1 was killed by SIGKILL\. Go on from the last checkpoint with: quantshard resume"
+            says = r"process 1 was killed by SIGKILL\. To resume from the last checkpoint: quantshard resume"
             one_line(subprocess.CompletedProcess([], process.returncode, out, err), says)
         assert ends(workers)  # those that were not killed too
     done = RunDir(run).last_complete()[0]

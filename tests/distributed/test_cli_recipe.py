@@ -99,7 +99,7 @@ def test_without_masters(run: Path, tmp_path: Path) -> None:
         quantshard("resume", folder, "--recipe", "block", "--steps", 4),
         r"7 weights are of another recipe, .* --lossy\)",
     )
-    one_line(quantshard("resume", folder, "--lossy"), "--lossy is about --recipe")
+    one_line(quantshard("resume", folder, "--lossy"), "--lossy needs --recipe")
     one_line(quantshard("resume", folder, "--recipe", "fp7"), "fp7")
     assert content(folder) == before
     told = quantshard("resume", folder, "--recipe", "block", "--lossy", "--steps", 4)

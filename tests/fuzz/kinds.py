@@ -36,10 +36,9 @@ from quantshard.interop.layouts import names
 from quantshard.interop.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.cli import exchange
-from quantshard.tools.report.figures import LiveView, step_line
+from quantshard.tools.report.figures import LiveView, RunWatch, step_line
 from quantshard.tools.report.history import read_history
 from quantshard.tools.report.page import render
-from quantshard.tools.report.watching import RunWatch
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
 from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.data.shards import ShardedSource

@@ -19,7 +19,7 @@ import quantshard as qs
 from quantshard import kernel_dispatch, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.interop.conversion import gated_mlp
+from quantshard.interop.conversion import fusion
 from quantshard.modules import fused, fused_activation, fused_norm
 from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
@@ -159,7 +159,7 @@ def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any
         torch.manual_seed(3)
         model = nn.Sequential(Converted()).bfloat16()
         qs.convert(model, RECIPES[recipe], autocast=False)
-        gated_mlp.fuse(model[0], storage)
+        fusion.fuse_mlp(model[0], storage)
         return trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16)
 
     one, other = both(run)
@@ -175,7 +175,7 @@ def test_a_converted_mlp_in_a_graph(recipe: str, kernels_on_cpu: None) -> None:
         torch.manual_seed(3)
         model = nn.Sequential(Converted()).bfloat16()
         qs.convert(model, RECIPES[recipe], autocast=False)
-        gated_mlp.fuse(model[0])
+        fusion.fuse_mlp(model[0])
         if compiles:
             model[0].compile(backend="aot_eager", fullgraph=True)
         found.append(trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16))

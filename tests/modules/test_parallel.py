@@ -70,7 +70,7 @@ def test_one_rank_costs_nothing(operation):
 @pytest.mark.parametrize("operation", [tensor_parallel.scatter_rows, tensor_parallel.split_rows])
 def test_rows_that_cannot_be_divided_are_refused(operation, rows, said):
     tp = TensorParallel(object(), size=3)
-    with pytest.raises(ConfigurationError, match=rf"the {rows} rows .* \[{rows}, 2, 64\] .* 3 ranks .*{said}"):
+    with pytest.raises(ConfigurationError, match=rf"the {rows} rows .* \[{rows}, 2, 64\] .* 3 ranks.*{said}"):
         operation(torch.zeros(rows, 2, 64), tp)
 
 
@@ -88,5 +88,5 @@ def test_modes():
 
 def test_a_group_that_this_rank_is_not_in_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 5 if group is None else -1)
-    with pytest.raises(ConfigurationError, match="rank 5 is not in the tensor-parallel group"):
+    with pytest.raises(ConfigurationError, match="rank 5 is not in its tensor-parallel group"):
         TensorParallel.of(object(), "row")

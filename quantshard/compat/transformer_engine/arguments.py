@@ -199,11 +199,7 @@ def _owner(module: nn.Module) -> str:
 
 
 def supported(owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that quantshard has, without those of TransformerEngine that have no effect.
-
-    Raises:
-        ConfigurationError: an argument asks for something that is not supported; the message suggests an alternative.
-    """
+    """Return the arguments that quantshard has, without those of TransformerEngine that have no effect."""
     table = ARGUMENTS.get(owner, {})
     for name, value in arguments.items():
         if name not in table or table[name].hint or value is None or value is False:

@@ -1,16 +1,25 @@
-"""`convert` and `revert`: replace a model's linear layers by quantized ones in place, and back."""
+"""`convert` and `revert`: replace a model's linear layers by quantized ones in place, and back.
+
+A layer can have several places: children of modules, and plain attributes, lists, tuples, dicts and sets, which PyTorch
+does not list. A layer replaced in only one place would still compute in the other, and train in vain.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from html import escape
+from typing import Any
 
 from torch import Tensor, nn
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import checks, fusion, gated_mlp
+from quantshard.interop.conversion import fusion
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
+from quantshard.interop.conversion.fusion import FusedLayers, UnfusedLayers
 from quantshard.interop.conversion.linear import (
     ConvertedLinear,
     empty_linear,
@@ -18,12 +27,20 @@ from quantshard.interop.conversion.linear import (
     leave_fast_path,
     plain_linear,
 )
-from quantshard.interop.conversion.places import Places, places_of
-from quantshard.interop.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
-from quantshard.interop.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
+from quantshard.interop.conversion.selection import (
+    Filter,
+    LayerChoice,
+    check_model,
+    check_unsharded,
+    check_values,
+    choices,
+    stacked_experts,
+    transposed_linears,
+)
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
+from quantshard.readable import by_pattern, human_bytes, united_groups
 from quantshard.recipe import AUTO, HighPrecision, Recipe
 from quantshard.tensor import components
 
@@ -31,6 +48,109 @@ TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is 
 
 WHERE = ("linear", "fused")
 """Values of `modules=`."""
+
+Places = dict[int, list[Callable[[nn.Module], None]]]
+"""Module identity -> functions that put another module into each of its places."""
+
+_DEPTH = 4
+"""Maximum nesting of lists, tuples, dicts and sets that is searched."""
+
+_CONTAINERS = (nn.Module, list, deque, dict, tuple, set)
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes in which PyTorch stores children, parameters and hooks."""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A converted layer: its format, and the bytes of its unsharded weight before and after."""
+
+    name: str
+    shape: tuple[int, ...]
+    recipe: str
+    format: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class LeftLayer:
+    """A linear layer that was not converted, and the reason."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExpertParameter:
+    """A three-dimensional parameter with the weights of several experts. Such a parameter is not converted."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """The result of `convert`. Prints as one line per name pattern."""
+
+    converted: tuple[ConvertedLayer, ...]
+    left: tuple[LeftLayer, ...]
+    experts: tuple[ExpertParameter, ...] = ()
+    fused: tuple[FusedLayers, ...] = ()
+    unfused: tuple[UnfusedLayers, ...] = ()
+
+    @property
+    def bytes_before(self) -> int:
+        """Size of the converted weights before conversion, in bytes."""
+        return sum(layer.bytes_before for layer in self.converted)
+
+    @property
+    def bytes_after(self) -> int:
+        """Size of the converted weights now, including scales, in bytes."""
+        return sum(layer.bytes_after for layer in self.converted)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the report as a JSON-serializable dict."""
+        return asdict(self)
+
+    def high_precision(self) -> list[str]:
+        """Return report lines about what stays in high precision, with reasons; empty if everything was converted."""
+        lines = []
+        if self.left:
+            lines.append(f"not converted: {len(self.left)} linear layers")
+            for pattern, layers in united_groups((layer.name, layer.reason, layer) for layer in self.left):
+                shape = f" {list(layers[0].shape)}" if len({layer.shape for layer in layers}) == 1 else ""
+                lines.append(f"  {pattern}{shape}{_times(len(layers))}: {layers[0].reason}")
+        if self.experts:
+            size = human_bytes(sum(expert.bytes for expert in self.experts))
+            lines.append(f"not converted: {len(self.experts)} stacked parameters of experts, {size}")
+            sizes_of = [
+                (param.name, (param.shape, f"{human_bytes(param.bytes)}, in high precision")) for param in self.experts
+            ]
+            lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
+        return lines
+
+    def __str__(self) -> str:
+        sizes = f"{human_bytes(self.bytes_before)} of weights are {human_bytes(self.bytes_after)} now"
+        lines = [f"converted {len(self.converted)} linear layers: {sizes}"]
+        kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
+        lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
+        lines += self.high_precision()
+        if self.fused:
+            lines.append(f"fused: {len(self.fused)}")
+            steps = [(layers.name, layers.step) for layers in self.fused]
+            lines += [f"  {pattern}{_times(count)}: {step}" for pattern, count, step in by_pattern(steps)]
+        if self.unfused:
+            lines.append(f"not fused: {len(self.unfused)}")
+            reasons = [(layers.name, layers.reason) for layers in self.unfused]
+            lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(reasons)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the printed report, for notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def convert(
@@ -75,19 +195,18 @@ def convert(
         A printable report of converted and unconverted layers, with reasons and sizes.
 
     Raises:
-        ConfigurationError: the model is sharded or already converted; no layer can be converted; a pattern matches
-            nothing; a recipe is unknown; values are infinite or NaN; or no fused MLP could use `activation_storage`.
-            The model is then unchanged.
+        ConfigurationError: nothing can be converted, an argument is invalid, or values are infinite or NaN. The model
+            is then unchanged.
     """
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
-    checks.check_model(model, "convert")
+    check_model(model, "convert")
     layer_choices = choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
         raise ConfigurationError(_nothing(model, layer_choices))
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
-    checks.check_values(layer_choices)
+    check_values(layer_choices)
     keep = preserve_high_precision_init_val
     around = None if by_name(recipe) else common
     places = places_of(model)
@@ -139,11 +258,7 @@ def show_linears(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_modules(function: str, modules: object) -> None:
-    """Check that `modules` is one of `WHERE`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Check that `modules` is one of `WHERE`."""
     if modules not in WHERE:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
@@ -155,20 +270,16 @@ def revert(model: nn.Module) -> int:
 
     Returns:
         The number of layers that were replaced.
-
-    Raises:
-        ConfigurationError: the model is sharded, or contains no layer made by `convert`.
     """
-    checks.check_unsharded(model, "revert")
+    check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
-        raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
+        raise ConfigurationError("revert: this model has no layer made by quantshard.convert")
     if isinstance(model, ConvertedLinear):
         raise ConfigurationError(
-            "revert: this is itself a layer that quantshard.convert made, which another takes the place of; give the "
-            "model that holds it"
+            "revert cannot replace the model itself; call it on the model that contains this layer"
         )
-    gated_mlp.unfuse(model)
+    fusion.unfuse(model)
     places = places_of(model)
     plain_weights: dict[int, Tensor] = {}
     for module in layers:
@@ -195,18 +306,75 @@ def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: Converte
 def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:
     why = "; ".join(f"{mlp.name}: {mlp.reason}" for mlp in mlps[:3]) or "this model has none of a known class"
     if modules != "fused":
-        why = "give modules='fused'"
-    return f"convert(activation_storage={name!r}) is for gated MLPs that are computed as one step: {why}"
+        why = "pass modules='fused'"
+    return f"convert(activation_storage={name!r}) needs fused gated MLPs: {why}"
 
 
 def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
     if not chosen:
-        kinds = Counter(
-            type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))
-        )
+        kinds = Counter(type(module).__name__ for module in model.modules() if [*module.parameters(False)])
         summary = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
-        return f"convert: this model has no torch.nn.Linear (it has {summary}), so there is nothing to convert"
+        return f"convert: this model has no torch.nn.Linear (it has {summary})"
     reasons = Counter(choice.reason for choice in chosen)
     reasons.update(TRANSPOSED for _ in transposed_linears(model))
     reason_counts = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
     return f"convert: none of the {reasons.total()} linear layers can be converted ({reason_counts})"
+
+
+def _times(count: int) -> str:
+    return f" x{count}" if count > 1 else ""
+
+
+def _line(pattern: str, count: int, shape: tuple[int, ...], text: str) -> str:
+    return f"  {pattern} {list(shape)}{_times(count)}: {text}"
+
+
+# Places
+
+
+def places_of(model: nn.Module) -> Places:
+    """Find the places of all modules below a model; a module can have several."""
+    places: Places = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            parent, _, child = name.rpartition(".")
+            places.setdefault(id(module), []).append(partial(setattr, model.get_submodule(parent), child))
+    for module in list(model.modules()):
+        attributes = vars(module)
+        for name in attributes.keys() - _MODULE_ATTRIBUTES:
+            _add_places(attributes[name], partial(attributes.__setitem__, name), places, _DEPTH)
+    return places
+
+
+def _add_places(value: Any, put: Callable[[Any], None], places: Places, depth: int) -> None:
+    """Record the modules in `value`. `put`: function that replaces `value` in its container."""
+    if isinstance(value, nn.Module):
+        places.setdefault(id(value), []).append(put)
+    elif depth == 0:
+        return
+    elif isinstance(value, list | deque | dict):
+        for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(entry, _CONTAINERS):
+                _add_places(entry, partial(value.__setitem__, key), places, depth - 1)
+    elif isinstance(value, tuple):
+        entries = list(value)
+        for index, entry in enumerate(value):
+            if isinstance(entry, _CONTAINERS):
+                _add_places(entry, partial(_put_into_tuple, value, entries, index, put), places, depth - 1)
+    elif isinstance(value, set):
+        for entry in list(value):
+            if isinstance(entry, nn.Module):
+                _add_places(entry, partial(_put_into_set, value, entry), places, depth - 1)
+
+
+def _put_into_tuple(
+    value: tuple[Any, ...], entries: list[Any], index: int, put: Callable[[Any], None], new: Any
+) -> None:
+    entries[index] = new
+    make_namedtuple = getattr(value, "_make", None)
+    put(tuple(entries) if make_namedtuple is None else make_namedtuple(entries))
+
+
+def _put_into_set(value: set[Any], old: nn.Module, new: nn.Module) -> None:
+    value.discard(old)
+    value.add(new)

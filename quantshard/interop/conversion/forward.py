@@ -33,7 +33,7 @@ SAVERS: list[tuple[type, Callable[..., Any]]] = []
 """Base classes of models, each with the function that replaces `SAVE`. The function takes the model, the plain class's
 method and that method's arguments. Integrations register themselves when they are imported."""
 
-_INTEGRATION = ("transformers.modeling_utils", "quantshard.interop.frameworks.transformers")
+_INTEGRATION = ("transformers.modeling_utils", "quantshard.integrations.transformers")
 """A framework's module, and the integration that `guard_saving` imports if that module is already imported."""
 
 _SAVING_CLASSES = (
@@ -89,22 +89,20 @@ def guard_saving() -> None:
     for home, name in _SAVING_CLASSES:
         kind = getattr(sys.modules.get(home), name, None)
         if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
-            setattr(kind, SAVE, _saving_in_part(getattr(kind, SAVE)))
+            setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
     home, name, method = _ACCELERATOR
     kind = getattr(sys.modules.get(home), name, None)
     if kind is not None and not hasattr(getattr(kind, method), _GUARDED):
-        setattr(kind, method, _telling_of_codes(getattr(kind, method)))
+        setattr(kind, method, _with_warning(getattr(kind, method)))
 
 
-def _telling_of_codes(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _with_warning(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(module, ConvertedLinear) for module in model.modules()):
             warn_user(
-                f"Accelerator.{plain.__name__}: weights of this {type(model).__name__} are quantized, and codes are "
-                "written beside scales; a plain model, and from_pretrained, would read these codes as values. "
-                "Read them into a model that is converted alike, or write what others read: save_pretrained with "
-                "quantshard.integrations.transformers, or quantshard.revert(model) first"
+                f"Accelerator.{plain.__name__}: the weights of this {type(model).__name__} are quantized; load the "
+                "file only into a model converted with the same recipe, or call quantshard.revert(model) first"
             )
         return plain(self, model, *args, **kwargs)
 
@@ -139,7 +137,7 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
     return subclass
 
 
-def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _saving_partly_converted(plain: Callable[..., Any]) -> Callable[..., Any]:
     guarded = _saving(plain)
 
     @functools.wraps(plain)
@@ -158,8 +156,8 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
         saver = next((saver for kind, saver in SAVERS if isinstance(self, kind)), None)
         if saver is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.{SAVE} would write the codes of quantized weights as if they were values; call "
-                "quantshard.revert(model) first, or for transformers: import quantshard.integrations.transformers"
+                f"{type(self).__name__}.{SAVE} would write codes as if they were values; call quantshard.revert, or "
+                "import quantshard.integrations.transformers"
             )
         return saver(self, functools.partial(plain, self), *args, **kwargs)
 

@@ -1,33 +1,83 @@
-"""Selects the layers that `modules="fused"` fuses, and records why the others are not."""
+"""Computes layers of transformers models together, for `convert(modules="fused")`.
+
+A gated MLP, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, becomes one autograd step. Its linear layers keep their
+classes and names; its class becomes a subclass with a forward that quantizes their input once, and the activation as it
+is computed (`modules/fused.py` `mlp`). If calling a layer would do more than multiply (hooks, a wrapper, a replaced
+layer), the original forward runs instead. Other layers that read the same tensor share its quantization.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from quantshard.interop.conversion import gated_mlp
+from quantshard import limits, private_torch
+from quantshard.errors import warn_once
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.conversion.report import FusedLayers, UnfusedLayers
 from quantshard.interop.conversion.selection import LayerChoice
-from quantshard.modules.activation_storage import HIGH_PRECISION
+from quantshard.modules import fused
+from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
+from quantshard.modules.contexts import context
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.fused_norm import NormInput
+from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import PreparedLinear
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader, SharedInput
+from quantshard.modules.layernorm_mlp import activate_stored
+from quantshard.recipe import Recipe
+
+GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the linear layers."""
+
+FAMILIES = {
+    "LlamaMLP": "llama",
+    "MistralMLP": "mistral",
+    "Qwen2MLP": "qwen2",
+    "Qwen3MLP": "qwen3",
+    "Qwen3MoeMLP": "qwen3_moe",
+    "GemmaMLP": "gemma",
+    "Gemma2MLP": "gemma2",
+    "Gemma3MLP": "gemma3",
+}
+"""Classes with a forward that computes the formula above, and the transformers model that defines each."""
+
+ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": "swiglu",
+    "transformers.activations.SiLUActivation": "swiglu",
+    "transformers.activations.GELUTanh": "geglu",
+    "torch.nn.modules.activation.ReLU": "reglu",
+}
+"""Class of act_fn -> name of the gated activation in `LayerNormMLP`."""
+
+_UNFUSED = "unfused mlp"
+_PLAIN = "_quantshard_plain_mlp"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling layers that usually read the same tensor; each call checks whether they do."""
 
-NORM_NAMES = frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"})
-"""Names of norms in decoder layers, some of which precede linear layers."""
 
-_ROUNDS_BEFORE = "its own code rounds before it multiplies by the weight, the fused kernel once behind it"
-_KEPT = "its output passes through the model's own forwards, so that it would be written all the same"
-NORMS = {
-    **dict.fromkeys("LlamaRMSNorm MistralRMSNorm MixtralRMSNorm".split(), _ROUNDS_BEFORE),
-    **dict.fromkeys("Qwen2RMSNorm Qwen3RMSNorm Qwen3MoeRMSNorm".split(), _ROUNDS_BEFORE),
-    **dict.fromkeys("GemmaRMSNorm Gemma2RMSNorm Gemma3RMSNorm".split(), _KEPT),
-}
-"""Norm class -> reason why the norm is not fused with the layers after it."""
+@dataclass(frozen=True)
+class FusedLayers:
+    """Layers computed as one step: the name of their parent module, and a description of the step."""
+
+    name: str
+    step: str
+
+
+@dataclass(frozen=True)
+class UnfusedLayers:
+    """Layers that `modules="fused"` did not fuse: the name of their parent module, and the reason."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -43,16 +93,16 @@ def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLP
     """List all gated MLPs of a model, before its layers are replaced."""
     by_module = {id(choice.module): choice for choice in chosen}
     return [
-        GatedMLPChoice(name, module, gated_mlp.unknown(module) or _apart(module, by_module))
+        GatedMLPChoice(name, module, unknown(module) or _mismatch(module, by_module))
         for name, module in model.named_modules()
-        if gated_mlp.is_candidate(module)
+        if is_candidate(module)
     ]
 
 
-def _apart(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
+def _mismatch(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
     """Return why the layers of an MLP cannot be fused: their conversions differ. "" if they can."""
-    layer_choices = [by_module.get(id(getattr(module, name))) for name in gated_mlp.LAYERS]
-    for name, choice in zip(gated_mlp.LAYERS, layer_choices, strict=True):
+    layer_choices = [by_module.get(id(getattr(module, name))) for name in LAYERS]
+    for name, choice in zip(LAYERS, layer_choices, strict=True):
         if choice is None or choice.recipe is None:
             return f"its {name} is not converted ({choice.reason if choice else 'no torch.nn.Linear'})"
     recipes = [choice.recipe for choice in layer_choices if choice]
@@ -67,34 +117,32 @@ def fuse(
 ) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
     """Fuse MLPs and let layers that read the same input share its quantization. Returns what was fused and what was
     not."""
-    storage_note = "" if activation_storage == HIGH_PRECISION else f", gate and up kept as {activation_storage}"
-    fused, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
+    storage_note = "" if activation_storage == HIGH_PRECISION else f", gate and up saved as {activation_storage}"
+    fused_layers, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
     for entry in mlps:
         if not entry.reason:
-            gated_mlp.fuse(entry.module, activation_storage)
-            fused.append(
-                FusedLayers(entry.name, f"gated MLP, {gated_mlp.activation_of(entry.module.act_fn)}{storage_note}")
+            fuse_mlp(entry.module, activation_storage)
+            fused_layers.append(
+                FusedLayers(entry.name, f"gated MLP, {activation_of(entry.module.act_fn)}{storage_note}")
             )
     for name, module in model.named_modules():
         for group in _readers(module):
             names = ", ".join(group)
             reason = _share([getattr(module, child) for child in group])
-            if any(name == entry.name for entry in fused):
+            if any(name == entry.name for entry in fused_layers):
                 # already one step; the input is shared only if the layers are called separately
                 continue
             if reason:
                 unfused.append(UnfusedLayers(name, f"{names}: {reason}"))
             else:
-                fused.append(FusedLayers(name, f"{names}: their input is quantized once"))
-        if _is_norm_before(name, module):
-            unfused.append(UnfusedLayers(name, NORMS[type(module).__name__]))
-    return tuple(fused), tuple(unfused)
+                fused_layers.append(FusedLayers(name, f"{names}: their input is quantized once"))
+    return tuple(fused_layers), tuple(unfused)
 
 
 def is_fused(model: nn.Module) -> bool:
     """Return whether a model has fused layers or layers that share their input's quantization."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
-    has_fused_mlp = any(isinstance(module, gated_mlp.FusedGatedMLP) for module in model.modules())
+    has_fused_mlp = any(isinstance(module, FusedGatedMLP) for module in model.modules())
     return has_fused_mlp or any(layer.shared_input is not None for layer in layers)
 
 
@@ -109,13 +157,194 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
     if any(layer.recipe != layers[0].recipe or layer.model_recipe != layers[0].model_recipe for layer in layers):
         return "they have different recipes"
     if any(layer.has_histories for layer in layers):
-        return "under delayed scaling each has a history of its own to scale by"
+        return "delayed scaling keeps a history per layer"
     shared_input = SharedInput()
     for layer in layers:
         layer.shared_input = InputReader(shared_input)
     return ""
 
 
-def _is_norm_before(name: str, module: nn.Module) -> bool:
-    """Return whether a module is a known norm between a residual connection and linear layers."""
-    return name.rpartition(".")[2] in NORM_NAMES and type(module).__name__ in NORMS
+# Gated MLPs
+
+
+class _GatedLayers(Protocol):
+    """Children of a gated MLP."""
+
+    gate_proj: ConvertedLinear
+    up_proj: ConvertedLinear
+    down_proj: ConvertedLinear
+    act_fn: nn.Module
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Return whether a module has the child names of a gated MLP."""
+    return all(name in dict(module.named_children()) for name in LAYERS)
+
+
+def unknown(module: nn.Module) -> str:
+    """Return why a candidate might not compute the formula, or "" if it does."""
+    kind = type(module)
+    family = FAMILIES.get(kind.__name__)
+    if family is None or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
+        return f"{kind.__module__.split('.')[0]}.{kind.__name__} is not a known class"
+    if "forward" in vars(module) or kind.forward.__module__ != kind.__module__:
+        return f"the forward of {kind.__name__} was replaced"
+    extras = {name for name, _ in module.named_children()} - {*LAYERS, "act_fn"}
+    if extras or next(iter(module.parameters(recurse=False)), None) is not None:
+        return f"it also has {', '.join(sorted(extras)) or 'parameters'}"
+    act_fn = getattr(module, "act_fn", None)
+    return "" if activation_of(act_fn) else f"no kernel computes its act_fn ({type(act_fn).__name__})"
+
+
+def activation_of(act_fn: object) -> str:
+    """Return the gated activation that uses `act_fn` on the gate, or "" if it is not supported."""
+    kind = type(act_fn)
+    name = ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}", "")
+    if name == "geglu" and not isinstance(getattr(act_fn, "act", None), functools.partial):
+        # another implementation of tanh, which rounds differently
+        return ""
+    return name
+
+
+def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
+    """Make an MLP with converted layers compute them as one step; see `unknown`.
+
+    `activation_storage`: format in which gate and up are saved for backward.
+    """
+    module.__class__ = _fused(type(module))
+    cast(Any, module)._activation_storage = activation_storage
+    _new_handle(module)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse` for all modules of a model."""
+    for module in model.modules():
+        plain = getattr(type(module), _PLAIN, None)
+        if plain is not None:
+            module.__class__ = plain
+            del module._handle, module._activation_storage
+
+
+class FusedGatedMLP(nn.Module):
+    """Base class placed before the original class of a fused MLP."""
+
+    _handle: Tensor
+    _activation_storage: str = HIGH_PRECISION
+
+    def forward(self, x: Tensor) -> Any:
+        if not self._is_fused():
+            return super().forward(x)  # type: ignore[misc]
+        recipe_context = cast(_GatedLayers, self).gate_proj.own_autocast()
+        if recipe_context is None:
+            return self._computed(x)
+        with recipe_context:
+            return self._computed(x)
+
+    def _is_fused(self) -> bool:
+        """Return whether calling the layers would only multiply by their weights; warns once if not."""
+        for name in LAYERS:
+            child = getattr(self, name)
+            if type(child) is not ConvertedLinear or not private_torch.runs_forward_alone(child):
+                self._warn_unfused(name, child)
+                return False
+        act_fn = cast(_GatedLayers, self).act_fn
+        if not activation_of(act_fn) or not private_torch.runs_forward_alone(act_fn):
+            self._warn_unfused("act_fn", act_fn)
+            return False
+        return True
+
+    def _warn_unfused(self, name: str, child: nn.Module) -> None:
+        kind = type(child).__name__
+        is_other = name != "act_fn" and type(child) is not ConvertedLinear
+        why = f"is a {kind}" if is_other else "has hooks or was replaced"
+        _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        layers = cast(_GatedLayers, self)
+        gate_proj = layers.gate_proj
+        x = gate_proj.checked_input(x)
+        gate, up = gate_proj.ready(x.shape, x.device), layers.up_proj.ready(x.shape, x.device)
+        down = layers.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
+        activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
+        if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
+            assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
+            return self._in_graph(x, [gate, up], activation, down)
+        fc1, front = PreparedLinear.joined([gate, up]), NormInput(x)
+        if fused.fits(front, fc1, down):
+            return fused.mlp(front, fc1, activation, down, storage=storage)[0]
+        inner = functional.linear(x, fc1)
+        return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
+
+    def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
+        """`_computed` in a graph that is being traced, using this module's own handle."""
+        weights = [layer.weights[0] for layer in first]
+        biases = [layer.biases[0] for layer in first]
+        names = (f"{GATE}.weight", f"{UP}.weight")
+        fc1 = first[0]._replace(weights=weights, biases=biases, module=self._handle, names=names)
+        fc2 = last._replace(module=self._handle, names=(f"{DOWN}.weight",))
+        front, storage = NormInput(x), STORAGES[self._activation_storage]
+        if fused.fits(front, fc1, fc2):
+            return fused.mlp(front, fc1, activation, fc2, storage=storage)[0]
+        inner = compiled.traced_linear(x, fc1)
+        return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
+
+    # Interface used by operators
+
+    def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
+        states = [self._layer_of(name).state_by(recipe) for name in weights]
+        return states[0] if len(states) == 1 else LinearState.joined(states)
+
+    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
+        """Return a layer's weight operand; see `QuantizedModule.weight_operand`."""
+        return self._layer_of(name).weight_operand("weight", call, device)
+
+    def _layer_of(self, name: str) -> ConvertedLinear:
+        return cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight")))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self._handle = operator_arguments.handle_beside(self, self._handle)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # a copy needs its own handle
+        _new_handle(self)
+
+
+@private_torch.constant_in_graphs
+def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
+    if context.setting(setting).strict:
+        raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
+    storage_note = "" if storage == HIGH_PRECISION else f", without activation_storage={storage!r}"
+    warn_once(
+        _UNFUSED,
+        f"{mlp}: {layer} {why}, so its layers are called one by one, with other roundings{storage_note}; avoid it with "
+        "convert(modules='linear')",
+    )
+
+
+def _new_handle(module: nn.Module) -> None:
+    device = next(module.parameters()).device
+    cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
+
+
+def _fused(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return the fused subclass, cached per class so that copies have the same class as their original."""
+    if plain not in _CLASSES:
+
+        def reduce(self: nn.Module, protocol: int) -> Any:
+            """Pickle and copy by the plain class, which can be imported."""
+            return _blank, (plain,), self.__dict__
+
+        names = {"__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
+        fused_class = type(plain.__name__, (FusedGatedMLP, plain), names)
+        fused_class.__qualname__ = plain.__qualname__
+        _CLASSES[plain] = fused_class
+    return _CLASSES[plain]
+
+
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    """Create an instance without state, which copying sets later."""
+    kind = _fused(plain)
+    return kind.__new__(kind)

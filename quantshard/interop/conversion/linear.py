@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
-from quantshard.interop.conversion import packing
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, moves, requantize
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import KEY
 
 FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
@@ -103,9 +104,9 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
             )
             return
         packed = state_dict.get(key)
-        if isinstance(packed, Tensor) and packing.is_packed(packed):
+        if isinstance(packed, Tensor) and is_packed(packed):
             try:
-                parts = packing.unpack(self.weight, packed, key)
+                parts = unpack(self.weight, packed, key)
             except CheckpointError as error:
                 error_msgs.append(str(error))
                 return
@@ -201,3 +202,41 @@ def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
     private_torch.take_hooks(new, old)
     vars(new).update({name: vars(old)[name] for name in old.taken if name in vars(old)})
     return new
+
+
+# Packing
+
+
+def pack(entries: Mapping[str, Tensor]) -> Tensor:
+    """Pack a weight's unsharded state dict entries into one tensor of bytes, for file formats with one per weight.
+
+    The format tag comes first, then codes, scales and state in the order of `components.state_of`. The result has one
+    dim, so a reader that does not know the format sees a wrong shape instead of wrong values.
+    """
+    ordered = [entries[FORMAT_SUFFIX], *(value for suffix, value in entries.items() if suffix != FORMAT_SUFFIX)]
+    return torch.cat([value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in ordered])
+
+
+def is_packed(value: Tensor) -> bool:
+    """Return whether a state dict entry was made by `pack`; unpacked codes have two dims."""
+    return value.dtype == torch.uint8 and value.ndim == 1
+
+
+def unpack(param: Tensor, packed: Tensor, name: str) -> dict[str, Tensor]:
+    """Unpack a weight to its unsharded tensors, keyed by suffix. `param`: the destination, which can be sharded."""
+    live = components.state_of(param)
+    tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).cell.tag
+    if len(tag) == FORMAT_TAG_BYTES and components.read_format_tag(tag) != own_tag:
+        raise CheckpointError(
+            f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "
+            "with the recipe that it was saved with"
+        )
+    sizes = {s: math.prod(v.shape) * v.element_size() for s, v in live.items() if s != FORMAT_SUFFIX}
+    if len(packed) != FORMAT_TAG_BYTES + sum(sizes.values()):
+        raise CheckpointError(f"{name} has {len(packed)} bytes, which do not fit {own_tag!r} {list(param.shape)}")
+    pieces = packed[FORMAT_TAG_BYTES:].split(list(sizes.values()))
+    # pieces can start at any byte, but a view as int64 needs alignment: clone
+    tensors = {
+        s: piece.clone().view(live[s].dtype).reshape(live[s].shape) for s, piece in zip(sizes, pieces, strict=True)
+    }
+    return {FORMAT_SUFFIX: tag, **tensors}

@@ -1,14 +1,17 @@
-"""Selects the linear layers to convert and their recipes, with reasons for the layers that are not converted."""
+"""Checks a model, and selects the linear layers to convert and their recipes, before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from quantshard import private_torch
+from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts.layer_recipes import (
     HIGH_PRECISION,
     Recipes,
@@ -18,6 +21,8 @@ from quantshard.modules.contexts.layer_recipes import (
     recipes_of,
 )
 from quantshard.recipe import Recipe
+from quantshard.tensor import components
+from quantshard.tensor.requantize import non_finite
 
 HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs unembed".split())
 """Last name components of output heads in transformers, torchtitan and timm."""
@@ -46,11 +51,7 @@ class LayerChoice:
 
 
 def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[LayerChoice]:
-    """Choose for all linear layers of a model, in the model's order.
-
-    Raises:
-        ConfigurationError: a pattern matches no linear layer, or a recipe is unknown.
-    """
+    """Choose for all linear layers of a model, in the model's order."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not layers:
         check_recipes("convert", recipes)
@@ -129,11 +130,11 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module):
-        return "its forward was replaced by another, as by hooks of accelerate"
+        return "its forward was replaced, for example by accelerate"
     if extras := _own(module):
-        return f"it has {', '.join(extras)} besides weight and bias"
+        return f"it also has {', '.join(extras)}"
     if private_torch.has_gradient_hooks(module.weight):
-        return "its weight has hooks, which would not go over; register them after convert"
+        return "its weight has hooks; register them after convert"
     return ""
 
 
@@ -150,15 +151,90 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
         return "" if selected else getattr(filter, "leaves_out", "not chosen by the filter")
     last = name.rsplit(".", 1)[-1]
     if is_head or last in HEADS:
-        return "the head; a filter that matches it, or a recipe by its very name, converts it too"
+        return "the head; a filter or a recipe with its full name converts it"
     if any(part.startswith(ADAPTERS) for part in name.split(".")):
-        return "an adapter; a filter that matches it converts it too"
+        return "an adapter; a filter that matches it converts it"
     if last == READ_DIRECTLY:
         return "the model reads its weight directly"
     if last in ROUTERS:
-        return "a router; a filter that matches it converts it too"
+        return "a router; a filter that matches it converts it"
     return ""
 
 
 def _no_recipe(recipe: Recipe | None) -> str:
     return "no pattern of the recipes matches it" if recipe is None else f"recipe {HIGH_PRECISION}"
+
+
+# Checks of a model
+
+_QUANTIZERS = frozenset("bitsandbytes torchao auto_gptq gptqmodel awq hqq eetq aqlm compressed_tensors optimum".split())
+"""Packages with modules or weights that are already quantized."""
+
+_PACKED = ("qweight", "qzeros", "weight_packed")
+"""Names of parameters and buffers in which other libraries store codes."""
+
+
+def check_model(model: nn.Module, what: str) -> None:
+    """Check that a model can be converted: it is not itself a layer, not sharded, and not quantized."""
+    if isinstance(model, nn.Linear):
+        raise ConfigurationError(f"{what} replaces layers inside a model; pass torch.nn.Sequential(layer)")
+    check_unsharded(model, what)
+    for name, parameter in model.named_parameters():
+        if components.quantized_local(parameter) is not None:
+            raise ConfigurationError(
+                f"{what}: {name} is already quantized ({components.storage_of(parameter).cell.format.name}); "
+                "call quantshard.revert first"
+            )
+    # set by transformers on models that were loaded quantized
+    method = getattr(model, "quantization_method", None)
+    method = getattr(method, "value", method) or next(filter(None, map(_quantized_by, model.modules())), None)
+    if method is not None:
+        raise ConfigurationError(f"{what}: this model is already quantized ({method}); load it in bfloat16")
+
+
+def check_unsharded(model: nn.Module, what: str) -> None:
+    """Check that no parameter is sharded."""
+    name = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
+    if name is not None:
+        raise ConfigurationError(f"{what}: {name} is sharded; call {what} before fully_shard")
+
+
+def _quantized_by(module: nn.Module) -> str:
+    """Return the class or dtype that shows that another library quantized a module; "" if none did."""
+    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    weight = tensors.get("weight")
+    packages = {base.__module__.partition(".")[0] for base in type(weight).__mro__}
+    if not packages.isdisjoint(_QUANTIZERS):
+        return f"{type(weight).__module__}.{type(weight).__name__}"
+    if any(name in tensors and not tensors[name].is_floating_point() for name in _PACKED):
+        return f"{type(module).__module__}.{type(module).__name__}"
+    is_codes = isinstance(module, nn.Linear) and weight is not None and weight.dtype.itemsize == 1
+    return f"{type(module).__name__} of {tensors['weight'].dtype}" if is_codes else ""
+
+
+@torch.no_grad()
+def check_values(chosen: Sequence[LayerChoice]) -> None:
+    """Check the values of all layers to convert, before the first is converted. Skips the meta device.
+
+    Codes would hide infinite and NaN values.
+    """
+    layers = [choice for choice in chosen if choice.recipe and not choice.module.weight.is_meta]
+    if not layers:
+        return
+    largest = torch.stack([_largest(choice.module.weight).cpu() for choice in layers]).tolist()
+    bad = [choice for choice, amax in zip(layers, largest, strict=True) if not amax < float("inf")]  # also catches NaN
+    if bad:
+        weight = bad[0].module.weight.detach()
+        hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
+        raise ConfigurationError(
+            f"convert: {bad[0].name}.weight: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers); "
+            "nothing was converted"
+        )
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """Return the largest magnitude as float64; NaN if any value is NaN."""
+    if weight.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    low, high = torch.aminmax(weight.detach())
+    return torch.maximum(-low.double(), high.double())

@@ -1,17 +1,15 @@
-"""Writes safetensors files as a stream and reads untrusted ones slice by slice.
+"""Writes safetensors files, and reads untrusted ones slice by slice.
 
-A file consists of the header's length (8 bytes, little endian), the header (JSON: name -> dtype, shape and byte range)
-and the tensors' bytes. The `safetensors` library rejects headers that are too long, not JSON, or have byte ranges that
-overlap, leave gaps or do not match dtype and shape; tests/interop/layouts/test_files.py verifies this. File names in
-an index are checked here.
+The `safetensors` library rejects headers that are too long, not JSON, or have byte ranges that overlap, leave gaps or
+do not match dtype and shape (tests/interop/layouts/test_files.py). File names in an index are checked here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quantshard import foreign
@@ -32,25 +31,21 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 
 DTYPES: Final = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-"""The dtypes used by layouts, with their names in a header."""
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+"""The dtypes used by layouts, by their names in a header."""
+
+_ALL_DTYPES: Final = DTYPES | {
+    "F64": torch.float64, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+}  # fmt: skip
 
 _COMPANIONS: Final = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.*",
     "chat_template*",
 )  # fmt: skip
-
-_OTHER_DTYPES: Final = {
-    torch.float64: "F64", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
-}  # fmt: skip
-_BY_NAME: Final = {name: dtype for dtype, name in (DTYPES | _OTHER_DTYPES).items()}
 
 Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -69,16 +64,13 @@ class TensorBatch:
 
 
 def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
+    return dtype.itemsize * math.prod(shape)
 
 
 def write_safetensors(
     folder: Path, groups: Sequence[TensorBatch], max_shard_bytes: int, metadata: Mapping[str, str]
 ) -> int:
-    """Write groups as sharded safetensors with an index, holding one group in memory at a time.
+    """Write groups as sharded safetensors with an index, holding one file in memory at a time.
 
     `metadata`: strings for the headers. Returns the total size of the tensors in bytes.
     """
@@ -92,35 +84,14 @@ def write_safetensors(
     expect_transfer(total)
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard, metadata)
-        weight_map.update({tensor: name for group in shard for tensor in group.tensors})
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / INDEX, index)
+        tensors: dict[str, Tensor] = {}
+        for group in shard:
+            tensors |= {key: value.contiguous() for key, value in group.make().items()}
+            report_transfer(group.nbytes)
+        save_file(tensors, folder / name, {"format": "pt", **metadata})
+        weight_map.update(dict.fromkeys(tensors, name))
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
-
-
-def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for group in groups:
-        for name, (dtype, shape) in group.tensors.items():
-            end = offset + _nbytes(dtype, shape)
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # align tensors to 8 bytes, as the library does
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for group in groups:
-            values = group.make()
-            for name, (dtype, shape) in group.tensors.items():
-                tensor = values[name]
-                assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                report_transfer(tensor.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def companions(folder: Path, *names: str) -> list[Path]:
@@ -133,23 +104,16 @@ def companions(folder: Path, *names: str) -> list[Path]:
 
 def copied_lines(copied: Sequence[Path]) -> list[str]:
     """Format a report line about copied files."""
-    return [f"copied beside the weights: {', '.join(path.name for path in copied)}"] if copied else []
+    return [f"copied: {', '.join(path.name for path in copied)}"] if copied else []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and sync it to disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
-    """Read a JSON object. `kind`: key of the size limit in `FILE_BYTES`.
-
-    Raises:
-        CheckpointError: the file is missing, too long or not a JSON object.
-    """
+    """Read a JSON object. `kind`: key of the size limit in `FILE_BYTES`."""
     return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
 
 
@@ -159,10 +123,6 @@ class SafetensorsFiles:
     Args:
         path: the file or folder.
         any_dtype: whether to also accept dtypes that no layout uses.
-
-    Raises:
-        CheckpointError: no file exists, an index names a file outside the folder or a tensor missing from its file, a
-            header is invalid, or a dtype is not supported.
     """
 
     def __init__(self, path: str | os.PathLike[str], any_dtype: bool = False) -> None:
@@ -170,7 +130,7 @@ class SafetensorsFiles:
         # follow a link only if the user named it
         self._follows = single is not None
         self.folder = Path(path) if single is None else single.parent
-        self._dtypes = set(DTYPES) | (set(_OTHER_DTYPES) if any_dtype else set())
+        self._dtypes = _ALL_DTYPES if any_dtype else DTYPES
         self._index: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.metadata: dict[str, str] = {}
@@ -192,8 +152,7 @@ class SafetensorsFiles:
         for tensor, file in weight_map.items():
             if not is_inside(file) or not file.endswith(SUFFIX):
                 raise CheckpointError(
-                    f"{self.folder / INDEX}: {tensor} is said to lie in {file!r}, which is not the name of a "
-                    "safetensors file beside it"
+                    f"{self.folder / INDEX}: {file!r} of {tensor} is not a safetensors file beside it"
                 )
         self._index = weight_map
         return sorted(set(weight_map.values()))
@@ -209,13 +168,13 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {why(error)}") from None
         for name, (dtype, shape) in headers.items():
-            if _BY_NAME.get(dtype) not in self._dtypes:
+            if dtype not in self._dtypes:
                 raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
             if not is_shape(shape):
                 raise CheckpointError(f"{self.folder / file}: {name} has the shape {list(shape)}, which no tensor has")
             if name in self.tensors:
-                raise CheckpointError(f"{name} lies in {self._file_of[name]} and in {file} of {self.folder}")
-            self.tensors[name], self._file_of[name] = (_BY_NAME[dtype], shape), file
+                raise CheckpointError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
+            self.tensors[name], self._file_of[name] = (self._dtypes[dtype], shape), file
 
     def _check_index(self) -> None:
         for tensor, file in self._index.items():
@@ -224,10 +183,6 @@ class SafetensorsFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
-
-    def names(self) -> Iterator[str]:
-        """Iterate over the names of all tensors."""
-        return iter(self.tensors)
 
     def read(self, name: str, *slices: slice) -> Tensor:
         """Read a slice of a tensor without reading the rest."""

@@ -93,9 +93,9 @@ def _is_exported(path: Path_) -> bool:
     try:
         return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(location))
     except NotADirectoryError:
-        raise CheckpointError(f"{path} is a file, and no checkpoint, which is a folder, nor {SUFFIX}") from None
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a {SUFFIX} file") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
+        raise CheckpointError(f"{path} cannot be read: {why(error)}") from error
 
 
 class _SafetensorsInspector:
@@ -105,11 +105,7 @@ class _SafetensorsInspector:
         self.files = files
 
     def inspection(self, path: str, data: bool) -> Inspection:
-        """Return one row per weight. `data`: whether to read codes and scales for statistics.
-
-        Raises:
-            CheckpointError: the files hold no tensors or cannot be read.
-        """
+        """Return one row per weight. `data`: whether to read codes and scales for statistics."""
         rows = tuple(self._row(weight, data) for weight in self._weights())
         if not rows:
             raise CheckpointError(f"{path} holds no tensors")
@@ -117,29 +113,29 @@ class _SafetensorsInspector:
 
     def _weights(self) -> list[_StoredWeight]:
         """Return all tensors, grouped with their scales and sorted by name."""
-        weights = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
+        weights = [weight for key in self.files.tensors if (weight := self._with_scales(key)) is not None]
         used_keys = {key for weight in weights for key in weight.keys}
-        weights += [_StoredWeight(key) for key in self.files.names() if key not in used_keys]
+        weights += [_StoredWeight(key) for key in self.files.tensors if key not in used_keys]
         return sorted(weights, key=lambda weight: weight.codes)
 
     def _with_scales(self, key: str) -> _StoredWeight | None:
         """Return the quantized weight that has this key for its codes, or None if the tensor does not hold codes."""
-        encoding = _ELEMENTS.get(self.files.tensors[key][0])
+        tensors = self.files.tensors
+        encoding = _ELEMENTS.get(tensors[key][0])
         if encoding is None:
             return None
         for names in _NAMES:
             base = key.removesuffix(names.codes)
             scale, second = base + names.scale, None if names.second is None else base + names.second
             has_keys = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
-            fits = has_keys and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
+            fits = (
+                has_keys
+                and (len(tensors[scale][1]) <= max(1, len(tensors[key][1])))
+                and (second is None or self._bytes(second) > 0)
+            )
             if fits and (encoding is E2M1) <= (second is not None):
                 return _StoredWeight(key, encoding, scale, second, names.divides)
         return None
-
-    def _is_grid(self, scale: str, codes: str) -> bool:
-        """Return whether a tensor's shape fits scales of these codes."""
-        dims = len(self.files.tensors[scale][1])
-        return dims <= 1 or dims <= len(self.files.tensors[codes][1])
 
     def _row(self, weight: _StoredWeight, data: bool) -> TensorSummary:
         figures = self._figures(weight) if data and weight.scale is not None else None
@@ -174,11 +170,7 @@ class _SafetensorsInspector:
         return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
 
     def _figures(self, weight: _StoredWeight) -> TensorStatistics:
-        """Compute statistics of a quantized weight's codes and scales.
-
-        Raises:
-            CheckpointError: they cannot be read.
-        """
+        """Compute statistics of a quantized weight's codes and scales."""
         assert weight.encoding is not None and weight.scale is not None
         statistics = TensorStatistics()
         for codes in self._rows(weight.codes):

@@ -91,10 +91,8 @@ def load(
         lossy: requantize weights that cannot be copied.
 
     Raises:
-        CheckpointError: a file is damaged or missing; a tensor is missing, unknown, of another shape or not copyable;
-            or a value to quantize is infinite or NaN. All ranks raise if one does. The model is unchanged unless the
-            cause is a non-finite value or a file that became unreadable.
-        ConfigurationError: a parameter's shards are not where their offsets imply.
+        CheckpointError: a file is damaged, a tensor does not match the model, or a weight cannot be copied. All ranks
+            raise if one does.
     """
     components.check_offsets(model.named_parameters())
     for module in model.modules():
@@ -111,20 +109,15 @@ def load(
 
 
 def check(path: str | os.PathLike[str], model: nn.Module, *, names: Names | None = None) -> None:
-    """Check that files contain a model's weights, reading only headers. The model can be on the meta device.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape.
-        ConfigurationError: the files' layout does not match the model's recipe.
-    """
+    """Check that files contain a model's weights, reading only headers. The model can be on the meta device."""
     loader = _LayoutLoader(local(path, "safetensors files"), model, names, None)
     for item in loader.items:
         if item.is_stored_quantized and loader.layout is not None:
             verdict = table.import_verdict(None if item.storage is None else item.storage.cell, loader.layout)
             if item.storage is None or verdict.kind != EXACT:
                 raise ConfigurationError(
-                    f"{path}: {item.name} cannot be copied: {verdict.why}; take a recipe of the same codes and blocks, "
-                    "or import it first, with --lossy"
+                    f"{path}: {item.name} cannot be copied: {verdict.why}; use a matching recipe, or quantshard import "
+                    "--lossy"
                 )
 
 
@@ -178,30 +171,30 @@ class _LayoutLoader:
         self.config = dict(config or {}) if has_config or not has_file else files.read_layout_json(path / CONFIGURATION)
         self.tied = is_tied(self.config)
         self.files = SafetensorsFiles(path)
-        self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
+        self.layout = table.detect(self.config.get("quantization_config"), self.files.tensors, str(path))
         self.report = Import(path, self.layout)
         self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         params = dict(model.named_parameters())
         name_map = names or default_names(params)
         self.items = [self._item(name, param, name_map) for name, param in params.items()]
-        unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
+        unknown = sorted(n for n in self.files.tensors if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
         if unknown:
             raise CheckpointError(
-                f"{path} has {len(unknown)} tensors that this model lacks (first: {unknown[0]}); build the model that "
-                "it is of, or give another map of names"
+                f"{path}: the model lacks {len(unknown)} of its tensors (first: {unknown[0]}); build the saved model, "
+                "or pass names= (--names)"
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))
         if not pieces:
-            raise CheckpointError(f"{name} has no name in {self.report.path}; give a map of names (--names)")
+            raise CheckpointError(f"{self.report.path}: {name} has no external name; pass names= (--names)")
         pieces = {self._tied(theirs): runs for theirs, runs in pieces.items()}
         kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
         if len(kinds) != 1:
-            raise CheckpointError(f"{self.report.path}: of the parts of {name} some are quantized and some are not")
+            raise CheckpointError(f"{self.report.path}: only some parts of {name} are quantized")
         return _ParameterSlices(name, param, pieces, kinds.pop())
 
     def _tied(self, name: str) -> str:
@@ -218,8 +211,7 @@ class _LayoutLoader:
             expected = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
         for key, (dtype, shape) in expected.items():
             if key not in self.files:
-                clause = "which this model has" if key == ours else f"which is {ours} of this model"
-                raise CheckpointError(f"{self.report.path} lacks {key}, {clause}")
+                raise CheckpointError(f"{self.report.path} has no {key}" + (f" ({ours})" if key != ours else ""))
             dtype_, size = self.files.tensors[key]
             # some programs write scales in half precision
             is_half_scale = dtype == torch.float32 and dtype_ in (torch.bfloat16, torch.float16)
@@ -228,8 +220,8 @@ class _LayoutLoader:
             shape_matches = size == shape or (is_scale and _flat(size) == _flat(shape))
             if not shape_matches or not (dtype_ == dtype or is_half_scale or is_value):
                 raise CheckpointError(
-                    f"{self.report.path}: {key} is {str(dtype_).removeprefix('torch.')} {list(size)}, but as {ours} of "
-                    f"this model it must be {str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
+                    f"{self.report.path}: {key} is {str(dtype_).removeprefix('torch.')} {list(size)}, but {ours} must "
+                    f"be {str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
                 )
         self.taken |= expected.keys()
         return is_quantized
@@ -237,29 +229,23 @@ class _LayoutLoader:
     # Selection of copies --------------------------------------------------------------------------------------------
 
     def judge(self, lossy: bool) -> None:
-        """Determine which weights cannot be copied, from the scales of the local shards; all ranks agree.
-
-        Raises:
-            CheckpointError: a weight cannot be copied and `lossy` is False.
-        """
+        """Determine which weights cannot be copied, from the scales of the local shards; all ranks agree."""
         reasons = agreement.run_on_all_ranks(lambda: {item.name: self._why_not(item) for item in self.items})
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
                 raise CheckpointError(
                     f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; {self._other_recipe()}allow requantization (lossy=True, or quantshard import --lossy)"
+                    f"{why}; {self._other_recipe()}pass lossy=True (--lossy)"
                 )
 
     def _other_recipe(self) -> str:
         """Suggest a recipe that would copy the codes, unless the model already uses it."""
         recipe_name = None if self.layout is None else table.recipe_of(self.layout)
-        if recipe_name is None:
-            return "build the model with a recipe of the same blocks, or "
-        cell = resolve(recipe_name).weight
+        cell = None if recipe_name is None else resolve(recipe_name).weight
         if all(item.storage is None or item.storage.cell == cell for item in self.items):
             return ""
-        return f"build the model with recipe {recipe_name!r}, whose weights these are, or "
+        return f"build the model with recipe {recipe_name!r}, or " if recipe_name else ""
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:
@@ -311,7 +297,7 @@ class _LayoutLoader:
             scale = self.files.read(name.removesuffix("weight") + second.key)
             amaxes.append(conversion.amax_of(scale, item.storage.cell.format, second.divides, recorded))
         if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
-            raise InexactConversionError("its parts have different second scales, and it is one weight here")
+            raise InexactConversionError("its parts have different second scales")
         return amaxes[0]
 
     # Writing ---------------------------------------------------------------------------------------------------------
@@ -408,15 +394,11 @@ class _LayoutLoader:
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1, device="cpu") // self.layout.block[1]]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
-        """Return the local values of a weight to quantize.
-
-        Raises:
-            CheckpointError: a value is infinite or NaN.
-        """
+        """Return the local values of a weight to quantize."""
         values = self._values(item)
         problem = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
         if problem:
-            raise CheckpointError(f"{item.name}: {problem}; codes saturate, which would hide it")
+            raise CheckpointError(f"{self.report.path}: {item.name}: {problem}")
         return values
 
     def _fill(self, item: _ParameterSlices) -> None:

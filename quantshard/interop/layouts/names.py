@@ -45,11 +45,7 @@ class Names:
     identity: bool = False
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
-        """Return the external weights that one of our weights contains: external name -> its rows. Empty: not mapped.
-
-        Raises:
-            ConfigurationError: the weight is fused and `heads` is missing or does not match `rows`.
-        """
+        """Return the external weights in one of our weights: external name -> its rows. Empty: not mapped."""
         general, numbers = _general(ours)
         if general in self.plain:
             return {_numbered(self.plain[general], numbers): whole_run(rows)}
@@ -58,8 +54,8 @@ class Names:
         order, into = self.fused[general]
         if heads is None:
             raise ConfigurationError(
-                f"{ours} holds queries, keys and values; how many heads each has must come with the model's "
-                "configuration (num_attention_heads, num_key_value_heads): pass --config"
+                f"{ours} holds queries, keys and values; pass the model's configuration (--config) with its numbers "
+                "of heads"
             )
         runs = fused_runs(ours, order, rows, heads)
         return {_numbered(name, numbers): part for name, part in zip(into, runs, strict=True)}
@@ -79,16 +75,11 @@ def _general(name: str) -> tuple[str, str]:
 
 
 def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list[RowRun]]:
-    """Return the rows of queries, keys and values in a fused weight.
-
-    Raises:
-        ConfigurationError: the number of rows does not match the numbers of heads.
-    """
+    """Return the rows of queries, keys and values in a fused weight."""
     size, remainder = divmod(rows, heads.queries + 2 * heads.groups)
     if remainder or heads.queries % heads.groups:
         raise ConfigurationError(
-            f"{name} has {rows} rows, which are not {heads.queries} heads of queries and {heads.groups} each of keys "
-            "and values; check num_attention_heads and num_key_value_heads"
+            f"{name}: {rows} rows do not fit num_attention_heads={heads.queries}, num_key_value_heads={heads.groups}"
         )
     sizes = [heads.queries * size, heads.groups * size, heads.groups * size]
     if order == "stacked":
@@ -144,15 +135,11 @@ def default_names(ours: Iterable[str]) -> Names:
 
 
 def read_names(path: Path) -> Names:
-    """Read a map from a TOML file; the module docstring describes the format.
-
-    Raises:
-        ConfigurationError: the file is missing, exceeds its `FILE_BYTES` limit, is not TOML, or is not a map.
-    """
+    """Read a map from a TOML file; the module docstring describes the format."""
     content = read_toml(path, FILE_BYTES["settings"], follow=True)
     plain, fused = content.get("names", {}), content.get("fused", {})
     if set(content) - {"names", "fused"} or not isinstance(plain, dict) or not isinstance(fused, dict):
-        raise ConfigurationError(f"{path}: a map of names has the tables [names] and [fused] alone")
+        raise ConfigurationError(f"{path}: a map of names has only the tables [names] and [fused]")
     for name, value in plain.items():
         if not isinstance(value, str):
             raise ConfigurationError(f"{path}: {name!r} must be a name, not {shown(value)}")
@@ -164,20 +151,15 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
     is_list = isinstance(into, list) and len(into) == 3 and all(isinstance(part, str) for part in into)
     if into is None or not is_list or value.get("rows") not in ORDERS:
         raise ConfigurationError(
-            f'{path}: {name!r} must be {{ rows = "interleaved" or "stacked", into = [query, key, value] }}, '
-            f"not {shown(value)}"
+            f'{path}: {name!r} must be {{ rows = "interleaved" or "stacked", into = [query, key, value] }}'
         )
     return value["rows"], tuple(into)
 
 
 def check_distinct(found: Iterable[str]) -> None:
-    """Check that no two weights map to the same name.
-
-    Raises:
-        ConfigurationError: two weights share a name.
-    """
+    """Check that no two weights map to the same name."""
     names: set[str] = set()
     for name in found:
         if name in names:
-            raise ConfigurationError(f"two weights would be named {name}; correct the map of names")
+            raise ConfigurationError(f"two weights would be named {name}; fix the map of names")
         names.add(name)

@@ -51,12 +51,7 @@ class CheckpointWeight:
 
 
 class CheckpointModel:
-    """The model stored in a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or a weight's components do not fit each other.
-        ConfigurationError: this release does not know a weight's format.
-    """
+    """The model stored in a checkpoint."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
@@ -96,10 +91,7 @@ class CheckpointModel:
         codes_per_byte, padding = fmt.copies[Orientation.ROWWISE].codes.block_shape[1], int(tag[-1])
         size = self._entries[name].size if name in self._entries else ()
         if len(size) != 2 or padding > min(size[1], 1) * (codes_per_byte - 1):
-            raise CheckpointError(
-                f"{self.path} is damaged: {name} is tagged {text!r}, with {padding} of padding, and has no codes "
-                f"[rows, columns] but {list(size)}"
-            )
+            raise CheckpointError(f"{self.path} is damaged: {name} [{text}] has codes of shape {list(size)}")
         shape = (size[0], size[1] * codes_per_byte - padding)
         for component in fmt.components:
             key = name + component.key_suffix
@@ -108,8 +100,7 @@ class CheckpointModel:
             if entry is None or tuple(entry.size) != expected or entry.properties.dtype != component.encoding.storage:
                 actual = "missing" if entry is None else f"{entry.properties.dtype} {tuple(entry.size)}"
                 raise CheckpointError(
-                    f"{self.path} is damaged: {key} is {actual}, and a {text} weight {shape} has "
-                    f"{component.encoding.storage} {expected}"
+                    f"{self.path} is damaged: {key} is {actual}, not {component.encoding.storage} {expected}"
                 )
             taken.add(key)
         taken.add(name + FORMAT_SUFFIX)
@@ -135,11 +126,7 @@ class CheckpointModel:
         return prefixes
 
     def states(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-        """Map parameter names to dtype and shape of each optimizer state, for parameters recorded by name.
-
-        Raises:
-            CheckpointError: a list of names is damaged.
-        """
+        """Map parameter names to dtype and shape of each optimizer state, for parameters recorded by name."""
         keys = {start: name for name, start in self._states.items()}
         states_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for key, entry in self._stored.items():
@@ -195,11 +182,7 @@ class CheckpointModel:
         return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
 
     def master(self, weight: CheckpointWeight) -> Tensor:
-        """Return the float32 master; see `has_master`.
-
-        Raises:
-            CheckpointError: the shape differs from the weight's.
-        """
+        """Return the float32 master; see `has_master`."""
         start = self._masters[weight.name]
         if start not in self._stored and weight.tag is not None:
             # the weight's codes are the high bytes
@@ -220,21 +203,17 @@ class CheckpointModel:
         scales = self._any(f"{start}_scale_inv")
         if scales.dtype != scale.encoding.storage or scales.numel() != math.prod(grid):
             raise CheckpointError(
-                f"{self.path} is damaged: {start}_scale_inv is {scales.dtype} {list(scales.shape)}, of which "
-                f"{scale.encoding.storage} {list(grid)} are needed"
+                f"{self.path} is damaged: {start}_scale_inv is {scales.dtype} {list(scales.shape)}, not "
+                f"{scale.encoding.storage} {list(grid)}"
             )
         return _scaled(state, scales, cell.format).float()
 
     def average(self, weight: CheckpointWeight) -> Tensor:
-        """Return the float32 average; see `has_average`.
-
-        Raises:
-            CheckpointError: the shape differs from the weight's.
-        """
+        """Return the float32 average; see `has_average`."""
         key = self._states[weight.name] + AVERAGE
         average = self._expected(key, weight.shape)
         if not average.is_floating_point():
-            raise CheckpointError(f"{self.path} is damaged: {key} is {average.dtype}, no average")
+            raise CheckpointError(f"{self.path} is damaged: {key} is {average.dtype}")
         return average.float()
 
     def input_amax(self, name: str) -> float | None:
@@ -246,7 +225,7 @@ class CheckpointModel:
             return None
         history = self._tensor(key)
         if not history.numel() or not history.is_floating_point():
-            raise CheckpointError(f"{self.path} is damaged: {key} is {history.dtype} {list(history.shape)}, no amaxes")
+            raise CheckpointError(f"{self.path} is damaged: {key} is {history.dtype} {list(history.shape)}")
         return float(history.max()) or None
 
     def _expected(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

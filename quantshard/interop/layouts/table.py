@@ -170,7 +170,7 @@ def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
         return Verdict(LOSSY, f"blocks are {said(layout.block)} there, {said(copy.block)} here")
     conditions = []
     if not all(refines(ours, theirs) for theirs, ours in pairs):
-        conditions.append("blocks of theirs in one of ours have one scale, as in our exports")
+        conditions.append("all its blocks in one block of the model have the same scale, as in our exports")
     if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
         conditions.append("scales are powers of two")
     return Verdict(EXACT, " and ".join(["where " + conditions[0], *conditions[1:]]) if conditions else "")
@@ -351,9 +351,6 @@ def find(name: str, formats: set[str]) -> Layout:
     """Return a layout by name, or the first of a family that represents all of these formats exactly.
 
     `formats`: format tags of the weights; empty for weights in high precision.
-
-    Raises:
-        ConfigurationError: the layout does not exist, or no layout of the family is exact.
     """
     if name in LAYOUTS:
         return LAYOUTS[name]
@@ -366,17 +363,13 @@ def find(name: str, formats: set[str]) -> Layout:
         if all(verdict(cell, layout).kind == EXACT for cell in cells):
             return layout
     raise ConfigurationError(
-        f"no layout of {name!r} takes weights in {', '.join(sorted(formats)) or 'high precision'} exactly; name one of "
-        f"{', '.join(layout.name for layout in family)} and allow requantization (lossy=True, or --lossy)"
+        f"no layout of {name!r} is exact for {', '.join(sorted(formats)) or 'high precision'}; choose one of "
+        f"{', '.join(layout.name for layout in family)} with lossy=True (--lossy)"
     )
 
 
 def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
-    """Identify the layout of files from their `quantization_config` and tensor names; None: high precision.
-
-    Raises:
-        CheckpointError: no layout in `LAYOUTS` matches.
-    """
+    """Identify the layout of files from their `quantization_config` and tensor names; None: high precision."""
     if config is None:
         return None
     signature = _signature(config) if isinstance(config, Mapping) else shown(config)
@@ -385,7 +378,7 @@ def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
         if not layout.is_plain and signature == _signature(layout.config([])) and layout.scale_key in ends:
             return layout
     raise CheckpointError(
-        f"{where}: its quantization_config ({shown(signature, 200)}) is none of the layouts that are read: "
+        f"{where}: unknown quantization_config ({shown(signature, 200)}); supported: "
         f"{', '.join(name for name, layout in LAYOUTS.items() if not layout.is_plain)}"
     )
 
@@ -411,11 +404,8 @@ def cell_of_tag(tag: str) -> QuantSpec:
 
     A tag does not record whether scales are powers of two, so this is assumed. Writers of scales other than float32
     must check the values.
-
-    Raises:
-        ConfigurationError: no format has this name.
     """
     fmt, keeps_amaxes = format_of_tag(tag)
     if fmt is None:
-        raise ConfigurationError(f"{tag!r} is no format of this release; install the release that wrote the checkpoint")
+        raise ConfigurationError(f"unknown format {tag!r}; install the release that wrote the checkpoint")
     return QuantSpec(fmt, Scaling(power_of_two=True, history=int(keeps_amaxes)))

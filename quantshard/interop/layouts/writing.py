@@ -1,4 +1,4 @@
-"""Export a checkpoint's model as safetensors for other programs, holding one weight in memory at a time.
+"""Export a checkpoint's model as safetensors for other programs, holding one file in memory at a time.
 
 Codes and scales are copied as bytes if the layout's blocks and encodings match. Otherwise the export fails and reports
 the mismatch, or, with `lossy`, requantizes the weight (from its master if the checkpoint has one).
@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quantshard import numerics
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.disk.store import local
+from quantshard.checkpoints.disk.store import local, why
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, open_regular
 from quantshard.formats import ALL, Format, Orientation
@@ -93,9 +93,9 @@ class Export:
         if self.rounded:
             lines.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
         if self.masters:
-            lines.append(f"values of {self.masters} tensors are those of the optimizer's masters")
+            lines.append(f"{self.masters} tensors have the values of the optimizer's masters")
         if self.averages:
-            lines.append(f"values of {self.averages} tensors are those of the averages of the weights (EMA)")
+            lines.append(f"{self.averages} tensors have the values of averages of the weights (EMA)")
         return lines + self.notes
 
 
@@ -111,30 +111,27 @@ def export(
     lossy: bool = False,
     zero_centered_gamma: bool | None = None,
 ) -> Export:
-    """Write the model of a checkpoint as safetensors in a layout, using one process and holding one weight at a time.
+    """Write the model of a checkpoint as safetensors in a layout, using one process and holding one file at a time.
 
     Args:
         checkpoint: path written by any number of processes with `quantshard.checkpoints.save` or `dcp.save`.
         layout: a name in `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), which selects its first
             exact layout.
-        out: a directory that does not exist yet. The export is written to a temporary directory and renamed when
-            complete.
+        out: a directory that does not exist yet; created when the export is complete.
         names: map from our names to the external names. Default: `LLAMA` for models of `TransformerLayer`, otherwise
             the model's own names.
         config: the model's Hugging Face configuration, or a directory with config.json and a tokenizer, which is also
-            copied. Default: the checkpoint's own directory if it has one (imports do). Plain layouts with the model's
-            own names need no configuration.
+            copied. Default: the checkpoint's own directory. Plain layouts with the model's own names need none.
         max_shard_bytes: largest size of a file that holds more than one weight.
         values: source of values that are written in high precision or requantized: "masters" (if there are any),
-            "weights", or "ema" for the averages that the optimizer kept. With "ema", all tensors that have an average
-            use it and are quantized from it, rounding to nearest, in any layout and without `lossy`.
+            "weights", or "ema". With "ema", all tensors that have an average use it, rounded to nearest, in any layout
+            and without `lossy`.
         lossy: requantize weights that the layout cannot represent exactly.
         zero_centered_gamma: whether norm weights are stored as gamma - 1, for checkpoints that do not record this.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
-        ConfigurationError: an argument is invalid, a weight has no external name, or a weight cannot be written
-            exactly. Nothing is left in `out`.
+        ConfigurationError: an argument is invalid, or a weight has no name or cannot be written exactly.
     """
     if values not in (MASTERS, WEIGHTS, AVERAGES):
         raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
@@ -148,43 +145,25 @@ def export(
         config = checkpoint
     model_config, name_map = _config(config), names or default_names(source.weights)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
+    row = table.find(layout, tags)
     plan = _ExportPlan(
-        source, table.find(layout, tags), name_map, model_config, values, lossy, Export(target, _NONE),
+        source, row, name_map, model_config, values, lossy, Export(target, row),
         set() if files_center_gamma(model_config) else _zero_centered(source, zero_centered_gamma),
     )  # fmt: skip
     groups = plan.groups()
     if config is None and not (name_map is IDENTITY and plan.layout.is_plain):
-        raise ConfigurationError(
-            f"{checkpoint} does not record its model's configuration; name a folder with config.json by --config"
-        )
+        raise ConfigurationError(f"{checkpoint} has no model configuration; pass a folder with config.json (--config)")
+    folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
-    try:
-        # mkdtemp restricts folders to their owner; use mkdir's mode
-        folder.chmod(0o777 & ~_umask())
+        folder.mkdir(parents=True)
         plan.report.bytes = files.write_safetensors(folder, groups, max_shard_bytes, plan.noted)
         _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
         os.rename(folder, target)
-    except OSError as error:
-        path_note = "" if error.filename is None else f" ({error.filename})"
-        raise CheckpointError(f"{target} could not be written: {error.strerror or error}{path_note}") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target} cannot be written: {why(error)}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # no longer exists after the rename
     return plan.report
-
-
-# Placeholder in a report until `_ExportPlan.groups` sets the layout.
-_NONE: Final = table.LAYOUTS["plain-fp32"]
-
-
-def _umask() -> int:
-    # the umask can only be read by setting it
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -197,11 +176,7 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
 
 
 def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
-    """Read the numbers of heads from a Hugging Face configuration, or return None if they are missing.
-
-    Raises:
-        ConfigurationError: a number of heads is invalid.
-    """
+    """Read the numbers of heads from a Hugging Face configuration, or return None if they are missing."""
     fields = FieldReader(config, CONFIGURATION)
     queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
     groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
@@ -209,20 +184,12 @@ def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face configuration ties the output head to the embedding.
-
-    Raises:
-        ConfigurationError: the entry is not a boolean.
-    """
+    """Return whether a Hugging Face configuration ties the output head to the embedding."""
     return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
 
 
 def files_center_gamma(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face configuration belongs to a family that stores norm weights as gamma - 1.
-
-    Raises:
-        ConfigurationError: its model_type is not a string.
-    """
+    """Return whether a Hugging Face configuration belongs to a family that stores norm weights as gamma - 1."""
     return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
 
 
@@ -230,10 +197,6 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
     """Return the names of the norm weights that a checkpoint stores as gamma - 1.
 
     `is_centered`: the caller's answer, or None to use what the checkpoint records.
-
-    Raises:
-        ConfigurationError: neither the caller nor the checkpoint specifies this, and the norm weights average closer to
-            0 than to 1.
     """
     recorded = manifest.read_manifest(source.path)
     if is_centered is None and recorded is not None and recorded.zero_centered is not None:
@@ -243,8 +206,8 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
         mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
         if mean.abs() < 0.5:
             raise ConfigurationError(
-                f"{source.path} does not record zero_centered_gamma, and its norm weights average {float(mean):.2g}; "
-                "pass zero_centered_gamma=True or False (--zero-centered, --no-zero-centered)"
+                f"{source.path} does not record zero_centered_gamma (norm weights average {float(mean):.2g}); pass "
+                "zero_centered_gamma= (--zero-centered, --no-zero-centered)"
             )
     return {weight.name for weight in gammas} if is_centered else set()
 
@@ -254,7 +217,7 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
     # the given quantization_config may describe other weights
     config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
     if not config:
-        plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
+        plan.report.notes.append("config.json does not describe the architecture; pass the model's configuration")
     if not layout.is_plain:
         config["quantization_config"] = layout.config(ignore)
     files.write_json(folder / CONFIGURATION, config)
@@ -281,37 +244,32 @@ class _ExportPlan:
     report: Export
     zero_centered: set[str]
     noted: dict[str, str] = field(default_factory=dict)
+    is_quantized: bool = False
 
     def groups(self) -> list[TensorBatch]:
-        self.report.layout = self.layout
         if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
             raise ConfigurationError(
-                f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; "
-                f"train with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
+                f"{self.source.path} holds no averages of its weights; train with --ema (FusedAdam(ema_decay=...))"
             )
+        self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
         heads, batches = heads_of(self.config), []
         weights = self._untied()
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if missing:
             raise ConfigurationError(
-                f"{len(missing)} tensors of {self.source.path} have no name there (first: {missing[0]}); give a map of "
-                "names (--names)"
+                f"{self.source.path}: {len(missing)} tensors have no external name (first: {missing[0]}); pass names= "
+                "(--names)"
             )
         for weight in weights:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
                 batches.append(self._group(weight, name, runs))
         check_distinct(name for group in batches for name in group.tensors)
         shapes = {name: shape for group in batches for name, (_, shape) in group.tensors.items()}
-        self._check_sizes(shapes)
-        self._say(shapes)
+        self._add_notes(shapes)
         return batches
 
     def _untied(self) -> list[CheckpointWeight]:
-        """Return the weights, without an output head that the configuration ties to the embedding.
-
-        Raises:
-            ConfigurationError: the configuration ties them, but their values differ.
-        """
+        """Return the weights, without an output head that the configuration ties to the embedding."""
         weights = list(self.source.weights.values())
         if not is_tied(self.config):
             return weights
@@ -322,7 +280,7 @@ class _ExportPlan:
         head, table_ = ends[f"{HEAD}.weight"], ends[_EMBEDDING]
         if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
             raise ConfigurationError(
-                f"the configuration says tie_word_embeddings, but {head.name} and {table_.name} differ; set it to false"
+                f"{head.name} and {table_.name} differ, but the configuration has tie_word_embeddings; set it to false"
             )
         return [weight for weight in weights if weight is not head]
 
@@ -331,7 +289,7 @@ class _ExportPlan:
         row_index = (
             None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
         )
-        quantizes = weight.tag is not None or (self._is_high_precision() and LINEAR.search(name) is not None)
+        quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
         if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
             return self._plain_group(weight, name, (rows, *weight.shape[1:]), row_index)
         shape = (rows, weight.shape[1])
@@ -350,15 +308,12 @@ class _ExportPlan:
 
         return TensorBatch(tensors, made)
 
-    def _is_high_precision(self) -> bool:
-        return all(weight.tag is None for weight in self.source.weights.values())
-
     def _plain_group(
         self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
     ) -> TensorBatch:
         plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast: the check below raises
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
-        if dtype not in files.DTYPES:
+        if dtype not in files.DTYPES.values():
             raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
         read_values = self._reading(weight, self.layout.is_plain)
         self.report.high_precision[name] = shape
@@ -379,7 +334,7 @@ class _ExportPlan:
         shape = (weight.shape[0], weight.shape[1])
         why = self._why_not(weight, rows)
         if self._is_averaged(weight):
-            why = "its values are those of the average"
+            why = "quantized from its average"
         elif why is None:
             fmt = weight.format
             self.report.exact.append(name)
@@ -387,8 +342,8 @@ class _ExportPlan:
             return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
         elif not self.lossy:
             raise ConfigurationError(
-                f"{weight.name} [{shape[0]}, {shape[1]}], {weight.tag or 'in high precision'}, does not go into "
-                f"{self.layout.name} exactly: {why}; choose another layout, or allow requantization (--lossy)"
+                f"{weight.name} {list(shape)}, {weight.tag or 'in high precision'}, is not exact in {self.layout.name}"
+                f": {why}; choose another layout, or pass lossy=True (--lossy)"
             )
         self.report.requantized[name] = why
         read_values, fmt = self._reading(weight, True), self.layout.row()
@@ -403,12 +358,12 @@ class _ExportPlan:
     def _is_averaged(self, weight: CheckpointWeight) -> bool:
         return self.values == AVERAGES and self.source.has_average(weight.name)
 
-    def _reading(self, weight: CheckpointWeight, is_anew: bool) -> Callable[[CheckpointWeight], Tensor]:
-        """Choose the function that reads a weight's values. `is_anew`: they are written in another dtype or format."""
+    def _reading(self, weight: CheckpointWeight, is_converted: bool) -> Callable[[CheckpointWeight], Tensor]:
+        """Choose the function that reads a weight's values. `is_converted`: to another dtype or format."""
         if self._is_averaged(weight):
             self.report.averages += 1
             return self.source.average
-        if is_anew and self.values == MASTERS and self.source.has_master(weight.name):
+        if is_converted and self.values == MASTERS and self.source.has_master(weight.name):
             self.report.masters += 1
             return self.source.master
         return self.source.values
@@ -419,7 +374,7 @@ class _ExportPlan:
         cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
         verdict = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
         if verdict.kind == UNDEFINED:
-            raise ConfigurationError(f"{weight.name} does not go into {self.layout.name}: {verdict.why}")
+            raise ConfigurationError(f"{weight.name}: {self.layout.name} is not defined: {verdict.why}")
         if verdict.kind != EXACT:
             return verdict.why
         assert cell is not None
@@ -443,22 +398,12 @@ class _ExportPlan:
         assert self.layout.element is not None
         return torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
 
-    def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        fields = FieldReader(self.config, CONFIGURATION)
-        expected = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
-        shape = shapes.get(_EMBEDDING)
-        if shape is not None and None not in expected and tuple(shape) != expected:
-            raise ConfigurationError(
-                f"the configuration says vocab_size {expected[0]} and hidden_size {expected[1]}, but {_EMBEDDING} is "
-                f"{list(shape)}; pass the configuration of this model"
-            )
-
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
         matrices = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
         return sorted({HEAD, *(name.removesuffix(".weight") for name in matrices)})
 
-    def _say(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _add_notes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout
         if self.names is IDENTITY:
             notes.append("names are the model's own")
@@ -473,7 +418,7 @@ class _ExportPlan:
         if ragged and not layout.whole_blocks:  # otherwise `conversion.shapes` has raised
             notes.append(
                 f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
-                "refuses some tensor-parallel sizes, and transformers dequantizes such weights wrongly"
+                "rejects some tensor-parallel sizes, and transformers dequantizes them wrongly"
             )
         amaxes: dict[str, set[str]] = {}
         for name, amax in self.noted.items():
@@ -481,13 +426,10 @@ class _ExportPlan:
         differing = sum(len(values) > 1 for values in amaxes.values())
         if differing:
             notes.append(
-                f"{differing} groups of q, k, v or gate, up have different second scales: vLLM fuses these and takes "
-                "the largest without changing the scales of the blocks, which costs accuracy there"
+                f"{differing} groups of q, k, v or gate, up have different second scales: vLLM uses the largest, which "
+                "costs accuracy"
             )
         if layout.is_plain and not self.report.masters and not self.report.averages:
-            notes.append("values are those of the weights, dequantized: the checkpoint names no masters, or none asked")
+            notes.append("values are dequantized weights: the checkpoint names no masters, or values='weights'")
         if layout.second is not None:
-            notes.append(
-                "weight-only: dynamic scaling of activations knows no activation scale, so readers compute in BF16; "
-                "the second scale is rounded to float32 once more, so values may differ in the last digits of float32"
-            )
+            notes.append("weight-only: readers compute in BF16; the second scale is rounded to float32")

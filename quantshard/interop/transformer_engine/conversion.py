@@ -7,7 +7,7 @@ reason in the report, only if its format here cannot hold the stored values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.interop.layouts.conversion import InexactConversionError
-from quantshard.interop.transformer_engine.pieces import WeightPiece
+from quantshard.interop.transformer_engine.pieces import WeightPiece, components_of, values_of
 from quantshard.interop.transformer_engine.stored import (
     EXTRA_STATE,
     NAMED,
@@ -35,13 +35,11 @@ from quantshard.interop.transformer_engine.stored import (
     TargetCheckpoint,
     TransformerEngineCheckpoint,
 )
-from quantshard.interop.transformer_engine.weights import components_of, values_of
 from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
 from quantshard.state_storage import STATE_CELLS
-from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -71,8 +69,8 @@ class Conversion:
         return [
             f"{len(self.exact)} tensors bit for bit, {len(self.inexact)} not exactly",
             *(f"  not exact: {name}: {why}" for name, why in sorted(self.inexact.items())),
-            *(f"  this model's own: {name}: {why}" for name, why in sorted(self.own.items())),
-            *(f"  left behind: {name}: {why}" for name, why in sorted(self.left.items())),
+            *(f"  new: {name}: {why}" for name, why in sorted(self.own.items())),
+            *(f"  not converted: {name}: {why}" for name, why in sorted(self.left.items())),
         ]
 
 
@@ -107,8 +105,8 @@ def convert(
     if inexact and not lossy:
         name, why = next(iter(sorted(inexact.items())))
         raise CheckpointError(
-            f"{source}: {len(inexact)} tensors do not go over exactly, the first {name}: {why}; build the model of "
-            "--like so that they do, or allow it (lossy=True, --lossy)"
+            f"{source}: {len(inexact)} tensors are not exact (first: {name}: {why}); change the model of --like, or "
+            "pass lossy=True (--lossy)"
         )
     saving.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
     return job.report
@@ -139,7 +137,7 @@ class _CheckpointConverter:
                     self.made.update(self._state(number, name, role))
             self.made.update(self._settings())
         self._copy_own()
-        self._tell_left()
+        self._report_omitted()
         unknown = [key for key in self.made if key not in self.like.paths]
         if unknown:
             raise CheckpointError(f"{self.like.path} is damaged: it lacks {unknown[0]}")
@@ -163,18 +161,18 @@ class _CheckpointConverter:
         like, source = self.like, self.source
         names = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
         missing = sorted(name for name in names - set(source.names) if not self._is_own(name))
-        # TransformerEngine's modules save an `_extra_state`, empty or a pickle, which `_tell_left` reports
+        # TransformerEngine's modules save an `_extra_state`, empty or a pickle, which `_report_omitted` reports
         unknown = sorted(name for name in set(source.names) - names if not name.endswith(EXTRA_STATE))
         if missing or unknown:
             raise CheckpointError(
-                f"{source.path} is of another model than {like.path}: it lacks {len(missing)} tensors (first: "
-                f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
+                f"{source.path} and {like.path} are different models: {len(missing)} tensors are missing in the first "
+                f"({missing[:1]}), {len(unknown)} in the second ({unknown[:1]})"
             )
         for name in sorted(names & set(source.names)):
             actual, expected = source.size(source.model + name), like.groups[_MODEL + name].shape
             if tuple(actual) != expected:
                 raise CheckpointError(
-                    f"{source.path}: {name} has shape {list(actual)} there and {list(expected or ())} in {like.path}"
+                    f"{source.path}: {name} has shape {list(actual)}, not {list(expected or ())} as in {like.path}"
                 )
 
     def _is_own(self, name: str) -> bool:
@@ -206,8 +204,8 @@ class _CheckpointConverter:
         distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
         if distance > _FAR * norm:
             raise CheckpointError(
-                f"{self.source.path}: its optimizer numbers the states, and the master that by the model's order is "
-                f"{name}'s is {float(distance / norm):.2g} of its norm away from this weight; {NAMED}"
+                f"{self.source.path}: the numbered master of {name} does not match its weight (distance "
+                f"{float(distance / norm):.2g}); {NAMED}"
             )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -216,14 +214,14 @@ class _CheckpointConverter:
         try:
             if len(quantized) < len(pieces):
                 raise InexactConversionError(
-                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there, or have "
-                    "a block of gate and up rows"
+                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are not quantized, or have a block of "
+                    "gate and up rows"
                 )
             parts, omitted = components_of(quantized, fmt, shape)
         except InexactConversionError as error:
             master = self._master(name)
             values = values_of(pieces, shape).float() if master is None else master
-            value_source = "what its codes stand for" if master is None else "its master"
+            value_source = "its codes" if master is None else "its master"
             self.report.inexact[name] = f"{error}; requantized to {fmt.name}, from {value_source}"
             return numerics.quantize(values, fmt, _scaling_of(fmt))
         notes = sorted({note for piece in quantized for note in piece.notes})
@@ -236,9 +234,7 @@ class _CheckpointConverter:
         result = values.to(dtype)
         kinds = {piece.kind for piece in pieces if isinstance(piece, WeightPiece)}
         origin = ", ".join(kinds) or str(values.dtype)
-        self._note(
-            name, "" if torch.equal(result.to(values.dtype), values) else f"{origin} there, rounded to {dtype} here"
-        )
+        self._note(name, "" if torch.equal(result.to(values.dtype), values) else f"{origin}, rounded to {dtype}")
         return result
 
     def _note(self, name: str, why: str) -> None:
@@ -258,7 +254,7 @@ class _CheckpointConverter:
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
             raise CheckpointError(
-                f"{source.path}: {key} has shape {list(sizes[0])}, {name}, whose it would be, {list(sizes[1])}; {NAMED}"
+                f"{source.path}: {key} has shape {list(sizes[0])}, but {name} has {list(sizes[1])}; {NAMED}"
             )
         state: Tensor = source.value(key)
         return state
@@ -275,8 +271,7 @@ class _CheckpointConverter:
         high = self.source.value(self.source.model + name)
         if high.dtype != torch.bfloat16:
             raise CheckpointError(
-                f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks, and it is one of "
-                f"{high.dtype}"
+                f"{self.source.path}: the master of {name} is a remainder of BF16, but the weight is {high.dtype}"
             )
         return numerics.join_bfloat16(high, state)
 
@@ -288,23 +283,22 @@ class _CheckpointConverter:
             return self._remainder(key + REMAINDER_SUFFIX, name, values)
         group, label = self.like.groups.get(key), f"{name} {role}"
         if group is None:
-            if values is not None:
-                self._leave_state(name, role, values)
+            # nothing is lost if the weight has the values of its master
+            if values is not None and not (role == MASTER and torch.equal(self._values_here(name), values)):
+                self.report.inexact[label] = "not converted: the optimizer of --like has none for this parameter"
             return {}
         shape = tuple(group.shape or ())
         if values is not None and tuple(values.shape) != shape:
-            raise CheckpointError(
-                f"{self.like.path}: {key} has shape {list(shape)}, {label} {list(values.shape)} there"
-            )
+            raise CheckpointError(f"{self.like.path}: {key} has shape {list(shape)}, not {list(values.shape)}")
         if values is None:
             values = (
                 self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32, device="cpu")
             )
-            self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
+            self.report.own[label] = "seeded from the weight" if role == MASTER else "zero"
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
         if entry.properties.dtype not in STATE_CELLS:
-            raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
+            raise CheckpointError(f"{self.like.path}: {key} has an unknown dtype, {entry.properties.dtype}")
         # make_state uses only the shape and device of its argument
         state = make_state(
             torch.empty(shape, dtype=torch.float32, device="cpu"),
@@ -314,7 +308,7 @@ class _CheckpointConverter:
         assign(state, values.float())
         if label not in self.report.own:
             is_same = torch.equal(state.read(), values.float())
-            self._note(label, "" if is_same else f"{values.dtype} there, rounded to {group.tag} here")
+            self._note(label, "" if is_same else f"{values.dtype}, rounded to {group.tag}")
         return {f"{_STATE}{number}.{entry}": tensor for entry, tensor in state.tensors(role).items()}
 
     def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
@@ -323,9 +317,7 @@ class _CheckpointConverter:
         if self.like.groups[_MODEL + name].format is not None:
             return {key: self._low_bytes(name, master)}
         if weight.dtype != torch.bfloat16:
-            raise CheckpointError(
-                f"{self.like.path}: {key} is the low half of a master, and {name}, the high one, {weight.dtype}"
-            )
+            raise CheckpointError(f"{self.like.path}: {key} needs a BF16 weight, but {name} is {weight.dtype}")
         if master is None:
             master = weight.float()
             self.report.own[label] = "seeded from the weight"
@@ -333,7 +325,7 @@ class _CheckpointConverter:
         if not torch.equal(high, weight):
             self.made[_MODEL + name] = high
             self.report.exact = [entry for entry in self.report.exact if entry != name]
-            self.report.inexact[name] = "it is the upper half of its master here, which is rounded otherwise there"
+            self.report.inexact[name] = "replaced by the upper half of its master"
         if label not in self.report.own:
             self.report.exact.append(label)
         # stored as bytes, like `optimizers.state.RemainderState`
@@ -350,15 +342,8 @@ class _CheckpointConverter:
         copy = group.format.copies[Orientation.ROWWISE]
         low = split_codes.low_bytes(master, copy, parts)
         is_same = torch.equal(split_codes.dequantize(copy, parts, low), master)
-        self._note(label, "" if is_same else f"{master.dtype} there, of 16 bits with the weight's codes here")
+        self._note(label, "" if is_same else f"{master.dtype}, rounded to 16 bits with the weight's codes")
         return low
-
-    def _leave_state(self, name: str, role: str, values: Tensor) -> None:
-        if role == MASTER and torch.equal(self._values_here(name), values):
-            return  # the weight has the same values, so nothing is lost
-        self.report.inexact[f"{name} {role}"] = (
-            "the optimizer of --like has none for this parameter, so it is left behind"
-        )
 
     def _values_here(self, name: str) -> Tensor:
         """Return the float32 values of a converted parameter."""
@@ -381,66 +366,50 @@ class _CheckpointConverter:
                     continue
                 value = _plain_setting(source_settings[name][setting])
                 if not _is_setting(setting, value):
-                    raise CheckpointError(
-                        f"{self.source.path}: {name} has {setting} {value!r:.60} there, which is none"
-                    )
+                    raise CheckpointError(f"{self.source.path}: {name}: invalid {setting} {value!r:.60}")
                 if entries.setdefault(key, value) != value:
                     raise CheckpointError(
-                        f"{self.source.path}: {name} has {setting} {value!r} there, other parameters of its group in "
-                        f"{self.like.path} {entries[key]!r}; give --like the groups that the optimizer had"
+                        f"{self.source.path}: {name} has {setting} {value!r}, other parameters of {group} have "
+                        f"{entries[key]!r}; give --like the same groups"
                     )
         for group in dict.fromkeys(group for _, _, group in self.like.parameters):
             if f"{group}.step" not in entries:
-                raise CheckpointError(f"{self.source.path}: its optimizer says no step; it was saved before the first")
+                raise CheckpointError(f"{self.source.path}: its optimizer has no step; it was saved before the first")
         return entries
 
     # Other entries --------------------------------------------------------------------------------------------------
 
     def _copy_own(self) -> None:
-        """Take the remaining entries from --like: quantshard-specific ones, and settings that TransformerEngine
-        lacks."""
-        keys = []
-        for key in self._remaining():
+        """Take the remaining entries from --like, because TransformerEngine does not save them."""
+        for key, entry in self.like.entries.items():
+            is_state = key.startswith(_STATE) and not isinstance(entry, BytesStorageMetadata)
+            if key in self.made or is_state or (key.startswith("optimizer.") and not self.has_optimizer):
+                continue
             value = self.like.value(key)
             if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
                 # the template's history has the amaxes of its initial weights
                 value = torch.zeros_like(value)
+                self.report.own["amax histories"] = "empty, so the first steps use other scales"
+            elif key.endswith((f"_{KEY}", f"_{DRAWS}")):
+                self.report.own["random keys and draw counts"] = "from --like"
+            elif key.startswith(f"{EXTRA}."):
+                self.report.own[key] = "from --like"
+            elif key.startswith("optimizer.param_groups.") and not key.endswith((".params", ".param_names")):
+                self.report.own[f"optimizer setting {key.rpartition('.')[2]}"] = "from --like"
             self.made[key] = value
-            if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
-                keys.append(key)
-        for category, why, ends in (
-            ("random keys and draw counts", "TransformerEngine has none", (f"_{KEY}", f"_{DRAWS}")),
-            ("amax histories", "they start empty: the scales of the first steps are other ones", AMAX_HISTORY),
-        ):
-            if any(key.endswith(ends) for key in keys):
-                self.report.own[category] = why
-                keys = [key for key in keys if not key.endswith(ends)]
-        settings = sorted({key.rpartition(".")[2] for key in keys if key.startswith("optimizer.param_groups.")})
-        if settings:
-            self.report.own["optimizer settings"] = f"{', '.join(settings)}, which TransformerEngine does not save"
-        extra = [key for key in keys if key.startswith(f"{EXTRA}.")]
-        self.report.own.update(dict.fromkeys(extra, f"as {self.like.path} has it"))
 
-    def _remaining(self) -> Iterator[str]:
-        for key in self.like.entries:
-            if key not in self.made and (self.has_optimizer or not key.startswith("optimizer.")):
-                if not (key.startswith(_STATE) and not isinstance(self.like.entries[key], BytesStorageMetadata)):
-                    yield key
-
-    def _tell_left(self) -> None:
+    def _report_omitted(self) -> None:
         source, omitted = self.source, self.report.left
         for name in source.names:
-            if name.endswith(EXTRA_STATE) and self._holds(source.model + name):
-                omitted[name] = "a pickle of delayed scaling's amax histories and scales, which is not read"
+            entry = source.entries.get(source.model + name)
+            is_empty = isinstance(entry, TensorStorageMetadata) and not entry.size.numel()
+            if name.endswith(EXTRA_STATE) and not is_empty:
+                omitted[name] = "a pickle of amax histories and scales, which is not read"
         if not self.has_optimizer:
-            omitted["optimizer"] = "there are no states, or the checkpoint of --like has no optimizer"
+            omitted["optimizer"] = "one of the checkpoints has no optimizer states"
         for key in source.entries:
             if not key.startswith((source.model, source.optimizer)):
-                omitted[key] = "it is neither the model's nor the optimizer's"
-
-    def _holds(self, key: str) -> bool:
-        entry = self.source.entries[key]
-        return isinstance(entry, BytesStorageMetadata) or entry.size.numel() > 0
+                omitted[key] = "not part of the model or the optimizer"
 
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
@@ -455,7 +424,7 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise CheckpointError(f"the checkpoint of --like is damaged: {part} is an entry and has entries")
+                raise CheckpointError(f"the checkpoint of --like is damaged: {part} is both an entry and a dict")
         node[path[-1]] = value
     optimizer = root.get("optimizer")
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None

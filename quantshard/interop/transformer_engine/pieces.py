@@ -1,16 +1,18 @@
-"""Parses one quantized TransformerEngine tensor from its pickle: codes and scales, without padding.
+"""Quantized TransformerEngine tensors: their pickles, and their conversion to the components of a format.
 
 DCP stores each shard of a weight by `torch.save` of TransformerEngine's tensor class. Its pickle calls one function per
-class, with the inner tensors and a few numbers. Here, only the arguments are inspected, and nothing is called. Their
-order and layouts follow TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and `get_scale_shape`).
-Earlier releases pickle a method instead and are rejected.
+class, with the inner tensors and a few numbers. Only the arguments are inspected, and nothing is called. Their order
+and layouts follow TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and `get_scale_shape`).
+
+TransformerEngine quantizes each shard separately, but a format's blocks belong to the whole weight. So a shard must
+start on a block border, and the shards of a weight with a single scale must all have the same scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,21 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError
-from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Encoding, Orientation
+from quantshard.formats import (
+    ALL,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    FP32,
+    Encoding,
+    Format,
+    Orientation,
+    OrientedCodes,
+)
+from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.layouts.table import said
 from quantshard.sharding import ceil_div
 
 _PACKAGE = "transformer_engine.pytorch."
@@ -97,19 +113,15 @@ class _TensorClass:
 
 
 def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
-    """Parse a pickled TransformerEngine tensor that holds a rectangle of a weight.
-
-    Raises:
-        CheckpointError: the tensor is not a matrix, is inconsistent, or has an unknown layout.
-    """
+    """Parse a pickled TransformerEngine tensor that holds a rectangle of a weight."""
     kind = _BY_CALL.get(call.name)
     if kind is None:
-        raise CheckpointError(f"it is a {call.name}, which is no weight")
+        raise CheckpointError(f"{call.name} is not a weight")
     if len(shape) != 2 or len(call.args) > len(kind.arguments):
-        raise CheckpointError(f"it is a {kind.name} of shape {list(shape)} with {len(call.args)} arguments")
+        raise CheckpointError(f"unsupported {kind.name} of shape {list(shape)} with {len(call.args)} arguments")
     fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
     if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
-        raise CheckpointError(f"its {kind.name} has not the shape {list(shape)}, which the metadata say")
+        raise CheckpointError(f"its {kind.name} does not have the shape {list(shape)} of the metadata")
     return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
 
 
@@ -119,27 +131,20 @@ def _element(fields: Mapping[str, Any]) -> Encoding:
     encoding = _ELEMENTS.get(number) if type(number) is int else None
     if encoding is None:
         label = number if type(number) is int else type(number).__name__
-        raise CheckpointError(f"its codes are of TransformerEngine's DType {label}, which is not known here")
+        raise CheckpointError(f"unknown TransformerEngine DType {label}")
     return encoding
 
 
-def _tensor(value: Any, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"its {what} is no tensor")
-    return value
-
-
-def _one(value: Any, what: str) -> Tensor:
-    """Return a one-element tensor as [1, 1]."""
-    tensor = _tensor(value, what)
-    if tensor.numel() != 1:
-        raise CheckpointError(f"its {what} has {tensor.numel()} numbers, not one")
-    return tensor.reshape(1, 1)
+def _tensor(value: Any, what: str, is_scalar: bool = False) -> Tensor:
+    """Check that a field is a tensor; a scalar is returned as [1, 1]."""
+    if not isinstance(value, Tensor) or (is_scalar and value.numel() != 1):
+        raise CheckpointError(f"its {what} is not a {'scalar ' if is_scalar else ''}tensor")
+    return value.reshape(1, 1) if is_scalar else value
 
 
 def _flag(value: Any, what: str) -> bool:
     if value is not None and type(value) is not bool:
-        raise CheckpointError(f"its {what} is neither true nor false")
+        raise CheckpointError(f"its {what} is not a boolean")
     return bool(value)
 
 
@@ -162,7 +167,7 @@ def _plane(
     rows, cols = (ceil_div(size, block) for size, block in zip(shape, side.block, strict=True))
     grid = (cols, rows) if side.scales_transposed else (rows, cols)
     if scales.ndim != 2 or scales.shape[0] < grid[0] or scales.shape[1] < grid[1]:
-        raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(grid)} are needed")
+        raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, not {list(grid)}")
     # drop the padding
     scales = scales[: grid[0], : grid[1]]
     if scale.bits == 8 and scales.itemsize == 1:
@@ -176,7 +181,7 @@ def _plane(
         codes.t() if side.codes_transposed else codes,
         scales.t() if side.scales_transposed else scales,
         side.block,
-        None if amax is None else _one(amax, f"{prefix} amax").float(),
+        None if amax is None else _tensor(amax, f"{prefix} amax", is_scalar=True).float(),
     )
 
 
@@ -190,20 +195,18 @@ def _piece(
 ) -> WeightPiece:
     element = _element(fields)
     if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
-        raise CheckpointError(
-            f"its {kind} has scales in the order of a GEMM ('swizzled'); save with optimize_for_gemm=False"
-        )
+        raise CheckpointError(f"its {kind} has swizzled scales; save it with optimize_for_gemm=False")
     by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
     planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
     if not planes:
-        raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
+        raise CheckpointError(f"its {kind} has no rowwise or columnwise copy")
     dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
-    notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in dtypes if dtype != torch.float32)
+    notes = tuple(f"its scales were saved as {dtype}" for dtype in dtypes if dtype != torch.float32)
     return WeightPiece(kind, origin, shape, element, scale, planes, notes)
 
 
 def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    scale, transposed = _one(fields["scale_inv"], "scale"), fields["data"] is None
+    scale, transposed = _tensor(fields["scale_inv"], "scale", is_scalar=True), fields["data"] is None
     rowwise_fields = {
         "element": fields["element"],
         "rowwise_data": fields["columnwise_data" if transposed else "data"],
@@ -242,14 +245,11 @@ def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
     if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
         largest is None or (type(largest) is int and largest == E4M3.max)
     ):
-        raise CheckpointError(
-            f"its {kind} has a second scale for each row, or one for block scales up to another number; formats "
-            f"here have one for the tensor, for block scales up to {E4M3.max:g}"
-        )
+        raise CheckpointError(f"its {kind} is not supported: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
     sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
     piece = _piece(kind, fields, origin, shape, E4M3, *sides)
     if any(plane.amax is None for plane in piece.planes.values()):
-        raise CheckpointError(f"its {kind} has no amax, without which its scales mean nothing")
+        raise CheckpointError(f"its {kind} has no amax")
     return piece
 
 
@@ -287,3 +287,177 @@ def recorded_calls() -> AbstractContextManager[None]:
     """Let `torch.load(weights_only=True)` record calls of `CALLS` in the block, instead of rejecting them."""
     stand_ins: list[Any] = [(type(name, (RecordedCall,), {}), name) for name in sorted(CALLS)]
     return torch.serialization.safe_globals(stand_ins)  # type: ignore[no-untyped-call, no-any-return]
+
+
+# Conversion to a format
+
+PlainPiece = tuple[tuple[int, ...], Tensor]
+"""Origin and values of a shard in high precision."""
+
+
+def components_of(
+    pieces: Sequence[WeightPiece], fmt: Format, shape: tuple[int, int]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Convert a weight to a format's components without changing values. Returns components by name and notes.
+
+    `shape`: the whole weight's shape. The notes list what the format cannot hold.
+    """
+    _check_encodings(pieces, fmt)
+    tensors: dict[str, Tensor] = {}
+    planes = {
+        orientation: plane for orientation in Orientation if (plane := _whole(pieces, orientation, shape)) is not None
+    }
+    for orientation, copy in fmt.copies.items():
+        plane = planes.get(orientation) or (next(iter(planes.values()), None) if fmt.transposable else None)
+        if plane is None:
+            raise InexactConversionError(f"no {orientation.value} copy is stored (of all its shards) for {fmt.name}")
+        tensors[copy.codes.name] = numerics.pack(plane.codes, copy.codes.encoding)
+        tensors[copy.scale.name] = _regrid(plane.scales, plane.block, copy.block, shape)
+        if copy.amax is not None:
+            assert plane.amax is not None
+            if not torch.equal(tensors.setdefault(copy.amax.name, plane.amax), plane.amax):
+                raise InexactConversionError("its two copies have different amaxes")
+    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
+    if fmt.transposable and len(planes) == 2:
+        _check_copies_agree(tensors, planes, fmt, shape)
+        return tensors, ()
+    return tensors, tuple(f"its {orientation.value} copy is omitted: {fmt.name} has none" for orientation in unused)
+
+
+def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
+    copy = fmt.copies[Orientation.ROWWISE]
+    for piece in pieces:
+        if (piece.element, piece.scale) != (copy.codes.encoding, copy.scale.encoding):
+            raise InexactConversionError(
+                f"its codes are {piece.element.name}, its scales {piece.scale.name} ({piece.kind}); {fmt.name} has "
+                f"{copy.codes.encoding.name} and {copy.scale.encoding.name}"
+            )
+
+
+def _check_copies_agree(
+    tensors: dict[str, Tensor], planes: dict[Orientation, CopyPiece], fmt: Format, shape: tuple[int, int]
+) -> None:
+    """Check that the second copy is the first one transposed, because a format with square blocks stores only one."""
+    copy, second = fmt.copies[Orientation.ROWWISE], planes[Orientation.COLUMNWISE]
+    scales = _regrid(second.scales, second.block, copy.block, shape)
+    if not torch.equal(planes[Orientation.ROWWISE].codes, second.codes) or not torch.equal(
+        scales, tensors[copy.scale.name]
+    ):
+        raise InexactConversionError(f"its columnwise copy has other codes or scales, and {fmt.name} has one copy")
+    if copy.amax is not None and not torch.equal(tensors[copy.amax.name], second.amax):  # type: ignore[arg-type]
+        raise InexactConversionError("its two copies have different amaxes")
+
+
+def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, int]) -> CopyPiece | None:
+    """Join one copy of all shards; None if a shard lacks it."""
+    shards = [(piece.origin, piece.planes[which]) for piece in pieces if which in piece.planes]
+    if len(shards) < len(pieces):
+        return None
+    first = shards[0][1]
+    block = first.block
+    if any(plane.block != block for _, plane in shards):
+        raise InexactConversionError("its shards have blocks of different shapes")
+    codes = torch.empty(shape, dtype=torch.uint8, device="cpu")
+    scales = first.scales.new_empty([ceil_div(size, side) for size, side in zip(shape, block, strict=True)])
+    for (row, col), plane in shards:
+        if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
+            raise InexactConversionError(f"a shard begins at row {row}, column {col}, inside a block of {said(block)}")
+        grid_origin = (row // block[0], col // block[1])
+        part = scales[
+            grid_origin[0] : grid_origin[0] + plane.scales.shape[0],
+            grid_origin[1] : grid_origin[1] + plane.scales.shape[1],
+        ]
+        part.copy_(plane.scales)
+        codes[row : row + plane.codes.shape[0], col : col + plane.codes.shape[1]] = plane.codes
+    _check_equal("scale", [plane.scales for _, plane in shards] if ALL in block else [])
+    _check_equal("amax", [plane.amax for _, plane in shards if plane.amax is not None])
+    return CopyPiece(codes, scales, block, first.amax)
+
+
+def _check_equal(what: str, values: Sequence[Tensor]) -> None:
+    """Check that all shards agree on a value that the whole weight has only once."""
+    if any(not torch.equal(value, values[0]) for value in values):
+        raise InexactConversionError(f"its shards have different values of the one {what}")
+
+
+def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """Convert a grid of scales to other blocks: repeat for smaller blocks; larger blocks need equal scales inside
+    each."""
+    for dim in (0, 1):
+        size, old, new = grid.shape[dim], min(theirs[dim], shape[dim]), min(ours[dim], shape[dim])
+        count = ceil_div(shape[dim], new)
+        if count <= size and (new % old == 0 or count == 1):
+            step = min(ceil_div(new, old), size)
+            merged = grid.index_select(dim, torch.arange(0, size, step, device="cpu"))
+            if not torch.equal(merged.repeat_interleave(step, dim).narrow(dim, 0, size), grid):
+                raise InexactConversionError(
+                    f"blocks of {said(theirs)} have different scales inside one of {said(ours)}"
+                )
+            grid = merged
+        elif old % new == 0 or size == 1:
+            grid = grid.repeat_interleave(ceil_div(old, new), dim).narrow(dim, 0, count)
+        else:
+            raise InexactConversionError(f"its blocks are {said(theirs)}, not {said(ours)}")
+    return grid.contiguous()
+
+
+def rows_of(pieces: Sequence[WeightPiece | PlainPiece], start: int, stop: int) -> list[WeightPiece | PlainPiece]:
+    """Return the pieces of a weight's rows start...stop - 1, with origins relative to `start`.
+
+    A quantized piece that would be cut inside a block is dequantized.
+    """
+    selected: list[WeightPiece | PlainPiece] = []
+    for piece in pieces:
+        origin, shape = (piece.origin, piece.shape) if isinstance(piece, WeightPiece) else (piece[0], piece[1].shape)
+        low, high = max(start - origin[0], 0), min(stop - origin[0], shape[0])
+        if low >= high:
+            continue
+        new_origin = (origin[0] + low - start, *origin[1:])
+        if isinstance(piece, WeightPiece) and _can_cut(piece, low, high):
+            planes = {orientation: _rows_of_plane(plane, low, high) for orientation, plane in piece.planes.items()}
+            selected.append(
+                replace(piece, origin=(new_origin[0], new_origin[1]), shape=(high - low, shape[1]), planes=planes)
+            )
+        else:
+            values = _dequantized(piece) if isinstance(piece, WeightPiece) else piece[1]
+            selected.append((new_origin, values[low:high]))
+    return selected
+
+
+def _can_cut(piece: WeightPiece, low: int, high: int) -> bool:
+    heights = [plane.block[0] for plane in piece.planes.values() if plane.block[0] != ALL]
+    return all(low % height == 0 and (high % height == 0 or high == piece.shape[0]) for height in heights)
+
+
+def _rows_of_plane(plane: CopyPiece, low: int, high: int) -> CopyPiece:
+    height = plane.block[0]
+    scales = plane.scales if height == ALL else plane.scales[low // height : ceil_div(high, height)]
+    return replace(plane, codes=plane.codes[low:high], scales=scales)
+
+
+def values_of(pieces: Sequence[WeightPiece | PlainPiece], shape: tuple[int, ...]) -> Tensor:
+    """Return the values of a tensor from its pieces: float32, or the common dtype of all pieces."""
+    dtypes = {torch.float32 if isinstance(piece, WeightPiece) else piece[1].dtype for piece in pieces}
+    whole = torch.empty(shape, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, device="cpu")
+    for piece in pieces:
+        origin, values = (piece.origin, _dequantized(piece)) if isinstance(piece, WeightPiece) else piece
+        whole[tuple(slice(o, o + n) for o, n in zip(origin, values.shape, strict=True))] = values
+    return whole
+
+
+def _dequantized(piece: WeightPiece) -> Tensor:
+    plane = piece.planes.get(Orientation.ROWWISE) or piece.planes[Orientation.COLUMNWISE]
+    copy = _copy_of(piece.element, piece.scale, plane.block)
+    if copy is None:
+        raise CheckpointError(f"no format has blocks of {said(plane.block)}, as the one copy of its {piece.kind}")
+    parts = {copy.codes.name: numerics.pack(plane.codes, piece.element), copy.scale.name: plane.scales}
+    if copy.amax is not None:
+        assert plane.amax is not None
+        parts[copy.amax.name] = plane.amax
+    return numerics.dequantize(copy, parts, piece.shape)
+
+
+def _copy_of(element: Encoding, scale: Encoding, block: tuple[int, int]) -> OrientedCodes | None:
+    """Find a copy in any format with these encodings and blocks."""
+    copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values())
+    return next((c for c in copies if (c.codes.encoding, c.scale.encoding, c.block) == (element, scale, block)), None)

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard.checkpoints import inspection
@@ -19,8 +18,15 @@ from quantshard.checkpoints.inspection import TensorGroup
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import are_named
-from quantshard.interop.transformer_engine.pieces import RecordedCall, WeightPiece, piece_of, recorded_calls
-from quantshard.interop.transformer_engine.weights import rows_of, values_of
+from quantshard.interop.transformer_engine.pieces import (
+    PlainPiece,
+    RecordedCall,
+    WeightPiece,
+    piece_of,
+    recorded_calls,
+    rows_of,
+    values_of,
+)
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.states import MASTER
 
@@ -30,7 +36,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
 
 EXTRA_STATE = "_extra_state"
 
-NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
+NAMED = "save the optimizer with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
 """Advice for errors about optimizer states that cannot be matched to parameters."""
 
 
@@ -52,7 +58,7 @@ class TransformerEngineCheckpoint:
         self._halves: dict[str, tuple[str, int]] = {}
         if not self.names:
             tops = sorted({key.partition(".")[0] for key in self.entries})
-            raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
+            raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; pass model= (--model)")
 
     def split_gates(self, own: Iterable[str]) -> None:
         """Present gated `fc1_weight` and `fc1_bias` (gate rows before up rows) as the two tensors named in `own`."""
@@ -68,17 +74,13 @@ class TransformerEngineCheckpoint:
         """Return TransformerEngine's name for one of our parameters."""
         return self._halves.get(self.model + name, (self.model + name, 0))[0].removeprefix(self.model)
 
-    def pieces(self, key: str) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
-        """Return the shards that contain a tensor: quantized pieces, or (origin, values).
-
-        Raises:
-            CheckpointError: the tensor is damaged, or of an unknown class or release.
-        """
+    def pieces(self, key: str) -> list[WeightPiece | PlainPiece]:
+        """Return the shards that contain a tensor: quantized pieces, or (origin, values)."""
         if key in self._halves:
             source_key, half_index = self._halves[key]
             rows = self.size(key)[0]
             return rows_of(self.pieces(source_key), half_index * rows, (half_index + 1) * rows)
-        pieces: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
+        pieces: list[WeightPiece | PlainPiece] = []
         try:
             with recorded_calls():
                 for chunk, value in self.reader.chunks(key):
@@ -89,31 +91,23 @@ class TransformerEngineCheckpoint:
                         pieces.append((origin, self.reader.checked(key, chunk, value)))
         except CheckpointError as error:
             old = "getattr" in str(error)
-            hint = "; TransformerEngine before 2.17 wrote it: load and save it with 2.17 or later" if old else ""
+            hint = "; written before TransformerEngine 2.17: save it again with 2.17" if old else ""
             reason = str(error).removeprefix(f"{key} cannot be read: ")
             raise CheckpointError(f"{self.path}: {key}: {reason}{hint}") from error
         return pieces
 
     def size(self, key: str) -> torch.Size:
-        """Return a tensor's shape.
-
-        Raises:
-            CheckpointError: the entry is not a tensor.
-        """
+        """Return a tensor's shape."""
         if key in self._halves:
             rows, *dims = self.size(self._halves[key][0])
             return torch.Size((rows // 2, *dims))
         entry = self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self.path}: {key} is no tensor")
+            raise CheckpointError(f"{self.path}: {key} is not a tensor")
         return entry.size
 
     def value(self, key: str) -> Any:
-        """Return an unsharded plain tensor, or an object.
-
-        Raises:
-            CheckpointError: the entry is damaged, or is neither.
-        """
+        """Return an unsharded plain tensor, or an object."""
         if isinstance(self.entries.get(key), BytesStorageMetadata):
             return self.reader.value(key)
         return values_of(self.pieces(key), self.size(key))
@@ -126,12 +120,7 @@ class TransformerEngineCheckpoint:
         return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)
 
     def states(self, own: list[str]) -> dict[str, dict[str, str]]:
-        """Return the keys of the optimizer's states by parameter name and role. `own`: names of all parameters.
-
-        Raises:
-            CheckpointError: numbered states cannot be matched to parameters, or a state belongs to no parameter or not
-                to FusedAdam.
-        """
+        """Return the keys of the optimizer's states by parameter name and role. `own`: names of all parameters."""
         start, numbered = f"{self.optimizer}state.", self.numbered(own)
         source_names = {self._stored_name(name) for name in own}
         keys: dict[str, dict[str, str]] = {}
@@ -141,9 +130,7 @@ class TransformerEngineCheckpoint:
             parameter, _, role = key.removeprefix(start).rpartition(".")
             name = numbered.get(parameter, parameter)
             if name not in source_names or role not in STATE_ROLES:
-                raise CheckpointError(
-                    f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
-                )
+                raise CheckpointError(f"{self.path}: {key} is not a FusedAdam state of a parameter of this model")
             keys.setdefault(name, {})[role] = key
         for name in own:
             half = self._halves.get(self.model + name)
@@ -154,11 +141,7 @@ class TransformerEngineCheckpoint:
         return keys
 
     def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
-        """Return each parameter's `SETTINGS`, where its group has them.
-
-        Raises:
-            CheckpointError: see `states`.
-        """
+        """Return each parameter's `SETTINGS`, where its group has them."""
         numbered, fields_by_name = self.numbered(own), {}
         for group in self._groups:
             fields = {field: self.value(key) for field, key in self._groups[group].items() if field in SETTINGS}
@@ -188,15 +171,12 @@ class TransformerEngineCheckpoint:
     def _list(self, key: str) -> list[Any]:
         members = self.value(key)
         if not isinstance(members, list | tuple) or not all(type(member) in (int, str) for member in members):
-            raise CheckpointError(f"{self.path}: {key} is no list of numbers or names")
+            raise CheckpointError(f"{self.path}: {key} is not a list of numbers or names")
         return list(members)
 
     def numbered(self, own: list[str]) -> dict[str, str]:
         """Map state numbers to parameter names, by the groups' names or otherwise by the model's order. Empty: not
         numbered.
-
-        Raises:
-            CheckpointError: see `states`.
         """
         groups = [(self._members(group), self._groups[group].get("param_names")) for group in self._groups]
         numbers = [str(member) for members, _ in groups for member in members or ()]
@@ -208,12 +188,10 @@ class TransformerEngineCheckpoint:
             source_names = {self._stored_name(name) for name in own}
             names = [name for name in self.stored_names if name in source_names]
             if len(groups) > 1:
-                raise CheckpointError(
-                    f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"
-                )
+                raise CheckpointError(f"{self.path}: its optimizer has {len(groups)} groups without names; {NAMED}")
         if len(names) != len(numbers):
             raise CheckpointError(
-                f"{self.path}: its optimizer has {len(numbers)} numbered parameters, the model {len(names)}; {NAMED}"
+                f"{self.path}: its optimizer has {len(numbers)} parameters, its model {len(names)}; {NAMED}"
             )
         return dict(zip(numbers, names, strict=True))
 
@@ -228,43 +206,33 @@ class TargetCheckpoint:
         problems = [line for group in self.groups.values() for line in group.wrong]
         self.paths: Mapping[str, tuple[str | int, ...]] = self.reader.metadata.planner_data or {}
         if not problems and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
-            problems = ["it does not say where entries stand in a state dict"]
+            problems = ["its metadata has no paths of entries"]
         if problems:
             raise CheckpointError(f"{path} cannot serve as --like: {problems[0]}")
 
     def value(self, key: str) -> Any:
-        """Return an unsharded plain tensor, or an object.
-
-        Raises:
-            CheckpointError: the entry is missing or damaged.
-        """
+        """Return an unsharded plain tensor, or an object."""
         if key not in self.entries:
             raise CheckpointError(f"{self.path}: it has no entry {key}")
         return self.reader.value(key)
 
     @cached_property
     def parameters(self) -> list[tuple[int, str, str]]:
-        """The optimizer's parameters: number, name, and key of the parameter group.
-
-        Raises:
-            CheckpointError: the optimizer was built without names, or its names are not the model's.
-        """
+        """The optimizer's parameters: number, name, and key of the parameter group."""
         parameters = []
         for key in self.entries:
             if key.startswith("optimizer.param_groups.") and key.endswith(".params"):
                 group = key.removesuffix(".params")
                 if f"{group}.param_names" not in self.entries:
                     raise CheckpointError(
-                        f"{self.path}: its optimizer does not name its parameters; build it by "
-                        "FusedAdam(model.named_parameters(), ...), so that it is known whose states are whose"
+                        f"{self.path}: its optimizer has no parameter names; build it with "
+                        "FusedAdam(model.named_parameters(), ...)"
                     )
                 names, numbers = self.value(f"{group}.param_names"), self.value(key)
                 if not are_named(names, numbers):
-                    raise CheckpointError(
-                        f"{self.path} is damaged: {key} and {group}.param_names are no names of numbers"
-                    )
+                    raise CheckpointError(f"{self.path} is damaged: {group}.param_names does not match its params")
                 parameters += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
         unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
         if unknown:
-            raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")
+            raise CheckpointError(f"{self.path}: its model lacks {unknown[0]}, a parameter of its optimizer")
         return parameters

@@ -1,4 +1,4 @@
-"""The command line; every command is registered by the module that implements it."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -11,54 +11,36 @@ from typing import Annotated, Any
 import typer
 
 from quantshard.errors import QuantshardError
-from quantshard.tools.cli import (
-    debug,
-    demo,
-    diff,
-    doctor,
-    exchange,
-    explain,
-    inspect,
-    report,
-    status,
-    tokenize,
-    train,
-)
-from quantshard.tools.cli.train import near_setting
+from quantshard.tools.cli import debug, demo, doctor, exchange, explain, inspect, report, train
 from quantshard.tools.terminal.screen import complain, prepare_output, say
 from quantshard.tools.trainer import launch
 from quantshard.version import __version__
 
-_MODULES: tuple[Any, ...] = (
-    *(train, status, tokenize, report, demo, debug),
-    *(explain, diff, inspect, exchange, doctor),
-)
-REGISTER: tuple[Callable[[typer.Typer], None], ...] = tuple(module.register for module in _MODULES)
-"""Functions that add commands to the command line."""
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train.with_flags(train.train),
+    "resume": train.resume,
+    "status": report.status,
+    "tokenize": train.tokenize,
+    "report": report.report,
+    "watch": report.watch,
+    "demo": demo.demo,
+    "debug": debug.debug,
+    "explain": explain.explain,
+    "plan": explain.plan,
+    "diff": inspect.diff,
+    "inspect": inspect.inspect,
+    "verify": inspect.verify,
+    "export": exchange.export,
+    "import": exchange.import_,
+    "convert-te": exchange.convert_te,
+    "doctor": doctor.doctor,
+}
+
+_WITHOUT_ARGUMENTS = ("demo", "doctor")
+"""Commands that run without arguments; others then print their help."""
 
 _LIBRARIES = ("torchao", "torch.utils._pytree")
 """Loggers silenced below ERROR, because they print irrelevant warnings when transformers imports torchao."""
-
-_SYNONYMS = {
-    "--output-dir": "--run", "--out-dir": "--run", "--learning-rate": "--lr", "--min-lr": "--lr-floor",
-    "--batch-size": "--global-batch", "--train-batch-size": "--global-batch",
-    "--per-device-train-batch-size": "--micro-batch", "--micro-batch-size": "--micro-batch",
-    "--gradient-accumulation-steps": "--micro-batches", "--max-steps": "--steps", "--num-steps": "--steps",
-    "--max-length": "--seq-length", "--max-seq-length": "--seq-length", "--block-size": "--seq-length",
-    "--warmup-steps": "--warmup", "--lr-scheduler-type": "--schedule", "--save-steps": "--save-every",
-    "--eval-steps": "--eval-every", "--save-total-limit": "--keep-last", "--optim": "--optimizer",
-    "--model-name-or-path": "--model", "--tokenizer-name": "--tokenizer", "--train-file": "--data",
-    "--dataset": "--data", "--dataset-name": "--data", "--validation-file": "--heldout-data",
-    "--nproc": "--nproc-per-node", "--num-processes": "--nproc-per-node",
-}  # fmt: skip
-"""Options of transformers, torchrun and accelerate scripts -> the equivalent quantshard option."""
-
-
-def _letters(option: str) -> str:
-    return option.replace("-", "").replace("_", "")
-
-
-_SYNONYMS_BY_LETTERS = {_letters(option): synonym for option, synonym in _SYNONYMS.items()}
 
 __all__ = ["app", "main"]
 
@@ -89,50 +71,21 @@ def app() -> typer.Typer:
     )
     # With a callback, typer keeps a single command as a subcommand.
     line.callback(help=line.info.help)(_begin)
-    for register in REGISTER:
-        register(line)
-    # typer would keep the line breaks of all paragraphs except the first.
-    for command in line.registered_commands:
-        paragraphs = cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for name, command in COMMANDS.items():
+        # typer would keep the line breaks of all paragraphs except the first.
+        paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        line.command(name, no_args_is_help=name not in _WITHOUT_ARGUMENTS, help=text)(command)
+    line.command("worker", hidden=True)(train.work)
     return line
 
 
-def _usage(line: str, error: Exception) -> str:
-    """Extend typer's message of a usage error with a hint and the help command.
-
-    The hint covers an option with another name here, an argument given as an option, and a setting of `train` that
-    `resume` takes from the run.
-    """
-    context: Any = getattr(error, "ctx", None)
-    command = context.command_path if context else _command_given()
-    name = getattr(error, "option_name", None)
-    params = context.command.params if context else []
-    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
-    if not context or not isinstance(name, str) or name in flags:
-        return f"{line} (see {command} --help)"
-    arguments = {
-        param.name: getattr(param, "metavar", None) or str(param.name).upper()
-        for param in params
-        if not any(flag.startswith("-") for flag in param.opts)
-    }
-    argument_name = name.lstrip("-").replace("-", "_")
-    metavar = arguments.get(argument_name) or arguments.get(f"{argument_name}s")
-    synonym = _SYNONYMS_BY_LETTERS.get(_letters(name))
-    near_flag = near_setting(name) if command.endswith(" resume") else None
-    if synonym in flags:
-        line = f"No such option: {name} (here it is {synonym})"
-    elif metavar:
-        line = f"No such option: {name} (give it alone: {command} {metavar})"
-    elif near_flag and near_flag not in flags:
-        line = f"No such option: {name} ({near_flag} is one of train; resume keeps what the run has)"
-    return f"{line} (see {command} --help)"
-
-
-def _command_given() -> str:
-    """The command in `sys.argv`, for errors without a context, such as an option without its value."""
-    command_line: Any = typer.main.get_command(app())
-    return " ".join(["quantshard", *(name for name in sys.argv[1:2] if name in command_line.commands)])
+def _usage_line(message: str, error: Any) -> str:
+    """Extend a usage error with the command whose help to read."""
+    if context := getattr(error, "ctx", None):
+        return f"{message} (see {context.command_path} --help)"
+    # Errors such as an option without its value have no context.
+    return f"{message} (see {' '.join(['quantshard', *(name for name in sys.argv[1:2] if name in COMMANDS)])} --help)"
 
 
 def main() -> None:
@@ -154,7 +107,7 @@ def main() -> None:
         if usage is None:
             raise
         # The message is empty if typer printed the help instead.
-        if line := " ".join(usage().split()):
-            complain(_usage(line, error))
+        if message := " ".join(usage().split()):
+            complain(_usage_line(message, error))
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -12,7 +12,7 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.observe.table import FittedTable
-from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
+from quantshard.tools.statistics.sensitivity import GemmError, RecipeSuggestion
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer import debugging
@@ -20,11 +20,6 @@ from quantshard.tools.trainer.debugging import DebugReport, DebugSource, ModelPa
 
 _SHOWN = 20
 """Maximum number of table rows without --wide."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("debug", no_args_is_help=True)(debug)
 
 
 def debug(
@@ -54,7 +49,7 @@ def debug(
     median and above the median + 6 MAD.
     """
     if remove is not None and not 0 < remove < 1:
-        raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
+        raise ConfigurationError(f"--remove {remove}: give a share between 0 and 1")
     for path in data or ():
         inputs.existing(path, "text")
     debug_source = debugging.find(source, checkpoints)
@@ -67,45 +62,40 @@ def debug(
     _show(debug_source, report, suggestion, batch, wide)
 
 
-def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
+def _show(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
     screen = Screen(wide=wide)
     screen.lines(
-        f"{found.checkpoint}: recipe {found.settings.recipe!r} beside float32, {batch} sequences of "
-        f"{found.settings.seq_length}",
+        f"{source.checkpoint}: recipe {source.settings.recipe!r} beside float32, {batch} sequences of "
+        f"{source.settings.seq_length}",
         f"loss {report.loss:.6f}, in float32 {report.exact_loss:.6f}; error of the gradient {report.gradient:.2%}",
     )
     if report.layers:
         screen.lines("", "quantized alone, by the error of the whole gradient:")
-        screen.print(_layer_table(report.layers if wide else report.layers[:_SHOWN]))
+        rows = report.layers if wide else report.layers[:_SHOWN]
+        columns: dict[str, Any] = {"layer": "left", "gradient": "right", "loss": "right"}
+        screen.print(FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], []))
     screen.lines("", "operands quantized alone, by the error of their GEMM:")
     screen.print(_gemm_table(report.gemms if wide else report.gemms[:_SHOWN]))
     if not wide and len(report.gemms) > _SHOWN:
         screen.lines(f"and {len(report.gemms) - _SHOWN} more: --wide or --json has them")
-    screen.lines(
-        "Gaussian: the error of independent normal values in the same format",
-        *_verdict(suggestion),
-    )
-    if suggestion.kept:
-        screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
-
-
-def _verdict(suggestion: RecipeSuggestion) -> list[str]:
+    screen.lines("Gaussian: the error of independent normal values in the same format")
     if not suggestion.kept:
-        return [
-            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of "
-            f"{suggestion.layers} layers. Keep the recipe."
-        ]
-    return [
+        screen.lines(
+            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of {suggestion.layers} "
+            "layers. Keep the recipe."
+        )
+        return
+    screen.lines(
         f"{len(suggestion.kept)} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
         "keep them in BF16:",
         "",
-    ]
+    )
+    screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
 
 
 def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
-    columns: dict[str, Any] = {
-        "weight": "left", "GEMM": "left", "operand": "left", "error": "right", "Gaussian": "right", "SQNR": "right",
-    }  # fmt: skip
+    columns: dict[str, Any] = dict.fromkeys(("weight", "GEMM", "operand"), "left")
+    columns |= dict.fromkeys(("error", "Gaussian", "SQNR"), "right")
     cells = [
         [row.weight, row.gemm, row.operand, f"{row.error:.3%}", f"{row.gaussian:.3%}", _decibels(row.error)]
         for row in rows
@@ -117,15 +107,10 @@ def _decibels(error: float) -> str:
     return f"{-20 * math.log10(error):.1f} dB" if 0 < error < math.inf else ""
 
 
-def _layer_table(rows: Sequence[LayerError]) -> FittedTable:
-    columns: dict[str, Any] = {"layer": "left", "gradient": "right", "loss": "right"}
-    return FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], [])
-
-
-def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:
+def _as_json(source: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:
     return {
-        "checkpoint": found.checkpoint,
-        "recipe": found.settings.recipe,
+        "checkpoint": source.checkpoint,
+        "recipe": source.settings.recipe,
         "loss": report.loss if math.isfinite(report.loss) else str(report.loss),
         "float32_loss": report.exact_loss,
         "gradient_error": report.gradient if math.isfinite(report.gradient) else str(report.gradient),

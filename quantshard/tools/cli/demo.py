@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,9 @@ import typer
 
 from quantshard import checkpoints, recipe
 from quantshard.errors import ConfigurationError, QuantshardError, printable
-from quantshard.tools.observe.table import GATHERED, WEIGHTS, plain_table
+from quantshard.readable import human_bytes
+from quantshard.tools.observe.table import plain_table
+from quantshard.tools.report.history import PARAMETERS
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
@@ -42,20 +43,9 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TABLES, TrainSettings, from_mapping, read_settings_file
 
 SETTINGS: dict[str, Any] = {
-    "hidden": 128,
-    "layers": 3,
-    "heads": 4,
-    "seq_length": 128,
-    "steps": 120,
-    "global_batch": 8,
-    "lr": 3e-3,
-    "warmup": 10,
-    "save_every": 20,
-    "eval_every": 20,
-    "eval_sequences": 16,
-    "device": "cpu",
-    "threads": 1,
-}
+    "hidden": 128, "layers": 3, "heads": 4, "seq_length": 128, "steps": 120, "global_batch": 8, "lr": 3e-3,
+    "warmup": 10, "save_every": 20, "eval_every": 20, "eval_sequences": 16, "device": "cpu", "threads": 1,
+}  # fmt: skip
 """Settings of all runs; the demo takes about two minutes on two cores."""
 
 SAMPLE_BYTES = 200
@@ -66,20 +56,12 @@ MARK = "demo.toml"
 _POLL_SECONDS = 0.02
 _END_SECONDS = 1.0
 """Time for training processes to exit after a kill: five times a second they check that their launcher exists."""
-_KILL_AFTER = 0.5
-"""Share of the steps before the kill, which comes half a checkpoint interval later."""
-
 _BF16_ROUNDING = 2.0**-9
 """Maximum relative error of rounding to BF16."""
 
 
 class DemoError(QuantshardError):
     """Raised if a claim of the demo fails; the message names the claim and the log."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command("demo")(demo)
 
 
 def demo(
@@ -90,7 +72,11 @@ def demo(
 
     Takes less than four minutes on two CPU cores, and needs no GPU and no download.
     """
-    settings = _settings(config)
+    settings = SETTINGS
+    if config is not None:
+        settings_file = read_settings_file(config, follow=True)
+        settings = SETTINGS | {name: value for name, value in settings_file.items() if name not in TABLES}
+        TrainSettings(**from_mapping(settings, str(config))).check(str(config))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `started` clean up
     _prepare(out, settings)
     run = DemoRun(out, settings)
@@ -98,15 +84,6 @@ def demo(
     run.summary()
     if run.failures:
         raise DemoError(f"the demo failed: {'; '.join(run.failures)}; logs and runs are in {out}")
-
-
-def _settings(config: Path | None) -> dict[str, Any]:
-    """Settings of all runs, in the form of the TOML file."""
-    if config is None:
-        return SETTINGS
-    overrides = {name: value for name, value in read_settings_file(config, follow=True).items() if name not in TABLES}
-    TrainSettings(**(SETTINGS | from_mapping(overrides, str(config)))).check(str(config))
-    return SETTINGS | overrides
 
 
 def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
@@ -135,9 +112,9 @@ class DemoRun:
             RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process")
         )
 
-    def add(self, what: str, found: str, holds: bool | None = None) -> None:
+    def add(self, what: str, result: str, holds: bool | None = None) -> None:
         """Record a result."""
-        self.results.append((what, found, holds))
+        self.results.append((what, result, holds))
 
     @property
     def failures(self) -> list[str]:
@@ -150,9 +127,8 @@ class DemoRun:
             "quantshard demo: a language model learns Python's standard library, byte by byte. Its weights are 8-bit\n"
             "numbers (MXFP8), each process holds half of them, and the run is killed on the way.",
             "",
-            f"All that is written goes to {self.out}. This is a CPU: it has no 8-bit arithmetic, so the formats are",
-            "emulated: the numbers are exactly those of the format. What 8 bits save here, as on a GPU, is memory and",
-            "traffic; only a GPU computes faster with them.",
+            f"All files go to {self.out}. A CPU has no 8-bit arithmetic, so the formats are emulated: the numbers are",
+            "exactly those of the format. 8 bits save memory and traffic here; only a GPU computes faster with them.",
         )
         self.uninterrupted()
         self.kill()
@@ -164,17 +140,15 @@ class DemoRun:
 
     def uninterrupted(self) -> None:
         """Chapter 1: the uninterrupted reference run."""
-        self.chapter(1, "Train with MXFP8 weights on 2 processes, without interruption")
-        self.say(
-            f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
-        )
+        self.say("", "[1/5] Train with MXFP8 weights on 2 processes, without interruption")
+        self.say(f"  {self.steps} steps, a checkpoint every {self.save_every}. Other runs are compared with this one.")
         self.train(self.whole, "--sample-tokens", str(SAMPLE_BYTES))
         losses = self.losses(self.whole)
-        self.seen(f"the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
-        weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))
-        self.seen(
-            f"each process holds {weights[0]} of weights, {weights[1]} if they were BF16, and in each step gives "
-            f"{gathered[0]} to the all-gathers instead of {gathered[1]}."
+        self.say(f"  seen:     the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
+        weights, gathered = (self.figures(self.whole, name) for name in ("bytes", "gather_bytes"))
+        self.say(
+            f"  seen:     each process holds {weights[0]} of weights, {weights[1]} if they were BF16, and in each step "
+            f"gives {gathered[0]} to the all-gathers instead of {gathered[1]}."
         )
         self.add("weights, bytes on each process", f"{weights[0]} ({weights[2]} of BF16's {weights[1]})")
         self.add("on the wire, bytes a step", f"{gathered[0]} ({gathered[2]} of BF16's {gathered[1]})")
@@ -184,25 +158,27 @@ class DemoRun:
 
     def kill(self) -> None:
         """Chapter 2: a run that is killed."""
-        kill_step = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
-        self.chapter(2, f"Start the same training again, and kill it at step {kill_step}")
-        self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
+        kill_step = self.steps // 2 + max(1, self.save_every // 2)
+        self.say("", f"[2/5] Start the same training again, and kill it at step {kill_step}")
+        self.say("  SIGKILL gives no process a chance to save anything: everything after the last checkpoint is lost.")
         last = self.train(self.killed, kill_at=kill_step)
         shutil.copytree(self.killed.path, self.single.path)
         self.resumed = self.single.last_complete()[0]
-        self.seen(f"killed when step {last} was done; the last complete checkpoint is of step {self.resumed}.")
-        self.say(f"  A copy of what is left goes to {self.single.path}, for chapter 5.")
+        self.say(
+            f"  seen:     killed when step {last} was done; the last complete checkpoint is of step {self.resumed}."
+        )
+        self.say(f"  {self.single.path} is a copy of it, for chapter 5.")
 
     def resume_on_two(self) -> None:
         """Chapter 3: the killed run resumed on 2 processes."""
-        self.chapter(3, "Resume on 2 processes")
-        self.expected(f"steps {self.resumed + 1} to {self.steps} repeat the uninterrupted run to the last bit.")
-        self.resume(self.killed, 2)
+        self.say("", "[3/5] Resume on 2 processes")
+        self.say(f"  expected: steps {self.resumed + 1} to {self.steps} repeat the uninterrupted run to the last bit.")
+        self.follow(["resume", str(self.killed.path), "--nproc-per-node", "2"], self.killed, None)
         resumed, reference = (self.metrics(run) for run in (self.killed, self.whole))
         equal = [step for step in reference if step in resumed and facts(resumed[step]) == facts(reference[step])]
         differing = sorted(reference.keys() - set(equal))
-        self.seen(
-            f"loss, held-out loss and gradient norm are equal in {len(equal)} of {len(reference)} steps"
+        self.say(
+            f"  seen:     loss, held-out loss and gradient norm are equal in {len(equal)} of {len(reference)} steps"
             + (f"; the first that differs is step {differing[0]}." if differing else ".")
         )
         is_equal = self.diff(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
@@ -211,8 +187,8 @@ class DemoRun:
 
     def load_on_one(self) -> None:
         """Chapter 4: its checkpoint loaded by 1 process."""
-        self.chapter(4, "Load the checkpoint of 2 processes in 1")
-        self.expected("the bits of a weight do not depend on how many processes hold it.")
+        self.say("", "[4/5] Load the checkpoint of 2 processes in 1")
+        self.say("  expected: the bits of a weight do not depend on how many processes hold it.")
         checkpoint, resaved = self.killed.checkpoint(self.resumed), self.out / f"resaved-step-{self.resumed:06d}"
         self.say(f"  checkpoints.load({str(checkpoint)!r}, model, optimizer); checkpoints.save({str(resaved)!r}, ...)")
         self.parameters = load_and_save(self.killed, checkpoint, resaved)
@@ -221,19 +197,20 @@ class DemoRun:
 
     def resume_on_one(self) -> None:
         """Chapter 5: the killed run resumed on 1 process."""
-        self.chapter(5, "Resume the killed run on 1 process")
+        self.say("", "[5/5] Resume the killed run on 1 process")
         bounds = self.rounding_bounds()
-        self.expected(
-            f"the losses of chapter 1 up to rounding: within {bounds[self.resumed + 1]:.4f} at first, when the weights "
-            f"are the same, and {bounds[self.steps]:.2f} at the end."
+        self.say(
+            f"  expected: the losses of chapter 1 up to rounding: within {bounds[self.resumed + 1]:.4f} at first, when "
+            f"the weights are the same, and {bounds[self.steps]:.2f} at the end."
         )
-        self.resume(self.single, 1)
+        self.follow(["resume", str(self.single.path), "--nproc-per-node", "1"], self.single, None)
         resumed, reference = self.losses(self.single), self.losses(self.whole)
         gaps = {step: abs(resumed[step] - reference[step]) for step in bounds}
         within = all(gaps[step] <= bounds[step] for step in bounds)
         largest = max(gaps, key=lambda step: gaps[step])
-        self.seen(
-            f"they differ by at most {gaps[largest]:.5f}, at step {largest}: {'within' if within else 'OUT OF'} bounds."
+        self.say(
+            f"  seen:     they differ by at most {gaps[largest]:.5f}, at step {largest}: "
+            f"{'within' if within else 'OUT OF'} bounds."
         )
         self.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
 
@@ -241,10 +218,6 @@ class DemoRun:
         """Run `quantshard train` on 2 processes, and return the last completed step."""
         arguments = ["train", "--run", str(run.path), "--recipe", "mxfp8", "--nproc-per-node", "2"]
         return self.follow([*arguments, "--config", str(self.out / MARK), *more], run, kill_at)
-
-    def resume(self, run: RunDir, processes: int) -> None:
-        """Run `quantshard resume`."""
-        self.follow(["resume", str(run.path), "--nproc-per-node", str(processes)], run, None)
 
     def follow(self, arguments: list[str], run: RunDir, kill_at: int | None) -> int:
         """Run a training command, and return the last completed step. `kill_at`: step at which to kill the command."""
@@ -280,7 +253,7 @@ class DemoRun:
         result = subprocess.run(_command(["diff", str(a), str(b)]), env=_environment(), capture_output=True, text=True)
         if result.returncode not in (0, 1):
             raise DemoError(f"`quantshard diff` failed: {result.stderr.strip()}")
-        self.seen(result.stdout.strip().splitlines()[0])
+        self.say(f"  seen:     {result.stdout.strip().splitlines()[0]}")
         return result.returncode == 0
 
     def metrics(self, run: RunDir) -> dict[int, dict[str, Any]]:
@@ -291,13 +264,11 @@ class DemoRun:
         """Losses of a run by step."""
         return {step: float(record["loss"]) for step, record in self.metrics(run).items()}
 
-    def figures(self, run: RunDir, label: str) -> list[str]:
-        """Parse a total from the table printed by `train`: the amount, the BF16 amount, and their ratio."""
-        text = (self.out / f"{run.path.name}-train.log").read_text(encoding="utf-8")
-        match = re.search(rf"^ *{re.escape(label)}.*?  +(\S+ \w+)  +(\S+ \w+)  +([\d.]+)$", text, re.MULTILINE)
-        if match is None:
-            raise DemoError(f"`quantshard train` printed no line {label!r}; see {self.out}")
-        return list(match.groups())
+    def figures(self, run: RunDir, name: str) -> list[str]:
+        """A total of the report that `train` wrote: the amount, the BF16 amount, and their ratio."""
+        totals = json.loads((run.path / PARAMETERS).read_text(encoding="utf-8"))["totals"]
+        here, in_bf16 = totals[name], totals[f"bf16_{name}"]
+        return [human_bytes(here), human_bytes(in_bf16), f"{here / in_bf16:.2f}"]
 
     def rounding_bounds(self) -> dict[int, float]:
         """Bound on the loss difference between 1 and 2 processes, for every step after the resume.
@@ -317,18 +288,6 @@ class DemoRun:
         """Print lines on the screen of the demo."""
         for line in lines:
             self.console.print(line)
-
-    def chapter(self, number: int, title: str) -> None:
-        """Print the title of a chapter."""
-        self.say("", f"[{number}/5] {title}")
-
-    def expected(self, text: str) -> None:
-        """Print the expected observation."""
-        self.say(f"  expected: {text}")
-
-    def seen(self, text: str) -> None:
-        """Print the actual observation."""
-        self.say(f"  seen:     {text}")
 
     def summary(self) -> None:
         """Print the table of results and the paths of the files."""
@@ -372,7 +331,7 @@ def _environment() -> dict[str, str]:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "without output"
 
 
 def records(file: Path) -> list[dict[str, Any]]:

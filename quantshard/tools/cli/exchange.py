@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,8 +24,7 @@ from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
 from quantshard.tools.terminal import inputs, outputs
-from quantshard.tools.terminal.progress import transfer_bar
-from quantshard.tools.terminal.screen import say
+from quantshard.tools.terminal.screen import say, transfer_bar
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.initialization import config_of_run, recipe_of_files, settings_of, tokenizer_of_run
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -33,12 +32,13 @@ from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _LONGEST = 1 << 30
 """Maximum size in bytes of a file that is copied next to the weights."""
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
+CHECKPOINT = typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
 MAP = typer.Option(
     "--names",
     metavar="MAP",
-    help="TOML file: our names -> theirs. Default: Llama's names or the model's own",
+    help="TOML file: quantshard's names -> the files'. Default: Llama's names or the model's own",
     show_default=False,
 )
 RECIPE = typer.Option(
@@ -47,28 +47,18 @@ RECIPE = typer.Option(
     f"the files, or {recipe.AUTO}",
     show_default=False,
 )
-LOSSY = typer.Option("--lossy", help="requantize what cannot be converted exactly")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command("export", no_args_is_help=True)(export)
-    app.command("import", no_args_is_help=True)(import_)
-    app.command("convert-te", no_args_is_help=True)(convert_te)
+LOSSY = typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
 
 
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
-    ],
+    checkpoint: Annotated[str, CHECKPOINT],
     layout: Annotated[
         str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
     ],
     out: Annotated[Path, typer.Option(help="a new folder")],
     names_file: Annotated[Path | None, MAP] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="folder with config.json and tokenizer. Default: the run's"),
+        Path | None, typer.Option(metavar="DIR", help="folder with config.json and tokenizer. Default: the run's")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="maximum file size, such as 5GB")] = "5GB",
     values: Annotated[
@@ -84,12 +74,12 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint's model as safetensors for other programs, one weight at a time."""
+    """Write a checkpoint's model as safetensors for other programs, one file at a time."""
     inputs.existing(checkpoint, "a checkpoint")
-    tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
-    config_path = (
-        config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder")
-    )
+    tokenizer: dict[str, bytes] = {}
+    config_path: Any = None if config is None else inputs.existing(config, "a config.json or its folder")
+    if config is None:
+        tokenizer, config_path = tokenizer_of_run(checkpoint), config_of_run(checkpoint)
     with transfer_bar("exporting"):
         result = layouts.export(
             checkpoint,
@@ -116,11 +106,11 @@ def import_(
 ) -> None:
     """Write a checkpoint of quantized weights from safetensors of any layout.
 
-    The checkpoint holds the model alone, by the names of quantshard's own decoder, which train has without --model;
-    `quantshard.layouts.load` loads into a model of yours, sharded, too.
+    The checkpoint holds only the model, under the names of quantshard's decoder (train without --model).
+    `quantshard.layouts.load` loads into any model, also a sharded one.
     """
     if is_taken(out):
-        raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
+        raise CheckpointError(f"{out} exists and is not overwritten; import to another folder")
     folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
     config = read_layout_json(folder / CONFIGURATION)
     recipe_name = LayerRecipes.parse(recipe_name or recipe_of_files(folder) or recipe.AUTO).text
@@ -139,7 +129,7 @@ def import_(
         checkpoints.save(out, model, None, {"recipe": recipe_name})
     copied = _copy_beside(folder, out)
     say(*result.lines(), *copied)
-    say(f"wrote {out}, weights of quantshard's own decoder by recipe {recipe_name!r}")
+    say(f"wrote {out}, weights of quantshard's decoder by recipe {recipe_name!r}")
 
 
 def convert_te(
@@ -150,9 +140,7 @@ def convert_te(
     out: Annotated[Path, typer.Option(help="the checkpoint to write, a new folder")],
     model: Annotated[str, typer.Option(help="key of the model's state dict; '': top level")] = "model",
     optimizer: Annotated[str, typer.Option(help="key of the optimizer's state dict")] = "optimizer",
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
-    ] = False,
+    lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
     """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):
@@ -185,13 +173,9 @@ def _write_beside(folder: str, name: str, content: bytes) -> None:
 
 
 def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:
-    """Build the model on the meta device, and check that it is not larger than the files.
+    """Build the model on the meta device, if it is not larger than the files.
 
-    Without this check, one line of an untrusted config.json could request all memory.
-
-    Raises:
-        CheckpointError: the described model is larger than the files.
-        ConfigurationError: a pattern of the recipe does not match any layer.
+    Otherwise one line of an untrusted config.json could request all memory.
     """
     tensors = SafetensorsFiles(folder).tensors
     # Two 4-bit codes are stored in one byte.
@@ -201,22 +185,17 @@ def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> Langua
         if sum(param.numel() for param in model.parameters()) <= max_elements:
             return model
     raise CheckpointError(
-        f"{folder}: config.json describes a larger model, of {settings.layers} layers, than the {len(tensors)} tensors "
-        "of the files make up"
+        f"{folder}: the model of config.json, with {settings.layers} layers, is larger than the {len(tensors)} tensors "
+        "of the files; use the files of one model"
     )
 
 
 def size(text: str, option: str = "--max-shard-size") -> int:
-    """Parse a size such as "5GB" into bytes.
-
-    Raises:
-        ConfigurationError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b?)", text.strip().lower())
-    unit = "" if match is None else match[2].removesuffix("b")
+    """Parse a size such as "5GB" into bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ConfigurationError(f"{option} {text!r} is no size; write it as 5GB or 500MB")
-    return max(1, int(float(match[1]) * _UNITS[unit + "b" if unit else ""]))
+        raise ConfigurationError(f"{option} {text!r} is not a size; write it as 5GB or 500MB")
+    return max(1, int(float(match[1]) * _UNITS[match[2]]))
 
 
 def _names(path: Path | None) -> Names | None:

@@ -6,36 +6,48 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
-from quantshard import kernels, limits, recipe
-from quantshard.errors import ConfigurationError, meant
+from quantshard import kernels, limits, recipe, sharding
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.commit import is_complete
+from quantshard.errors import CheckpointError, ConfigurationError, meant
 from quantshard.gemm import hardware
-from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
+from quantshard.interop.layouts.files import read_layout_json
+from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
+from quantshard.interop.layouts.table import cell_of_tag
+from quantshard.interop.layouts.writing import CONFIGURATION
+from quantshard.numerics.states import AVERAGE
+from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS, StateOptions
+from quantshard.tensor import storage as storages
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools import observe, planning
-from quantshard.tools.cli import models
-from quantshard.tools.cli.models import ModelSource
 from quantshard.tools.observe.table import Report
 from quantshard.tools.planning import TrainingStep
+from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models.model import losses, trained_loss
+from quantshard.tools.trainer.models.model import ModelSpec, losses, trained_loss
 from quantshard.tools.trainer.optimizer import muon_head
+from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
     STATE_SETTINGS,
     TP,
+    LayerRecipes,
     MeshSpec,
     as_settings,
     state_options,
 )
+
+_RUN = "config.toml"
 
 _ALONE = "none"
 """Value of --mesh for one process without FSDP2."""
@@ -68,12 +80,6 @@ WIDER = "a wider terminal or --wide has them"
 JSON = typer.Option("--json", help="print everything as JSON")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command("explain", no_args_is_help=True)(explain)
-    app.command("plan", no_args_is_help=True)(plan)
-
-
 def explain(
     source: Annotated[str, SOURCE],
     recipe_: Annotated[str | None, RECIPE] = None,
@@ -84,7 +90,7 @@ def explain(
 
     A model of a config.json is converted first, without weights (needs transformers).
     """
-    model_source = models.find(source, recipe_)
+    model_source = find_model(source, recipe_)
     if model_source.settings is None:
         report = observe.explain(model_source.model, model_source.optimizer)
     else:
@@ -93,7 +99,7 @@ def explain(
         report = planning.plan(
             model_source.model, {}, **_states(model_source), ema=model_source.ema, capability=capability
         )
-    _show(model_source.told, report, model_source.left, wide, json_)
+    _show((model_source.about,), report, model_source.high_precision, wide, json_)
 
 
 def plan(
@@ -114,14 +120,14 @@ def plan(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
+        str | None,
+        typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}"),
     ] = None,
     ema: Annotated[
         bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="sequences per pass and rank. Default: the run's"),
+        int | None, typer.Option(min=1, metavar="N", help="sequences per pass and rank. Default: the run's")
     ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="tokens per sequence. Default: the run's")
@@ -144,15 +150,15 @@ def plan(
     and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and
     gradients too.
     """
-    model_source = models.find(source, recipe_)
+    model_source = find_model(source, recipe_)
     axes, mesh_origin = _axes(model_source, mesh, world_size)
     mesh_notes = _refused(model_source, axes)
     cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
     capability = _capability(compute_capability)
     step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
     if isinstance(step, str) and (batch or seq_length or checkpoint_activations or memory is not None):
-        raise ConfigurationError(f"the memory of a step is not counted: {step}")
-    step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else _uncounted(model_source.settings)
+        raise ConfigurationError(f"the memory of a step cannot be computed: {step}")
+    step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else ()
     settings = model_source.settings
     optimizer_arguments = _states(model_source, preset, optimizer)
     report = planning.plan(
@@ -170,49 +176,36 @@ def plan(
     )
     axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_text}{mesh_origin}" if axes else "one process without FSDP2"
-    counted = _counted(model_source, optimizer_arguments["optimizer"])
-    lines = (*model_source.told, *step_notes, where, *mesh_notes, *counted)
-    _show(lines, report, model_source.left, wide, json_, lists_left=wide)
+    if model_source.optimizer is not None:
+        counted = _TITLES[optimizer_arguments["optimizer"]]
+        mesh_notes += (f"states are counted as {counted}'s; explain shows those of the checkpoint",)
+    lines = (model_source.about, *step_notes, where, *mesh_notes)
+    _show(lines, report, model_source.high_precision if wide or json_ else (), wide, json_)
 
 
-def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
-    """A note on which optimizer's states are counted instead of those in a checkpoint; empty without states."""
-    if found.optimizer is None:
-        return ()
-    return (f"states are counted as {_TITLES[optimizer]}'s; explain tells those that are there",)
-
-
-def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
+def _axes(source: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
     """Axes of the mesh (empty without FSDP2), and a note on their origin if the user did not set them."""
+    if mesh and world_size is not None:
+        raise ConfigurationError("--mesh and --world-size are both given; leave one out")
     if mesh == _ALONE:
-        if world_size not in (None, 1):
-            raise ConfigurationError(f"--mesh {_ALONE} is one process, but --world-size says {world_size}")
         return {}, ""
-    if mesh is None and world_size is not None:
+    if world_size is not None:
         return {"dp_shard": world_size}, ""
-    origin = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
-    spec = MeshSpec.parse(mesh or found.mesh or f"dp_shard={_WORLD_SIZE}")
-    if world_size not in (None, spec.processes):
-        raise ConfigurationError(
-            f"--mesh {mesh} is of {spec.processes} ranks, but --world-size says {world_size}; leave one of them out"
-        )
+    origin = "" if mesh else ", as it was started" if source.mesh else " (--world-size N or --mesh selects another)"
+    spec = MeshSpec.parse(mesh or source.mesh or f"dp_shard={_WORLD_SIZE}")
     if spec.ep > 1:
         origin += ", experts as if FSDP2 sharded them"
     return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, origin
 
 
-def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
-    """A note if the train command would reject a run's batches on this mesh; the memory plan is still valid.
-
-    Raises:
-        ConfigurationError: the train command cannot shard the model on this mesh.
-    """
-    if found.settings is None:
+def _refused(source: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
+    """A note if the train command would reject a run's batches on this mesh; the memory plan is still valid."""
+    if source.settings is None:
         return ()
     if not axes:
         return ("quantshard train calls fully_shard on one process too, which copies what is not quantized",)
     spec = MeshSpec(**axes)
-    settings = replace(found.settings, mesh=str(spec), dp_replicate=1)
+    settings = replace(source.settings, mesh=str(spec), dp_replicate=1)
     settings.check()
     try:
         settings.check_ranks(spec.processes)
@@ -222,11 +215,7 @@ def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
 
 
 def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Suffixes of parameter names -> the dim that the axis "tp" shards.
-
-    Raises:
-        ConfigurationError: no parameter has a known suffix, or a dim is not divisible by `ranks`.
-    """
+    """Suffixes of parameter names -> the dim that the axis "tp" shards."""
     params = dict(model.named_parameters())
     names = list(params)
     cuts = {end: dim for end, dim in _CUTS.items() if any(name.endswith(end) for name in names)}
@@ -238,49 +227,37 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
             )
     if not cuts:
         raise ConfigurationError(
-            f"no weight of this model has a name that says how {TP!r} cuts it (as q_proj.weight has; "
-            f"the first is {names[0]}); plan it from Python: quantshard.plan(..., tensor_parallel=...)"
+            f"no weight has a name that says how {TP!r} cuts it, such as q_proj.weight (the first is {names[0]}); "
+            "plan it from Python: quantshard.plan(..., tensor_parallel=...)"
         )
     return cuts
 
 
-def _states(found: ModelSource, preset: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
-    """Arguments of `planning.plan` for the optimizer and its states: of a preset, otherwise of the model's run.
-
-    Raises:
-        ConfigurationError: the optimizer or the preset is unknown.
-    """
-    state_settings = state_options(preset or "", {} if preset else as_settings(found.states))
-    optimizer_arguments = _algorithm(found, algorithm)
-    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[optimizer_arguments["optimizer"]])
-    states = {name: value for name, value in state_settings.arguments(MUON).items() if name in supported}
-    return states | optimizer_arguments
-
-
-def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
-    """Name of the optimizer and, for Muon, the output head."""
-    name = given or (ADAMW if found.settings is None else found.settings.optimizer)
+def _states(source: ModelSource, preset: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
+    """Arguments of `planning.plan` for the optimizer and its states: of a preset, otherwise of the model's run."""
+    name = algorithm or (ADAMW if source.settings is None else source.settings.optimizer)
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
-    if name == MUON and found.is_stored:
+    if name == MUON and source.is_stored:
         raise ConfigurationError(
             "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
         )
-    head = muon_head(found.model, found.settings) if name == MUON and found.settings is not None else None
-    return {"optimizer": name, "head": head}
+    head = muon_head(source.model, source.settings) if name == MUON and source.settings is not None else None
+    state_settings = state_options(preset or "", {} if preset else as_settings(source.states))
+    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
+    states = {option: value for option, value in state_settings.arguments(MUON).items() if option in supported}
+    return {**states, "optimizer": name, "head": head}
 
 
-def _show(
-    lines: tuple[str, ...], report: Report, left: tuple[str, ...], wide: bool, as_json: bool, lists_left: bool = True
-) -> None:
-    """Print a report. `left`: lines about layers in high precision."""
+def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...], wide: bool, as_json: bool) -> None:
+    """Print a report. `high_precision`: lines about layers in high precision."""
     if as_json:
-        say_whole(json.dumps({"source": list(lines), "left": list(left), **report.to_dict()}, indent=2))
+        say_whole(json.dumps({"source": list(lines), "left": list(high_precision), **report.to_dict()}, indent=2))
         return
     screen = Screen(wide=wide)
     screen.lines(*lines, "")
     screen.print(report if wide else report.summary(WIDER))
-    screen.lines(*(left if lists_left else ()))
+    screen.lines(*high_precision)
 
 
 # The training step of a plan
@@ -297,17 +274,8 @@ def _capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _uncounted(settings: TrainSettings | None) -> tuple[str, ...]:
-    """Notes about enabled settings of a run that the memory estimate ignores."""
-    if settings is None:
-        return ()
-    every = settings.statistics_every
-    ignored = {"compile": settings.compile, f"statistics_every = {every}": every}
-    return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in ignored.items() if is_asked)
-
-
 def _step(
-    found: ModelSource,
+    source: ModelSource,
     axes: Mapping[str, int],
     batch: int | None,
     seq_length: int | None,
@@ -317,25 +285,26 @@ def _step(
     """The step of a run's settings or of the options, or why its memory cannot be estimated."""
     if axes.get(TP, 1) > 1:
         return f"the mesh has an axis of tensor parallelism, {TP}={axes[TP]}"
-    if found.is_stored:
-        return "a checkpoint does not say how its model computes; plan the run or config.json that it is of"
+    if source.is_stored:
+        return "a checkpoint does not say how its model computes; name its run or a config.json"
     if not kernels.USABLE:
-        return "it is counted with the kernels, for which Triton must be installed (no GPU is needed)"
-    settings = found.settings
+        return "the estimate runs the kernels' code, which needs Triton (but no GPU)"
+    settings = source.settings
     if settings is None:
         if batch is None or seq_length is None:
             return "give --batch and --seq-length"
         return TrainingStep(batch, seq_length, checkpoint_activations=recompute, capability=capability)
     if settings.experts:
-        return "which expert a token goes to, and so what is kept, follows from values"
-    batch = batch or _own_batch(settings, axes)
-    if batch is None:
+        return "which expert a token goes to depends on values"
+    parts = settings.micro_batches * math.prod(axes.values())
+    if not (batch or settings.micro_batch) and settings.global_batch % parts:
         return f"global_batch = {settings.global_batch} cannot be divided on this mesh; give --batch"
+    batch = batch or settings.micro_batch or settings.global_batch // parts
     return TrainingStep(
         batch,
         seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
-        loss=partial(_loss, settings),
+        loss=lambda model, tokens, targets: trained_loss(model, losses(model, tokens, targets), settings),
         checkpoint_activations=recompute,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,
@@ -344,13 +313,134 @@ def _step(
     )
 
 
-def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
-    """Sequences of a micro-batch on one rank, or None if the global batch is not divisible."""
-    if settings.micro_batch:
-        return settings.micro_batch
-    parts = settings.micro_batches * math.prod(axes.values())
-    return None if settings.global_batch % parts else settings.global_batch // parts
+# The model of a run, a checkpoint or a config.json
 
 
-def _loss(settings: TrainSettings, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return trained_loss(model, losses(model, tokens, targets), settings)
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on the meta device, and known facts about its training.
+
+    Attributes:
+        about: a line that describes the source.
+        high_precision: lines about layers that stay in high precision.
+        mesh: mesh of the run, or "" if unknown.
+        optimizer: optimizer with the states in the checkpoint, or None without states.
+        states: storage of masters and moments in the run.
+        settings: settings of the run, or None if the source is not a run.
+        ema: whether the run keeps an average of the weights.
+    """
+
+    model: nn.Module
+    about: str
+    high_precision: tuple[str, ...] = ()
+    mesh: str = ""
+    optimizer: torch.optim.Optimizer | None = None
+    states: StateOptions = field(default_factory=StateOptions)
+    settings: TrainSettings | None = None
+    ema: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether only the parameters are known, as for a checkpoint."""
+        return isinstance(self.model, StoredModule)
+
+
+class StoredModule(nn.Module):
+    """A module known only by its parameters in a checkpoint."""
+
+    gemm_reason = "a checkpoint does not say of which module it is"
+
+
+class StoredEmbedding(StoredModule):
+    """A stored module that is an embedding according to its name."""
+
+
+def find_model(path: str, recipe_name: str | None) -> ModelSource:
+    """Build the model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json, on the meta device.
+
+    `recipe_name`: replaces the run's recipe, or converts the model of a config.json (default: auto).
+    """
+    if recipe_name is not None:
+        recipe_name = LayerRecipes.parse(recipe_name).text
+    local_path = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
+    if "://" in path or (local_path.is_dir() and is_complete(path)):
+        if recipe_name is not None:
+            raise ConfigurationError(
+                f"--recipe {recipe_name}: the weights of checkpoint {path} have formats already; leave --recipe out"
+            )
+        return _of_checkpoint(path)
+    if (local_path / _RUN).is_file() or local_path.name == _RUN:
+        return _of_run(local_path.parent if local_path.name == _RUN else local_path, recipe_name)
+    if (local_path / CONFIGURATION).is_file() or local_path.suffix == ".json":
+        return _of_configuration(
+            local_path / CONFIGURATION if local_path.is_dir() else local_path, recipe_name or recipe.auto_name()
+        )
+    raise ConfigurationError(
+        f"{path} is no run (which has a {_RUN}), no complete checkpoint, and holds no Hugging Face {CONFIGURATION}"
+    )
+
+
+def _of_run(path: Path, recipe_name: str | None) -> ModelSource:
+    """Build the model of a run from its settings."""
+    settings, launch_config, _ = RunDir(path).read_config()
+    settings = replace(settings, recipe=recipe_name or settings.recipe)
+    settings.check(str(path))
+    model = ModelSpec(settings, RunDir(path).read_model(settings)).converted()[0]
+    mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
+    kind = settings.architecture if settings.is_by_sizes else type(model).__name__
+    about = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
+    return ModelSource(model, about, mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0)
+
+
+def _of_checkpoint(path: str) -> ModelSource:
+    """Build a module tree from the parameter names of a checkpoint, with the states of its optimizer."""
+    source = CheckpointModel(path)
+    model = StoredModule()
+    for weight in source.weights.values():
+        if weight.tag is not None or weight.dtype.is_floating_point:
+            _add(model, weight, path)
+    named, states = dict(model.named_parameters()), source.states()
+    if not named:
+        raise CheckpointError(f"{path} holds no weights")
+    optimizer = None
+    if names_with_states := [name for name in named if name in states]:
+        optimizer = torch.optim.Optimizer([named[name] for name in names_with_states], {})
+        for name in names_with_states:
+            specs = states[name].items()
+            optimizer.state[named[name]] = {
+                state: torch.empty(shape, dtype=dtype, device="meta") for state, (dtype, shape) in specs
+            }
+    record = manifest.read_manifest(path)
+    mesh = "" if record is None else ",".join(f"{axis}={size}" for axis, size in (record.mesh or {}).items())
+    return ModelSource(
+        model,
+        f"{path}: a checkpoint, {len(named)} parameters",
+        mesh=mesh,
+        optimizer=optimizer,
+        ema=any(AVERAGE in states[name] for name in names_with_states),
+    )
+
+
+def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
+    *parts, leaf = weight.name.split(".")
+    value: torch.Tensor
+    if weight.tag is None:
+        value = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    else:
+        shard = sharding.whole((weight.shape[0], weight.shape[1]))
+        value = QuantizedTensor(storages.empty(cell_of_tag(weight.tag), shard, "meta"), torch.bfloat16)
+    try:
+        for part in parts:
+            if part not in dict(model.named_children()):
+                model.add_module(part, (StoredEmbedding if "embed" in part else StoredModule)())
+            model = model.get_submodule(part)
+        model.register_parameter(leaf, nn.Parameter(value))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: no module can have a parameter named {weight.name}: {error}") from None
+
+
+def _of_configuration(file: Path, recipe_name: str) -> ModelSource:
+    """Build the model of a Hugging Face config.json, and convert it."""
+    model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
+    about = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
+    return ModelSource(model, about, () if report is None else tuple(report.high_precision()))

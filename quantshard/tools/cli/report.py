@@ -1,7 +1,8 @@
-"""`quantshard report` and `quantshard watch`: compare runs in an HTML page, and follow a run in the terminal."""
+"""`quantshard status`, `watch` and `report`: tell whether a run is finished, follow it, and compare runs."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
+from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
-from quantshard.tools.report.figures import LiveView, step_line
-from quantshard.tools.report.history import read_history
+from quantshard.tools.report.figures import NOT_RUNNING, START_SECONDS, LiveView, RunWatch, step_line
+from quantshard.tools.report.history import CONFIG, read_history
 from quantshard.tools.report.page import is_report, render
 from quantshard.tools.report.records import Record
-from quantshard.tools.report.source import CONFIG
-from quantshard.tools.report.watching import NOT_RUNNING, START_SECONDS, RunWatch
 from quantshard.tools.terminal import inputs, outputs
-from quantshard.tools.terminal.screen import Screen, complain, say
+from quantshard.tools.terminal.screen import Screen, complain, say, say_whole
+from quantshard.tools.trainer.run_dir import RunDir
 
-_MOST_RUNS = 24
+NOT_DONE = 75
+"""Exit code of `status` if steps are left: EX_TEMPFAIL of sysexits.h, which means "try again"."""
+
 _FIRST_LINES = 10
 """Maximum number of past steps printed at the start, if the output is not a terminal."""
 
@@ -35,10 +38,45 @@ _FAILURES = 5
 _EVERY, _EVERY_URL = 1.0, 5.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command("report", no_args_is_help=True)(report)
-    app.command("watch", no_args_is_help=True)(watch)
+def status(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="folder or URL of the run's checkpoints")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Report whether a run is finished, according to its last complete checkpoint.
+
+    Only the sizes of files are checked; `verify` reads them. A URL in the run's config.toml is used only if you pass it
+    with --checkpoints. Exit code 0: finished; 75: steps remain; 1: there is no run, or its state is unknown.
+    """
+    folder = RunDir(run)
+    settings = folder.read_config()[0]
+    folder.look_in(checkpoints)
+    step, damaged = _last_saved(folder)
+    done = step >= settings.steps
+    if json_:
+        say_whole(json.dumps({"done": done, "step": step, "steps": settings.steps, "damaged": damaged}))
+    else:
+        for problem in damaged:
+            say(problem)
+        say(f"{folder.path}: {'done' if done else 'not done'}, {step} of {settings.steps} steps are saved")
+    if not done:
+        raise typer.Exit(NOT_DONE)
+
+
+def _last_saved(folder: RunDir) -> tuple[int, list[str]]:
+    """Step of the last intact checkpoint (0 without one), and descriptions of later, damaged checkpoints.
+
+    Only the existence and sizes of files are checked. A resume skips damaged checkpoints.
+    """
+    damaged: list[str] = []
+    for step in reversed(folder.saved_steps()[0]):
+        problems = manifest.problems(folder.checkpoint(step), contents=False)
+        if not problems:
+            return step, damaged
+        damaged.append(f"the checkpoint of step {step} is damaged: {problems[0]}")
+    return 0, damaged
 
 
 def report(
@@ -51,12 +89,8 @@ def report(
 ) -> None:
     """Compare runs in one HTML file: losses, speed, memory, statistics, settings, checkpoints.
 
-    The file needs no network and no other file, and may be sent. Runs that are still trained are shown as they are now.
+    The file needs no network and no other files. Runs that are still training are shown in their current state.
     """
-    if len(runs) > _MOST_RUNS:
-        raise ConfigurationError(f"{len(runs)} runs are too many for one page, which has room for {_MOST_RUNS}")
-    if duplicate := next((run for index, run in enumerate(runs) if run in runs[:index]), None):
-        raise ConfigurationError(f"{duplicate} is named twice; name each run once")
     outputs.check_replaceable(out, lambda head: force or is_report(head), "report", "--out, or replace it by --force")
     page = render([read_history(run) for run in runs]).encode()
     outputs.write_file(out, page)
@@ -75,8 +109,7 @@ def watch(
 ) -> None:
     """Follow a run while it trains; in a pipe, print one line per step.
 
-    Waits for a run that does not exist yet, and ends when the run does. Nothing is written, and a run that has ended is
-    shown as it was left.
+    Waits for a run that does not exist yet, and ends when the run does. Writes nothing.
     """
     if not once:
         _wait_for(run, every or _EVERY)
@@ -89,7 +122,7 @@ def watch(
     if once or (has_ended and screen.is_terminal):
         Screen().print(LiveView(run_watch.figures))
         return
-    seconds = every or (_EVERY if run_watch.is_local else _EVERY_URL)
+    seconds = every or (_EVERY if run_watch.source.is_local else _EVERY_URL)
     if screen.is_terminal:
         with Live(LiveView(run_watch.figures), console=screen, refresh_per_second=4):
             _follow(run_watch, seconds, records, shown=False)

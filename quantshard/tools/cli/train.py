@@ -1,4 +1,4 @@
-"""`quantshard train` and `quantshard resume`: parse flags and launch processes.
+"""`quantshard train` and `resume`: parse flags and launch processes. `quantshard tokenize`: make token shards.
 
 Invalid input (unknown recipes, incompatible sizes, missing data, an existing folder) is rejected here, in one process
 and before any file is written. Then the processes are started; each of them runs `trainer.worker`.
@@ -16,20 +16,25 @@ from typing import Annotated, Any
 
 import typer
 
-from quantshard.errors import ConfigurationError, nearest
+from quantshard.errors import ConfigurationError
+from quantshard.tools.cli.exchange import size
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
+from quantshard.tools.trainer.data.shards import ShardedSource
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
+from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
 from quantshard.tools.trainer.settings.config import (
+    KINDS,
     TrainSettings,
     from_mapping,
     merged_values,
     read_settings_file,
     setting_fields,
 )
-from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE_SETTINGS, named_preset
+from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE_SETTINGS, check_value, named_preset
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
@@ -43,13 +48,6 @@ _COMMON = frozenset(
 """Settings that `--help` shows; `--help-all` shows all."""
 
 _PROCESSES = "number of processes. Default: that of the mesh, or "
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command("train", no_args_is_help=True)(_with_flags(train))
-    app.command("resume", no_args_is_help=True)(resume)
-    app.command("worker", hidden=True)(work)
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
@@ -181,7 +179,7 @@ def resume(
     changes |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
     changes |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
     if lossy and recipe_ is None:
-        raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
+        raise ConfigurationError("--lossy needs --recipe; name a recipe, or leave --lossy out")
     if preset is not None:
         changes |= dict.fromkeys(STATE_SETTINGS, AUTO) | {"preset": named_preset(preset), "master_weights": True}
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):
@@ -226,7 +224,7 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
         launch.launch(processes, [launch.command_script(), *arguments])
     except launch.LaunchError as error:
         if error.crashed and folder.saved_steps()[0]:
-            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {folder.path}"
+            way_out = f"{error}. To resume from the last checkpoint: quantshard resume {folder.path}"
             raise launch.LaunchError(way_out, crashed=True) from None
         raise
 
@@ -270,12 +268,7 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
         )
 
 
-def near_setting(flag: str) -> str | None:
-    """The flag of a setting that equals or resembles `flag`, or None."""
-    return nearest(flag, [f"--{setting.name}".replace("_", "-") for setting in setting_fields()])
-
-
-def _with_flags(command: Any) -> Any:
+def with_flags(command: Any) -> Any:
     """Wrap `command`, replacing its `**flags` by the options of all settings."""
     parameters = [
         p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
@@ -294,3 +287,42 @@ def _with_flags(command: Any) -> Any:
     flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
     flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
     return flagged
+
+
+# Tokenize
+
+
+def tokenize(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as for train --data")],
+    out: Annotated[
+        Path, typer.Option(help="folder for the shards: new, or from an interrupted run of the same command")
+    ],
+    tokenizer: Annotated[str, typer.Option(metavar="DIR", help="tokenizer.json or its folder. Default: bytes")] = "",
+    end_of_document: Annotated[
+        str, typer.Option(metavar="TOKEN", help="token at the end of a document. Default: the tokenizer's eos_token")
+    ] = "",
+    text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column with the text")] = "text",
+    data_split: Annotated[str, typer.Option(metavar="NAME", help="split to use from a dataset folder")] = "train",
+    data_format: Annotated[str, typer.Option(help="auto: by file name; text: read every file as text")] = "auto",
+    shard_size: Annotated[str, typer.Option(help="approximate characters per shard")] = "100MB",
+) -> None:
+    """Tokenize texts into shards on all CPUs, for `quantshard train --data OUT`.
+
+    The same command continues an interrupted call.
+    """
+    text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
+    for name, value in text_options.items():
+        check_value(name, value, KINDS[name])
+    sources = find(paths, data_format, data_split)
+    loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
+    source = joined(sources)
+    if source.kind in (RAW, SHARDS):
+        raise ConfigurationError(f"{source.path} holds tokens already; pass it to quantshard train --data")
+    sharded = ShardedSource(
+        source, loaded_tokenizer, tokenizer, TextOptions(text_field, data_split), size(shard_size, "--shard-size")
+    )
+    index = sharded.write(out.absolute())
+    say(
+        f"wrote {out}: {index.documents:,} documents, {index.tokens:,} tokens of {index.vocabulary:,} in "
+        f"{len(index.shards)} shards of {index.dtype}; to train on them: quantshard train --data {out}"
+    )

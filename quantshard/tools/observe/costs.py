@@ -1,5 +1,4 @@
-"""Costs of one shard of a quantized weight: resident bytes, all-gather bytes, the price of straddling blocks, and
-bytes per parameter.
+"""Costs of one shard of a weight, in bytes: resident, all-gathered, for blocks that straddle ranks, and per parameter.
 
 All figures are arithmetic over a format row and a `Shard`. `explain` applies it to the shards of a live model, `plan`
 to shards of a hypothetical mesh.
@@ -7,9 +6,10 @@ to shards of a hypothetical mesh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -81,36 +81,23 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
         codes, scales = _codes_and(fmt, shard, blocks)
         share = scales / codes if codes else float("inf")
         of_codes = f"{share:.1%} of the local codes" if codes else "this rank has no codes at all"
-        note = f"{_who_keeps(shard, blocks)}: {human_bytes(scales)} ({of_codes}), and {human_bytes(reduced)} of amaxes "
-        note += "are reduced in a step"
+        sizes = " and ".join(dict.fromkeys("x".join(map(str, part.block_shape)) for part in blocks))
+        names = " and ".join(part.name for part in blocks)
+        note = (
+            f"blocks of {sizes} straddle ranks, which share {names}: each keeps {human_bytes(scales)} ({of_codes}), "
+            f"and {human_bytes(reduced)} of amaxes are reduced in a step"
+        )
         if share > SCALES_WARNING:
             warning = f"scales weigh {of_codes}: {_way_out(fmt, shard, mesh, placements)}"
     straddling = sum(shard.straddling(part) for part in blocks)
     return SharedScaleCost(_codes_and(fmt, shard, parts)[1], straddling, reduced, note, warning)
 
 
-def _who_keeps(shard: Shard, parts: list[Component]) -> str:
-    unsharded = sharding.whole(shard.global_shape)
-    is_whole = all(shard.resident(part) == unsharded.resident(part) for part in parts)
-    sizes = " and ".join(dict.fromkeys(f"{rows}x{cols}" for rows, cols in (part.block_shape for part in parts)))
-    names = " and ".join(part.name for part in parts)
-    if is_whole:
-        extent = "the whole weight"
-    elif not all(shard.gathers(part) for part in parts):
-        extent = "the whole tensor-parallel piece"
-    else:
-        extent = "its rows in all tensor-parallel pieces"
-    return f"blocks of {sizes} straddle ranks, so each keeps {names} of {extent}"
-
-
 def _way_out(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> str:
     """Advise on the largest smaller shard axis, a divisor of the current one, that keeps scales below the limit."""
     cut = shard.cut
     assert cut is not None
-    axis, ranks = next(
-        (item for item, p in zip(mesh.items(), placements, strict=True) if p != REPLICATED),
-        ("", 1),
-    )
+    axis, ranks = next((item for item, p in zip(mesh.items(), placements, strict=True) if p != REPLICATED), ("", 1))
     rows = cut.parent.shape[cut.dim]
     for divisor in (n for n in range(ranks - 1, 1, -1) if ranks % n == 0):
         piece = cut.parent.piece(cut.dim, 0, sharding.ceil_div(rows, divisor))
@@ -131,11 +118,141 @@ def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, 
     return sum(sizes[p.name] for p in fmt.components if p.role is Role.CODES), sum(sizes[p.name] for p in parts)
 
 
-def float_states(states: Sequence[str], asked: str) -> str:
-    """A note on optimizer states that stay in float32 despite a requested scaled format; "" without such states."""
+def float_states(states: Sequence[str], formats: Iterable[str]) -> str:
+    """A note on states that stay in float32 although the scaled `formats` were requested; "" without such states."""
     if not states:
         return ""
-    return f"{' and '.join(states)} stay fp32 although {asked} was asked for: scaled states are for 2-D parameters"
+    requested = " and ".join(dict.fromkeys(formats))
+    return f"{' and '.join(states)} stay fp32 although {requested} was asked for: scaled states are for 2-D parameters"
+
+
+# Rows of a report
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter. Bytes are counted on this rank.
+
+    `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
+    dtype. `bf16_bytes`: bytes of the local elements in BF16. `shared_scale_bytes`: bytes of scales that other ranks
+    store as well. `straddling_blocks`: number of local blocks that extend into other ranks. `forward_gather_bytes`,
+    `backward_gather_bytes`: bytes sent to the all-gathers of one forward and one backward, padding included.
+    `reduced_bytes`: bytes of amaxes reduced in a step. `gemm`: "native", "emulated", or "" for a parameter that is not
+    an operand of a GEMM. `optimizer`: state -> format. `state_sizes`: state -> bytes, which add up to
+    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` for each. `local_rows`: first global
+    row on this rank and one past the last. `fallbacks`: names in `limits.FALLBACKS`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+    code_bytes: int
+    scale_bytes: int
+    shared_scale_bytes: int
+    straddling_blocks: int
+    bf16_bytes: int
+    forward_gather_bytes: int
+    backward_gather_bytes: int
+    bf16_gather_bytes: int
+    reduced_bytes: int
+    gemm: str
+    gemm_reason: str
+    optimizer: dict[str, str]
+    optimizer_bytes: int
+    state_sizes: dict[str, int]
+    elements: int
+    mesh: dict[str, int]
+    placements: tuple[str, ...]
+    local_rows: tuple[int, int]
+    fallbacks: tuple[str, ...]
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the parameter is stored in a quantized format."""
+        return self.format != self.dtype
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the rows. Fields that begin with `bf16` are sums for the same model with BF16 weights."""
+
+    parameters: int
+    code_bytes: int
+    scale_bytes: int
+    shared_scale_bytes: int
+    straddling_blocks: int
+    bf16_bytes: int
+    forward_gather_bytes: int
+    backward_gather_bytes: int
+    bf16_gather_bytes: int
+    reduced_bytes: int
+    optimizer_bytes: int
+    bf16_optimizer_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes that this rank sends to the all-gathers of one forward and one backward."""
+        return self.forward_gather_bytes + self.backward_gather_bytes
+
+
+KINDS = ("weights", "optimizer states", "gathered weights", "gradients", "activations", "head and loss", "temporary")
+"""Kinds of memory. Activations are what a forward saves for its backward. Head and loss are what follows the repeated
+layers: logits, their gradient, and related buffers."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes by kind at the peak of a phase ("forward", "backward" or "optimizer step")."""
+
+    phase: str
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Sum over all kinds."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The phases of a step, in order.
+
+    `step`: a description of the step (batch, sequence length and so on). `fits`: the largest batch that fits, in words;
+    "" if no memory size was given.
+    """
+
+    phases: tuple[PhaseMemory, ...]
+    step: str
+    fits: str = ""
+
+    @property
+    def highest(self) -> PhaseMemory:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of the step."""
+        return self.highest.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the phases as a dict that JSON can represent."""
+        phases = {phase.phase: {**phase.bytes, "total": phase.total} for phase in self.phases}
+        result = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
+        return result | ({"fits": self.fits} if self.fits else {})
 
 
 # Bytes per parameter
@@ -147,16 +264,6 @@ SPLIT, REMAINDER = "FP8+8", "bf16+16"
 """How `Row` spells a master if the parameter is its high bytes."""
 
 _DTYPES = {short: getattr(torch, name) for name, short in SHORT_DTYPES.items()} | {SPLIT: torch.float16}
-
-
-class ParameterPart(NamedTuple):
-    """One parameter on this rank: number of elements, bytes of the weight, state -> bytes, and state -> format."""
-
-    elements: int
-    weight: int
-    states: Mapping[str, int]
-    formats: Mapping[str, str]
-    is_quantized: bool
 
 
 @dataclass(frozen=True)
@@ -176,24 +283,23 @@ class ParameterBytes:
     average: float
 
     @classmethod
-    def of(cls, parameters: Iterable[ParameterPart]) -> ParameterBytes | None:
+    def of(cls, rows: Iterable[Row]) -> ParameterBytes | None:
         """Average over these parameters; None if no optimizer has state for any of them on this rank."""
-        trained = [part for part in parameters if part.states and part.elements]
-        is_quantized = any(part.is_quantized for part in trained)
-        parts = [part for part in trained if part.is_quantized == is_quantized]
-        if not parts:
+        trained = [row for row in rows if row.state_sizes and row.elements]
+        is_quantized = any(row.is_quantized for row in trained)
+        chosen = [row for row in trained if row.is_quantized == is_quantized]
+        if not chosen:
             return None
-        count = sum(part.elements for part in parts)
-        states: dict[str, int] = {}
-        for part in parts:
-            for state, size in part.states.items():
-                states[state] = states.get(state, 0) + size
+        count = sum(row.elements for row in chosen)
+        states: Counter[str] = Counter()
+        for row in chosen:
+            states.update(row.state_sizes)
         master, average = states.pop(MASTER, 0), states.pop(AVERAGE, 0)
         return cls(
-            preset=_preset(parts),
-            weights=len(parts),
+            preset=_preset(chosen),
+            weights=len(chosen),
             is_quantized=is_quantized,
-            weight=sum(part.weight for part in parts) / count,
+            weight=sum(row.bytes for row in chosen) / count,
             master=master / count,
             moments=sum(states.values()) / count,
             average=average / count,
@@ -210,18 +316,15 @@ class ParameterBytes:
         sizes = " + ".join(f"{name} {size:.2f}" for name, size in parts.items())
         preset = f" (preset {self.preset})" if self.preset else ""
         kind = "quantized parameter" if self.is_quantized else "parameter"
-        return f"bytes a {kind}: {sizes} = {self.together:.2f}{preset}"
+        return f"bytes per {kind}: {sizes} = {self.together:.2f}{preset}"
 
 
-def _preset(chosen: Iterable[ParameterPart]) -> str:
-    presets = {
-        preset_of(
-            {state: _DTYPES[short] for state, short in part.formats.items() if state != AVERAGE},
-            # codes of less than a byte cannot be half of a master
-            None if part.weight < part.elements else part.formats.get(MASTER) == SPLIT,
-        )
-        if part.is_quantized and set(part.formats.values()) <= _DTYPES.keys()
-        else ""
-        for part in chosen
-    }
+def _preset(rows: Iterable[Row]) -> str:
+    presets = set()
+    for row in rows:
+        if not row.is_quantized or not set(row.optimizer.values()) <= _DTYPES.keys():
+            return ""
+        dtypes = {state: _DTYPES[short] for state, short in row.optimizer.items() if state != AVERAGE}
+        # Codes of less than a byte cannot be half of a master.
+        presets.add(preset_of(dtypes, None if row.bytes < row.elements else row.optimizer.get(MASTER) == SPLIT))
     return presets.pop() if len(presets) == 1 else ""

@@ -1,13 +1,9 @@
 """Reports what a model costs on this rank, and why: one row per parameter.
 
-For each parameter `explain` lists its storage and bytes, what this rank sends to the all-gathers of one step, how its
-GEMMs run and why, the formats of optimizer states, and its sharding. It also lists the attention backend that PyTorch
-chooses for the device and dtype of the first parameter. The BF16 figures are for the same model on the same mesh with
-BF16 weights, float32 masters and float32 moments.
-
 Nothing here communicates or reads a value, so `explain` works on the meta device, before or after the first step, and
 on a single rank. Bytes of codes and scales come from the live components; all-gather bytes come from the slots that
-FSDP2 sends (`sharding.gather_slots`).
+FSDP2 sends (`sharding.gather_slots`). The BF16 figures are for the same model on the same mesh with BF16 weights,
+float32 masters and float32 moments.
 """
 
 from __future__ import annotations
@@ -32,16 +28,7 @@ from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import (
-    BF16_BYTES,
-    BF16_OPTIMIZER_BYTES,
-    REMAINDER,
-    REPLICATED,
-    SHORT_DTYPES,
-    SPLIT,
-    SharedScaleCost,
-)
-from quantshard.tools.observe.table import Report, Row
+from quantshard.tools.observe.table import Report
 
 _REMAINDER_SUFFIX = "_low"
 """Suffix of the state with the low bits of a master; the parameter has the high bits."""
@@ -66,10 +53,7 @@ def explain(
         optimizer: `FusedAdam`, or any other optimizer that keeps tensors in `optimizer.state`.
         recipe: the recipe of autocast; layers with a recipe of their own use that one. Without `recipe`, quantized
             weights use the recipe that quantized them, and others run in high precision.
-        strict: raise if anything falls back.
-
-    Raises:
-        FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
+        strict: raise a `FallbackError` if anything falls back.
     """
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
@@ -91,7 +75,7 @@ def explain(
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         _warn_of_differences(names, optimizer)
-    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
+    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
     return report
@@ -126,59 +110,94 @@ def _row(
     gathers: FsdpGather | None,
     states: _OptimizerStates,
     chosen: Recipe | None,
-) -> Row:
+) -> costs.Row:
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     if chosen is not None:
         chosen = recipe_in(module, chosen)
     codes, scales = _resident(local, storage, gathers)
-    forward, backward = _wire(storage, local, gathers)
+    numel = _padded_numel(storage, local, gathers)
+    sent = sent_in_bf16 = num_gathers = 0
+    if gathers is not None and gathers.ranks > 1:
+        sent, sent_in_bf16 = _sent(storage, local, gathers), numel * costs.BF16_BYTES
+        # FSDP2 keeps the sizes of the first gather.
+        num_gathers = 2 if gathers.in_backward else 1
     gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
     mesh, placements = _placed(param)
-    sizes = states.sizes(param)
     shared = (
-        SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+        costs.SharedScaleCost()
+        if storage is None
+        else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     )
-    return Row(
-        name=name,
-        shape=tuple(param.shape),
-        dtype=dtype_name(param.dtype),
-        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+    return row_of(
+        name,
+        param,
+        storage,
+        gemm,
+        shared,
+        (states.formats(param), states.sizes(param), states.note(param)),
+        _mismatch(storage, chosen),
         code_bytes=codes,
         scale_bytes=scales,
-        shared_scale_bytes=shared.scale_bytes,
-        straddling_blocks=shared.blocks,
-        bf16_bytes=_held_numel(storage, local, gathers) * BF16_BYTES,
-        forward_gather_bytes=forward,
-        backward_gather_bytes=backward,
-        bf16_gather_bytes=_bf16_wire(storage, local, gathers),
-        reduced_bytes=shared.reduced_bytes,
-        gemm=gemm.path,
-        gemm_reason=gemm.reason,
-        optimizer=states.formats(param),
-        optimizer_bytes=sum(sizes.values()),
-        state_sizes=sizes,
+        bf16_bytes=numel * costs.BF16_BYTES,
+        forward_gather_bytes=sent,
+        backward_gather_bytes=sent if num_gathers == 2 else 0,
+        bf16_gather_bytes=sent_in_bf16 * num_gathers,
         elements=local.numel() if storage is None else math.prod(storage.shard.shape),
         mesh=mesh,
         placements=placements,
         local_rows=_local_rows(param, storage),
-        fallbacks=fallbacks_of(gemm, shared, states.note(param)),
-        notes=tuple(filter(None, (shared.note, states.note(param)))),
-        warnings=tuple(filter(None, (shared.warning, _mismatch(storage, chosen)))),
+    )
+
+
+def row_of(
+    name: str,
+    param: Tensor,
+    storage: QuantizedStorage | None,
+    gemm: GemmPath,
+    shared: costs.SharedScaleCost,
+    optimizer: tuple[dict[str, str], dict[str, int], str],
+    warning: str = "",
+    **fields: Any,
+) -> costs.Row:
+    """Build the row of a parameter.
+
+    Args:
+        optimizer: state -> format, state -> bytes, and a note on states that stay float32.
+        fields: the remaining fields of `Row`.
+    """
+    states, sizes, note = optimizer
+    return costs.Row(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=dtype_name(param.dtype),
+        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+        shared_scale_bytes=shared.scale_bytes,
+        straddling_blocks=shared.blocks,
+        reduced_bytes=shared.reduced_bytes,
+        gemm=gemm.path,
+        gemm_reason=gemm.reason,
+        optimizer=states,
+        optimizer_bytes=sum(sizes.values()),
+        state_sizes=sizes,
+        fallbacks=(*gemm.fallbacks, *["replicated scales"] * bool(shared.warning), *["float32 states"] * bool(note)),
+        notes=tuple(filter(None, (shared.note, note))),
+        warnings=tuple(filter(None, (shared.warning, warning))),
+        **fields,
     )
 
 
 def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
     """Bytes of codes and of scales on this rank."""
     if storage is None:
-        return _held_numel(storage, local, gathers) * local.itemsize, 0
+        return _padded_numel(storage, local, gathers) * local.itemsize, 0
     roles = {name: storage.cell.format.by_name[name].role for name in storage.components}
     codes = sum(_nbytes(part) for name, part in storage.components.items() if roles[name] is Role.CODES)
     return codes, sum(map(_nbytes, storage.components.values())) - codes
 
 
-def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
+def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
     """Number of elements of a high-precision tensor in the weight's place; FSDP2 pads it to the largest shard."""
     if gathers is None:
         return local.numel()
@@ -186,21 +205,11 @@ def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGa
     return gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
 
 
-def _wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> tuple[int, int]:
-    """Bytes that this rank sends to the all-gathers of a forward and of a backward."""
-    if gathers is None or gathers.ranks == 1:
-        return 0, 0
+def _sent(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather) -> int:
+    """Bytes that this rank sends in one all-gather."""
     if storage is None:
-        size = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
-        return size, size if gathers.in_backward else 0
-    size = costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
-    return size, size if gathers.in_backward else 0  # FSDP2 keeps the sizes of the first gather
-
-
-def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
-    if gathers is None or gathers.ranks == 1:
-        return 0
-    return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
+        return gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
+    return costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
 
 
 class GemmPath(NamedTuple):
@@ -232,11 +241,8 @@ def gemm_of(
     # fully_shard replaces a module's class by FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
-    if (
-        param.ndim != 2
-        or "Embedding" in kind.__name__
-        or (is_quantshard and leaf not in getattr(module, "_weights", ()))
-    ):
+    is_operand = not is_quantshard or leaf in getattr(module, "_weights", ())
+    if param.ndim != 2 or "Embedding" in kind.__name__ or not is_operand:
         return GemmPath()
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
@@ -255,12 +261,6 @@ def gemm_of(
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
     return GemmPath(path, reason, (*hardware.fallbacks(None, chosen, device), *joint))
-
-
-def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
-    """Names in `limits.FALLBACKS` of all fallbacks that one parameter uses."""
-    thin, moments = bool(shared.warning), bool(moments_note)
-    return (*gemm.fallbacks, *["replicated scales"] * thin, *["float32 states"] * moments)
 
 
 def _device(param: Tensor) -> torch.device:
@@ -285,17 +285,16 @@ def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
 
 
 def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Sizes of the mesh axes by name, and placements."""
     if not isinstance(param, DTensor):
         return {}, ()
-    names = param.device_mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(param.device_mesh.ndim))
-    sizes = {name: param.device_mesh.size(axis) for axis, name in enumerate(names)}
-    return sizes, tuple(_placement_name(placement) for placement in param.placements)
-
-
-def _placement_name(placement: Any) -> str:
-    if placement.is_replicate():
-        return REPLICATED
-    return f"{'Shard' if placement.is_shard() else 'StridedShard'}({placement.dim})"
+    mesh = param.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    placements = tuple(
+        costs.REPLICATED if p.is_replicate() else f"{'Shard' if p.is_shard() else 'StridedShard'}({p.dim})"  # type: ignore[attr-defined]
+        for p in param.placements
+    )
+    return {name: mesh.size(axis) for axis, name in enumerate(names)}, placements
 
 
 def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, int]:
@@ -317,12 +316,10 @@ class _OptimizerStates:
         self.by_param: Mapping[Tensor, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
         groups = [] if optimizer is None else optimizer.param_groups
         self.params = {param for group in groups for param in group["params"]}
-        formats_of_params = [self.formats(param) for param in self.params]
         self.scaled: dict[str, str] = {}
-        for param, formats in zip(self.params, formats_of_params, strict=True):
-            keys = self.tensors(param)
-            with_scales = {scaled_state(key) for key in keys}
-            self.scaled |= {state: fmt for state, fmt in formats.items() if state in with_scales}
+        for param in self.params:
+            with_scales = {scaled_state(key) for key in self.tensors(param)}
+            self.scaled |= {state: fmt for state, fmt in self.formats(param).items() if state in with_scales}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
         """Local tensors of a parameter's state, without scalars such as a step count."""
@@ -335,13 +332,15 @@ class _OptimizerStates:
 
     def formats(self, param: Tensor) -> dict[str, str]:
         """State -> format. Scales belong to their state; a remainder and its parameter form one master."""
-        return {
-            key.removesuffix(_REMAINDER_SUFFIX): (SPLIT if value.ndim == param.ndim else REMAINDER)
-            if key.endswith(_REMAINDER_SUFFIX)
-            else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
-            for key, value in self.tensors(param).items()
-            if not scaled_state(key)
-        }
+        formats = {}
+        for key, value in self.tensors(param).items():
+            if key.endswith(_REMAINDER_SUFFIX):
+                formats[key.removesuffix(_REMAINDER_SUFFIX)] = (
+                    costs.SPLIT if value.ndim == param.ndim else costs.REMAINDER
+                )
+            elif not scaled_state(key):
+                formats[key] = costs.SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+        return formats
 
     def sizes(self, param: Tensor) -> dict[str, int]:
         """State -> bytes on this rank, scales included."""
@@ -354,9 +353,7 @@ class _OptimizerStates:
     def note(self, param: Tensor) -> str:
         """A note on the states that stay in float32 although other parameters have scaled ones."""
         float_states = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
-        return costs.float_states(
-            float_states, " and ".join(dict.fromkeys(self.scaled[state] for state in float_states))
-        )
+        return costs.float_states(float_states, (self.scaled[state] for state in float_states))
 
 
 def _nbytes(tensor: Tensor) -> int:

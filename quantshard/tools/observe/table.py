@@ -21,11 +21,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.readable import common_start, counted_name, human_bytes, united_groups
-from quantshard.tools.observe.costs import ParameterBytes, ParameterPart
-
-WEIGHTS = "weights"
-GATHERED = "given to all-gathers, forward and backward"
-"""First words of the lines of the totals that compare weights and traffic with BF16."""
+from quantshard.tools.observe.costs import KINDS, ParameterBytes, Row, StepMemory, Totals
 
 MORE = "a wider terminal or COLUMNS=240 has them"
 """Hint on how to see the columns that did not fit."""
@@ -33,7 +29,7 @@ MORE = "a wider terminal or COLUMNS=240 has them"
 EMULATED = "emulated"
 """Path of a GEMM that dequantizes its operands, and the name of that fallback."""
 
-_Column = tuple[Literal["left", "right"], Callable[["Row"], str]]
+_Column = tuple[Literal["left", "right"], Callable[[Row], str]]
 _LEFT: Final = "left"
 _RIGHT: Final = "right"
 
@@ -44,135 +40,6 @@ _UNBOUNDED = 10000
 _NAME_WIDTH = 30
 _SUMMARY_NAME_WIDTH = 44
 """Width that names get before columns are left out."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter. Bytes are counted on this rank.
-
-    `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
-    dtype. `bf16_bytes`: bytes of the local elements in BF16. `shared_scale_bytes`: bytes of scales that other ranks
-    store as well. `straddling_blocks`: number of local blocks that extend into other ranks. `forward_gather_bytes`,
-    `backward_gather_bytes`: bytes sent to the all-gathers of one forward and one backward, padding included.
-    `reduced_bytes`: bytes of amaxes reduced in a step. `gemm`: "native", "emulated", or "" for a parameter that is not
-    an operand of a GEMM. `optimizer`: state -> format. `state_sizes`: state -> bytes, which add up to
-    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` for each. `local_rows`: first global
-    row on this rank and one past the last. `fallbacks`: names in `limits.FALLBACKS`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    format: str
-    code_bytes: int
-    scale_bytes: int
-    shared_scale_bytes: int
-    straddling_blocks: int
-    bf16_bytes: int
-    forward_gather_bytes: int
-    backward_gather_bytes: int
-    bf16_gather_bytes: int
-    reduced_bytes: int
-    gemm: str
-    gemm_reason: str
-    optimizer: dict[str, str]
-    optimizer_bytes: int
-    state_sizes: dict[str, int]
-    elements: int
-    mesh: dict[str, int]
-    placements: tuple[str, ...]
-    local_rows: tuple[int, int]
-    fallbacks: tuple[str, ...]
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.code_bytes + self.scale_bytes
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the rows. Fields that begin with `bf16` are sums for the same model with BF16 weights."""
-
-    parameters: int
-    code_bytes: int
-    scale_bytes: int
-    shared_scale_bytes: int
-    straddling_blocks: int
-    bf16_bytes: int
-    forward_gather_bytes: int
-    backward_gather_bytes: int
-    bf16_gather_bytes: int
-    reduced_bytes: int
-    optimizer_bytes: int
-    bf16_optimizer_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.code_bytes + self.scale_bytes
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes that this rank sends to the all-gathers of one forward and one backward."""
-        return self.forward_gather_bytes + self.backward_gather_bytes
-
-
-KINDS = (
-    "weights",
-    "optimizer states",
-    "gathered weights",
-    "gradients",
-    "activations",
-    "head and loss",
-    "temporary",
-)
-"""Kinds of memory. Activations are what a forward saves for its backward. Head and loss are what follows the repeated
-layers: logits, their gradient, and related buffers."""
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Bytes by kind at the peak of a phase ("forward", "backward" or "optimizer step")."""
-
-    phase: str
-    bytes: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """Sum over all kinds."""
-        return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """The phases of a step, in order.
-
-    `step`: a description of the step (batch, sequence length and so on). `fits`: the largest batch that fits, in words;
-    "" if no memory size was given.
-    """
-
-    phases: tuple[PhaseMemory, ...]
-    step: str
-    fits: str = ""
-
-    @property
-    def highest(self) -> PhaseMemory:
-        """The phase with the highest peak."""
-        return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of the step."""
-        return self.highest.total
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the phases as a dict that JSON can represent."""
-        phases = {phase.phase: {**phase.bytes, "total": phase.total} for phase in self.phases}
-        result = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
-        return result | ({"fits": self.fits} if self.fits else {})
 
 
 @dataclass(frozen=True)
@@ -201,7 +68,7 @@ class Report:
         summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
-        return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(map(_part, rows)))
+        return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(rows))
 
     def summary(self, more: str = MORE) -> Report:
         """Return this report with similar parameters united in one row: `layers.{0-31}.{q,k}_proj.weight x64`.
@@ -245,11 +112,6 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _render(self)
-
-
-def _part(row: Row) -> ParameterPart:
-    is_quantized = row.format != row.dtype
-    return ParameterPart(row.elements, row.bytes, row.state_sizes, row.optimizer, is_quantized)
 
 
 def _summed_fields() -> list[str]:
@@ -296,7 +158,7 @@ class FittedTable:
         while left_out < len(self.spared) and self._width(left_out, console, options) > options.max_width:
             left_out += 1
         room = options.max_width - self._width(left_out, console, options)
-        yield self._table(left_out, self.name_width + max(0, room))
+        yield self._table(left_out, self.name_width + room)
         if left_out:
             yield Text(f"no room for {left_out} more columns: {self.more}")
 
@@ -338,7 +200,9 @@ def _render(report: Report) -> Group:
     parts: list[Any] = [_totals_table(report.totals)]
     parts += [Text()] if report.parameter is None else [Text(str(report.parameter))]
     if report.memory is not None:
-        parts += [_memory_table(report.memory), *(Text(printable(line), style="bold") for line in _peak(report.memory))]
+        memory = report.memory
+        peak = f"peak {human_bytes(memory.peak)} in {memory.highest.phase}, with {memory.step}"
+        parts += [_memory_table(memory), *(Text(printable(line), style="bold") for line in (peak, memory.fits) if line)]
     parts.append(_parameter_table(report, heading))
     parts += [Text(printable(text)) for text in (*_details(report), *report.attention)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
@@ -387,18 +251,6 @@ def _mesh_text(row: Row) -> str:
     return ", ".join(f"{axis}={size} {placement}" for (axis, size), placement in axes) or "-"
 
 
-def _sharding_text(row: Row) -> str:
-    return f"{_mesh_text(row)}: rows {row.local_rows[0]}-{row.local_rows[1]}" if row.mesh else "-"
-
-
-def _code_text(row: Row) -> str:
-    return human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else "")
-
-
-def _shape_text(row: Row) -> str:
-    return " x ".join(map(str, row.shape)) or "scalar"
-
-
 def plain_table(*headings: str, texts: int = 1, edge: bool = True) -> Table:
     """An empty table. `texts`: number of columns aligned to the left; the others have numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=edge)
@@ -410,8 +262,8 @@ def plain_table(*headings: str, texts: int = 1, edge: bool = True) -> Table:
 def _totals_table(totals: Totals) -> Table:
     table = plain_table("this rank", "here", "in BF16", "ratio", edge=False)
     lines = [
-        (f"{WEIGHTS} of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
-        (GATHERED, totals.gather_bytes, totals.bf16_gather_bytes),
+        (f"weights of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
+        ("given to all-gathers, forward and backward", totals.gather_bytes, totals.bf16_gather_bytes),
         ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
     ]
     for label, local_bytes, bf16_bytes in (line for line in lines if any(line[1:])):
@@ -428,15 +280,10 @@ def _memory_table(memory: StepMemory) -> Table:
     return table
 
 
-def _peak(memory: StepMemory) -> list[str]:
-    peak = f"peak {human_bytes(memory.peak)} in {memory.highest.phase}, with {memory.step}"
-    return [peak, memory.fits] if memory.fits else [peak]
-
-
-def _merged(told: Iterable[tuple[str, str]]) -> list[str]:
+def _merged(texts: Iterable[tuple[str, str]]) -> list[str]:
     """Each distinct text, with the parameters concerned."""
     names: dict[str, list[str]] = {}
-    for name, text in told:
+    for name, text in texts:
         names.setdefault(text, []).append(name)
     return [
         f"{parameters[0]}{f' and {len(parameters) - 1} more' if len(parameters) > 1 else ''}: {text}"
@@ -452,11 +299,17 @@ _COMMON: dict[str, _Column] = {
     "optimizer": (_LEFT, lambda row: _optimizer_text(row.optimizer)),
 }
 _COLUMNS: dict[str, _Column] = {
-    "shape": (_RIGHT, _shape_text),
+    "shape": (_RIGHT, lambda row: " x ".join(map(str, row.shape)) or "scalar"),
     "stored as": (_LEFT, lambda row: row.format),
-    "codes + scales": (_RIGHT, _code_text),
+    "codes + scales": (
+        _RIGHT,
+        lambda row: human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else ""),
+    ),
     **_COMMON,
-    "sharding": (_LEFT, _sharding_text),
+    "sharding": (
+        _LEFT,
+        lambda row: f"{_mesh_text(row)}: rows {row.local_rows[0]}-{row.local_rows[1]}" if row.mesh else "-",
+    ),
 }
 """Heading -> alignment and text of a cell, for the columns after the name."""
 _SUMMARY: dict[str, _Column] = {

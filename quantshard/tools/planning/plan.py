@@ -2,7 +2,7 @@
 
 `plan` gives for an unsharded model the report that `explain` gives for live shards. `plan` cuts rectangles
 (`sharding.Shard`), `explain` reads what FSDP2 and DTensor made; tests compare both. With a `TrainingStep`, the report
-includes the peak memory of the step (`planning.peak`).
+includes the peak memory of the step (`planning.rehearsal`).
 """
 
 from __future__ import annotations
@@ -17,43 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import sharding
+from quantshard import sharding, state_storage
 from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
 from quantshard.sharding import Shard
-from quantshard.state_storage import (
-    ADAMW,
-    ALGORITHMS,
-    MUON,
-    UNUSED_OPTIONS,
-    StateOptions,
-    check_dtype,
-    check_remainders,
-    chosen_options,
-    needs_master,
-    splits,
-    state_cell,
-    stored_dtype,
-)
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import (
-    BF16_BYTES,
-    BF16_OPTIMIZER_BYTES,
-    REMAINDER,
-    REPLICATED,
-    SHORT_DTYPES,
-    SPLIT,
-    SharedScaleCost,
-)
-from quantshard.tools.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of, recipe_in
-from quantshard.tools.observe.table import Report, Row
-from quantshard.tools.planning.peak import ParameterShare, step_memory
-from quantshard.tools.planning.rehearsal import TrainingStep
+from quantshard.tools.observe.explain import GemmPath, dtype_name, gemm_of, recipe_in, row_of
+from quantshard.tools.observe.table import Report
+from quantshard.tools.planning.rehearsal import ParameterShare, TrainingStep, step_memory
 
 TP = "tp"
 """Name of the mesh axis of tensor parallelism."""
@@ -70,7 +46,7 @@ def plan(
     rank: int = 0,
     tensor_parallel: Mapping[str, int] | None = None,
     reshard_after_forward: bool | None = None,
-    optimizer: str = ADAMW,
+    optimizer: str = state_storage.ADAMW,
     head: str | Iterable[str] | None = None,
     preset: str | None = None,
     master_weights: bool | None = None,
@@ -111,9 +87,6 @@ def plan(
         memory: bytes of the GPU; the report then states the largest batch that fits.
         capability: compute capability of the GPU, which determines how GEMMs run. By default the one of `step`, or
             without a step, the one of the model's device.
-
-    Raises:
-        ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
     cut_by_tp = dict(tensor_parallel or {})
@@ -126,12 +99,16 @@ def plan(
         "momentum_buffer_dtype": momentum_buffer_dtype,
         "store_param_remainders": store_param_remainders,
     }
-    _check_optimizer(optimizer, options)
-    states = chosen_options("plan", preset, options)
-    spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
-    _check_arguments(model, mesh_rank, cut_by_tp, spec)
-    _check_step(step, mesh_rank, memory)
-    rows, shares, optimized = [], [], 0
+    spec = _OptimizerSpec.of(model, optimizer, head, ema, preset, options)
+    _check_model(model, mesh_rank, cut_by_tp)
+    if step is None and memory is not None:
+        raise ConfigurationError("plan(memory=...) needs a step, whose batch is to fit")
+    if step is not None and (tp_ranks := mesh_rank.mesh.get(TP, 1)) > 1:
+        raise ConfigurationError(
+            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {tp_ranks}); leave the "
+            "step out"
+        )
+    rows, shares = [], []
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
@@ -143,11 +120,10 @@ def plan(
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
         regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, param, gemm, mesh_rank, dim, regathered, spec)
-        rows.append(row)
-        shares.append(ParameterShare(layer_of.get(id(module)), param, row, regathered))
-        optimized += numel
-    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
+        rows.append(_row(name, param, gemm, mesh_rank, dim, regathered, spec))
+        shares.append(ParameterShare(layer_of.get(id(module)), param, rows[-1], regathered))
+    optimized = sum(share.row.elements for share in shares if share.param.requires_grad)
+    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES)
     if step is None:
         return report
     sharding = (mesh_rank.ranks, mesh_rank.replicas) if mesh_rank.is_wrapped else None
@@ -161,44 +137,51 @@ class _OptimizerSpec:
     `matrices`: ids of the parameters that Muon updates; AdamW updates the others.
     """
 
-    states: StateOptions
+    states: state_storage.StateOptions
     ema: bool
     algorithm: str
     matrices: frozenset[int]
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        algorithm: str,
+        head: str | Iterable[str] | None,
+        ema: bool,
+        preset: str | None,
+        options: Mapping[str, Any],
+    ) -> _OptimizerSpec:
+        """Check the options of an optimizer."""
+        known = state_storage.ALGORITHMS
+        if algorithm not in known:
+            raise ConfigurationError(
+                f"plan(optimizer={algorithm!r}): {meant(algorithm, known)}there are {', '.join(known)}; "
+                "explain(model, optimizer) describes optimizers of any class"
+            )
+        for name in state_storage.UNUSED_OPTIONS[algorithm]:
+            if options[name] is not None:
+                raise ConfigurationError(
+                    f"plan(optimizer={algorithm!r}): {algorithm} has no such state as {name}={options[name]}; leave it "
+                    "out"
+                )
+        if algorithm != state_storage.MUON and head is not None:
+            raise ConfigurationError(f"plan(optimizer={algorithm!r}, head={head!r}): only muon has a head")
+        groups = muon_groups(model, head=head) if algorithm == state_storage.MUON else []
+        matrices = [param for group in groups if group[ALGORITHM] == state_storage.MUON for _, param in group["params"]]
+        spec = cls(state_storage.chosen_options("plan", preset, options), ema, algorithm, frozenset(map(id, matrices)))
+        for name in (state_storage.ADAMW, state_storage.MUON) if algorithm == state_storage.MUON else (algorithm,):
+            for state, dtype in spec.states.dtypes(name).items():
+                state_storage.check_dtype("plan", state, dtype)
+        if spec.states.store_param_remainders:
+            state_storage.check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
+        return spec
+
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """State -> dtype that a large quantized weight would get."""
-        if self.algorithm != MUON:
+        if self.algorithm != state_storage.MUON:
             return self.states.dtypes(self.algorithm)
-        return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
-
-
-def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Refuse an unknown optimizer, and options for states that the optimizer does not have."""
-    if optimizer not in ALGORITHMS:
-        raise ConfigurationError(
-            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are "
-            f"{', '.join(ALGORITHMS)}; a live one of any class is described by explain(model, optimizer)"
-        )
-    for name in UNUSED_OPTIONS[optimizer]:
-        if given[name] is not None:
-            raise ConfigurationError(
-                f"plan(optimizer={optimizer!r}, {name}={given[name]}) would do nothing, since {optimizer} has no such "
-                "state; leave it out"
-            )
-
-
-def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None) -> frozenset[int]:
-    """Return the ids of the parameters that Muon orthogonalizes the momentum of.
-
-    Raises:
-        ConfigurationError: the head is unknown, or given for another optimizer.
-    """
-    if optimizer != MUON and head is not None:
-        raise ConfigurationError(f"plan(optimizer={optimizer!r}, head={head!r}): the head is told to Muon alone")
-    groups = muon_groups(model, head=head) if optimizer == MUON else []
-    param_lists = [group["params"] for group in groups if group[ALGORITHM] == MUON]
-    return frozenset(id(param) for params in param_lists for _, param in params)
+        return self.states.dtypes(state_storage.MUON if id(param) in self.matrices else state_storage.ADAMW)
 
 
 @dataclass(frozen=True)
@@ -255,7 +238,7 @@ class _MeshRank:
         if not self.is_wrapped:
             return {}
         strided = tp_dim == 0 and self.mesh[TP] > 1
-        placements = {axis: REPLICATED for axis in self.mesh if axis != TP}
+        placements = {axis: costs.REPLICATED for axis in self.mesh if axis != TP}
         placements[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
         return placements if tp_dim is None else placements | {TP: f"Shard({tp_dim})"}
 
@@ -270,7 +253,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
                 yield f"{prefix}.{param_name}" if prefix else param_name, param_name, module, param
 
 
-def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], spec: _OptimizerSpec) -> None:
+def _check_model(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in params.values()):
         raise ConfigurationError(
@@ -282,25 +265,6 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
                 f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
                 f"name ends so; the mesh is {place.mesh}"
             )
-    for algorithm in (ADAMW, MUON) if spec.algorithm == MUON else (spec.algorithm,):
-        for state, dtype in spec.states.dtypes(algorithm).items():
-            check_dtype("plan", state, dtype)
-    if spec.states.store_param_remainders:
-        check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
-
-
-def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:
-    if step is None:
-        if memory is not None:
-            raise ConfigurationError("plan(memory=...): give a step too, whose batch is to fit")
-        return
-    if not isinstance(step, TrainingStep):
-        raise ConfigurationError(f"plan(step={step!r}): give a quantshard.TrainingStep")
-    if place.mesh.get(TP, 1) > 1:
-        raise ConfigurationError(
-            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {place.mesh[TP]}); "
-            "leave the step out, or plan the mesh without that axis"
-        )
 
 
 def _row(
@@ -311,8 +275,7 @@ def _row(
     tp_dim: int | None,
     gathered_again: bool,
     optimizer: _OptimizerSpec,
-) -> tuple[Row, int]:
-    """Row of one parameter, and the number of local elements that the optimizer trains."""
+) -> costs.Row:
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     shard = _cut(name, param, storage, place, tp_dim)
@@ -323,45 +286,32 @@ def _row(
     numel = shard.cut.chunk * shard.cut.parent.shape[1]
     forward = bf16_forward = 0
     if storage is None:
-        codes, scales, shared = numel * param.itemsize, 0, SharedScaleCost()
+        codes, scales, shared = numel * param.itemsize, 0, costs.SharedScaleCost()
     else:
         fmt = storage.cell.format
-        (codes, scales), shared = (
-            costs.resident_bytes(fmt, shard),
-            costs.shared(fmt, shard, mesh, [*placements.values()]),
-        )
+        codes, scales = costs.resident_bytes(fmt, shard)
+        shared = costs.shared(fmt, shard, mesh, [*placements.values()])
     if place.mesh[place.shard_axis] > 1:
-        bf16_forward = numel * BF16_BYTES
+        bf16_forward = numel * costs.BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
-    states, sizes, note = _optimizer(param, storage, shard, optimizer)
-    row = Row(
-        name=name,
-        shape=tuple(param.shape),
-        dtype=dtype_name(param.dtype),
-        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+    return row_of(
+        name,
+        param,
+        storage,
+        gemm,
+        shared,
+        _optimizer(param, storage, shard, optimizer),
         code_bytes=codes,
         scale_bytes=scales,
-        shared_scale_bytes=shared.scale_bytes,
-        straddling_blocks=shared.blocks,
-        bf16_bytes=numel * BF16_BYTES,
+        bf16_bytes=numel * costs.BF16_BYTES,
         forward_gather_bytes=forward,
         backward_gather_bytes=forward if gathered_again else 0,
         bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
-        reduced_bytes=shared.reduced_bytes,
-        gemm=gemm.path,
-        gemm_reason=gemm.reason,
-        optimizer=states,
-        optimizer_bytes=sum(sizes.values()),
-        state_sizes=sizes,
         elements=math.prod(shard.shape),
         mesh=mesh,
         placements=tuple(placements.values()),
         local_rows=shard.extents[0],
-        fallbacks=fallbacks_of(gemm, shared, note),
-        notes=tuple(filter(None, (shared.note, note))),
-        warnings=tuple(filter(None, (shared.warning,))),
     )
-    return row, math.prod(shard.shape) if param.requires_grad else 0
 
 
 def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _MeshRank, tp_dim: int | None) -> Shard:
@@ -386,20 +336,26 @@ def _optimizer(
     if not param.requires_grad:
         return {}, {}, ""
     requested = optimizer.dtypes(param)
-    if MASTER in requested and not needs_master(storage is not None, param.dtype, requested[MASTER]):
+    if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
     fmt = None if storage is None else storage.cell.format
-    if MASTER in requested and optimizer.states.store_param_remainders and splits(fmt, param.dtype, requested[MASTER]):
-        states[MASTER], sizes[MASTER] = (REMAINDER, 2 * elements) if fmt is None else (SPLIT, elements)
+    if (
+        MASTER in requested
+        and optimizer.states.store_param_remainders
+        and state_storage.splits(fmt, param.dtype, requested[MASTER])
+    ):
+        states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
         del requested[MASTER]
-    dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
+    dtypes = {state: state_storage.stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
     float_states = [state for state, dtype in dtypes.items() if dtype is not requested[state]]
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
-        cell = state_cell(dtype, state in NONNEGATIVE)
+        cell = state_storage.state_cell(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
-        states[state] = SHORT_DTYPES[dtype_name(dtype)]
-    requested_names = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(requested[state])] for state in float_states))
-    return states, sizes, costs.float_states(float_states, requested_names)
+        states[state] = costs.SHORT_DTYPES[dtype_name(dtype)]
+    note = costs.float_states(
+        float_states, (costs.SHORT_DTYPES[dtype_name(requested[state])] for state in float_states)
+    )
+    return states, sizes, note

@@ -1,8 +1,12 @@
-"""A training step without values: forward and backward run on the meta device while their memory is counted.
+"""Peak memory of a training step on one rank: a step without values.
 
-Modules take their GPU path (`gemm.described_gpu`), so allocations match a GPU for quantshard's modules, converted
-models and plain PyTorch. Temporaries inside GPU operations are not seen, except for attention's backward, which
-accumulates gradients of queries in float32.
+Forward and backward run on the meta device while their memory is counted. Modules take their GPU path
+(`gemm.described_gpu`), so allocations match a GPU for quantshard's modules, converted models and plain PyTorch.
+Temporaries inside GPU operations are not seen, except for attention's backward, which accumulates gradients of queries
+in float32.
+
+Not counted: the CUDA context and NCCL buffers, which are outside PyTorch's allocator; cuBLAS workspaces, up to 32 MiB;
+fragmentation of the allocator. `RESERVE` is the share of memory that `plan` sets aside for them.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,14 +29,20 @@ from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.kernels import tables, workspace
 from quantshard.modules import autocast, checkpoint
+from quantshard.readable import human_bytes
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.observe.table import KINDS, PhaseMemory
+from quantshard.tools.observe.costs import KINDS, PhaseMemory, Row, StepMemory, Totals
 from quantshard.tools.planning.sharded_passes import GRADIENTS, ShardedPasses, ShardedUnit, UnitSizes
-from quantshard.tools.planning.timeline import Allocation, GpuTimeline, gpu_attention, tensors_in
+from quantshard.tools.planning.timeline import Allocation, MemoryTimeline, gpu_attention, tensors_in
 
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
+
+RESERVE = 0.07
+"""Share of a GPU's memory set aside for memory that is not counted."""
+
+_MOST_TRIES = 8
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(model, tokens, targets), int64 [batch, seq_length] each -> the loss; backward starts with ones of its shape."""
@@ -71,19 +81,14 @@ class TrainingStep:
     capability: tuple[int, int] = (9, 0)
 
     def check(self) -> None:
-        """Validate the step.
-
-        Raises:
-            ConfigurationError: a count is not a positive integer; Triton is missing.
-        """
+        """Raise a ConfigurationError if a count is not a positive integer or Triton is missing."""
         for name in ("batch", "seq_length", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"TrainingStep({name}={value!r}): give a number from 1 on")
+                raise ConfigurationError(f"TrainingStep({name}={value!r}): give a whole number above 0")
         if not kernels.USABLE:
             raise ConfigurationError(
-                "plan: what a step takes is counted with the kernels, for which Triton must be installed (no GPU is "
-                "needed): pip install triton"
+                "plan: the memory of a step is computed with the kernels' code; pip install triton (no GPU is needed)"
             )
 
     def __str__(self) -> str:
@@ -94,34 +99,121 @@ class TrainingStep:
 
 
 @dataclass(frozen=True)
-class StepSharding:
-    """How `fully_shard` wraps a model: sizes for each layer and for the root, number of ranks and of replicas."""
+class ParameterShare:
+    """A parameter and its row in `plan`.
 
-    layers: Sequence[tuple[nn.Module, UnitSizes]]
-    root: UnitSizes
-    ranks: int
-    replicas: int
+    `layer`: the layer that `fully_shard` wraps the parameter with; None for the model itself. `regathered`: whether the
+    parameter is all-gathered again in backward.
+    """
+
+    layer: nn.Module | None
+    param: Tensor
+    row: Row
+    regathered: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements on this rank, including FSDP2's padding."""
+        return self.row.bf16_bytes // 2
+
+    def unit_sizes(self, ranks: int) -> UnitSizes:
+        """What the parameter adds to the sizes of its unit."""
+        gradients = ranks * self.numel if self.param.requires_grad else 0
+        if ranks == 1:  # FSDP2 copies plain weights; a quantized one is its shard
+            is_plain = self.row.scale_bytes == 0 and not self.row.is_quantized
+            return UnitSizes(0, self.row.code_bytes if is_plain else 0, gradients, self.regathered)
+        gathered = ranks * self.row.forward_gather_bytes
+        return UnitSizes(gathered, gathered + self.row.shared_scale_bytes, gradients, self.regathered)
+
+
+def step_memory(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    totals: Totals,
+    shares: Sequence[ParameterShare],
+    mesh: tuple[int, int] | None,
+    step: TrainingStep,
+    limit: int | None,
+) -> StepMemory:
+    """Compute the peak memory of each phase of a step.
+
+    Args:
+        mesh: (ranks that share parameters, replicas); None without `fully_shard`.
+        limit: bytes of the GPU, for which the result states the largest batch that fits; None to leave that out.
+    """
+    sizes: dict[int, UnitSizes] = {}
+    if mesh is not None:
+        for share in shares:
+            sizes[id(share.layer)] = share.unit_sizes(mesh[0]) + sizes.get(id(share.layer), UnitSizes())
+    resident = Counter({"weights": totals.bytes, "optimizer states": totals.optimizer_bytes})
+    at_step = Counter(resident)
+    if step.norm_dtype is not None:  # values and squares
+        largest = max((share.numel for share in shares if share.param.requires_grad), default=0)
+        at_step["temporary"] = 2 * step.norm_dtype.itemsize * largest
+
+    def peaks_of(step: TrainingStep) -> StepMemory:
+        phases = rehearse(model, layers, step, sizes, mesh)
+        return StepMemory(
+            tuple(
+                PhaseMemory(phase.phase, {kind: size + extra[kind] for kind, size in phase.bytes.items()})
+                for phase, extra in zip(phases, (resident, resident, at_step), strict=True)
+            ),
+            str(step),
+        )
+
+    memory = peaks_of(step)
+    if limit is None:
+        return memory
+    return replace(
+        memory, fits=_fitting(step, memory.peak, limit, lambda batch: peaks_of(replace(step, batch=batch)).peak)
+    )
+
+
+def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int], int]) -> str:
+    """Describe the largest batch that leaves the reserve free.
+
+    Peaks grow with the batch, by nearly the same amount for each sequence. The next batch to try is therefore where a
+    line through the peaks of the two largest tried ones meets the limit, between what fits and what does not.
+    """
+    allowed = int(limit * (1 - RESERVE))
+    peaks = {step.batch: peak}
+    candidate = max(1, step.batch // 2) if peak > allowed and step.batch > 1 else 2 * step.batch
+    for _ in range(_MOST_TRIES):
+        peaks[candidate] = peak_of(candidate)
+        largest = max((batch for batch, size in peaks.items() if size <= allowed), default=0)
+        too_large = min((batch for batch, size in peaks.items() if size > allowed), default=1 << 20)
+        if too_large - largest == 1:
+            break
+        (low, low_peak), (high, high_peak) = sorted(peaks.items())[-2:]
+        guess = low + (allowed - low_peak) * (high - low) // max(high_peak - low_peak, 1)
+        candidate = min(max(guess, largest + 1), too_large - 1)
+    size = f"{human_bytes(limit)} with {RESERVE:.0%} in reserve"
+    if not largest:
+        return f"not even a batch of 1 fits in {size}"
+    at_least = "at least " if too_large - largest > 1 else ""
+    return f"{at_least}{largest} x {step.seq_length} tokens fit in {size} ({human_bytes(peaks[largest])})"
 
 
 def rehearse(
-    model: nn.Module, layers: Sequence[nn.Module], step: TrainingStep, sharding: StepSharding | None
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    step: TrainingStep,
+    sizes: Mapping[int, UnitSizes],
+    mesh: tuple[int, int] | None,
 ) -> list[PhaseMemory]:
     """Memory of forward, of backward and at the optimizer step, without weights and optimizer states.
 
-    `sharding`: None for a model without `fully_shard`.
-
-    Raises:
-        ConfigurationError: the model cannot run without values.
+    `sizes`: by the id of each layer, and of None for the rest of the model. `mesh`: as for `step_memory`.
     """
     step.check()
     # Drop caches, so that a plan does not depend on earlier ones.
     for lasting in (workspace, tables):
         lasting.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
-    recording = _Recording(twins, GpuTimeline(twins.held()))
+    recording = _Recording(twins, MemoryTimeline(twins.resident_tensors()))
     autocasting = partial(autocast, recipe=step.recipe) if step.recipe is not None else nullcontext
     with described_gpu(step.capability), recording.timeline.recorded(), gpu_attention(), torch.enable_grad():
-        passes = None if sharding is None else twins.sharded_passes(recording.timeline, sharding, step)
+        passes = None if mesh is None else twins.sharded_passes(recording.timeline, sizes, mesh, step)
         size = (step.batch, step.seq_length)
         tokens, targets = (torch.empty(size, dtype=torch.int64, device="meta") for _ in range(2))
         forward = partial(step.loss or _language_loss, twins.model, tokens, targets)
@@ -134,8 +226,8 @@ def rehearse(
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError) as error:
             line = " ".join(str(error).split())
             raise ConfigurationError(
-                f"plan: {type(model).__name__} does not run without values, as the memory of a step is counted: "
-                f"{type(error).__name__}: {line:.300}; leave the step out to plan weights and optimizer alone"
+                f"plan: {type(model).__name__} does not run without values: {type(error).__name__}: {line:.300}; leave "
+                "the step out to plan weights and optimizer only"
             ) from error
         return recording.phases()
 
@@ -144,16 +236,20 @@ class _Twins:
     """Copies of a model and its layers on the meta device, in training mode."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], checkpointed: bool) -> None:
-        memo: dict[int, Any] = {id(param): _twin(param) for param in model.parameters()}
+        memo: dict[int, Any] = {}
+        for param in model.parameters():
+            quantized = components.quantized_local(param)
+            value = torch.empty_like(param, device="meta") if quantized is None else _without_values(quantized)
+            memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
         memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
         names = {id(module): name for name, module in model.named_modules()}
         self.model = copy.deepcopy(model, memo).train()
         self.layers = [self.model.get_submodule(names[id(layer)]) for layer in layers]
         for layer in self.layers if checkpointed else ():
             layer.forward = partial(checkpoint, layer.forward)
-        self._names = names
+        self._layer_ids = [id(layer) for layer in layers]
 
-    def held(self) -> list[Tensor]:
+    def resident_tensors(self) -> list[Tensor]:
         """Tensors that exist before the step."""
         tensors = [*self.model.buffers()]
         for param in self.model.parameters():
@@ -162,24 +258,17 @@ class _Twins:
             tensors += parts if quantized is None else [*parts, *quantized.quantized_storage.state.values()]
         return tensors
 
-    def sharded_passes(self, timeline: GpuTimeline, sharding: StepSharding, step: TrainingStep) -> ShardedPasses:
+    def sharded_passes(
+        self, timeline: MemoryTimeline, sizes: Mapping[int, UnitSizes], mesh: tuple[int, int], step: TrainingStep
+    ) -> ShardedPasses:
         """Add FSDP2's memory to passes of the copied model."""
         units, assigned = [], set[int]()
-        for layer, (_, sizes) in zip(self.layers, sharding.layers, strict=True):
-            params = [param for param in layer.parameters() if id(param) not in assigned]
+        modules = [*zip(self.layers, self._layer_ids, strict=True), (self.model, id(None))]
+        for module, key in modules:
+            params = [param for param in module.parameters() if id(param) not in assigned]
             assigned.update(map(id, params))
-            units.append(ShardedUnit(layer, params, sizes))
-        rest = [param for param in self.model.parameters() if id(param) not in assigned]
-        root = ShardedUnit(self.model, rest, sharding.root)
-        return ShardedPasses(
-            timeline, units, root, sharding.ranks, sharding.replicas, step.reduce_dtype, step.forward_prefetch
-        )
-
-
-def _twin(param: nn.Parameter) -> nn.Parameter:
-    quantized = components.quantized_local(param)
-    value = torch.empty_like(param, device="meta") if quantized is None else _without_values(quantized)
-    return nn.Parameter(value, requires_grad=param.requires_grad)
+            units.append(ShardedUnit(module, params, sizes.get(key, UnitSizes())))
+        return ShardedPasses(timeline, [units[-1], *units[:-1]], *mesh, step.reduce_dtype, step.forward_prefetch)
 
 
 def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
@@ -224,7 +313,7 @@ class _PassMoments:
 class _Recording:
     """Runs the passes of a step and computes the memory of each phase."""
 
-    def __init__(self, twins: _Twins, timeline: GpuTimeline) -> None:
+    def __init__(self, twins: _Twins, timeline: MemoryTimeline) -> None:
         self.timeline, self._passes = timeline, list[_PassMoments]()
         for param in twins.model.parameters():
             if param.requires_grad:

@@ -43,9 +43,13 @@ class UnitSizes:
     gradients: int = 0
     reshards: bool = True
 
-    def with_parameter(self, gathered: int, weights: int, gradients: int) -> UnitSizes:
-        """Return these sizes with one more parameter added."""
-        return UnitSizes(self.gathered + gathered, self.weights + weights, self.gradients + gradients, self.reshards)
+    def __add__(self, other: UnitSizes) -> UnitSizes:
+        return UnitSizes(
+            self.gathered + other.gathered,
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.reshards,
+        )
 
 
 @dataclass
@@ -59,7 +63,7 @@ class ShardedUnit:
     buffer: Tensor | None = None
     weights: Tensor | None = None
     shard: Tensor | None = None
-    whole: list[Tensor] = field(default_factory=list)
+    accumulated: list[Tensor] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
     is_reduced: bool = True
 
@@ -68,30 +72,14 @@ class ShardedUnit:
         """Dtype of the gradients; FSDP2 requires a single one."""
         return next((param.dtype for param in self.params if param.requires_grad), torch.float32)
 
-    def add_up(self) -> None:
-        """Add gradients to the ones that earlier micro-batches left in the reduce dtype."""
-        if self.whole:
-            self._drop()
-
-    def keep_whole(self, dtype: torch.dtype) -> None:
-        """Keep unsharded gradients for a later micro-batch, in the reduce dtype."""
-        for param in self.params:
-            if param.grad is not None and param.grad.dtype != dtype:
-                self.whole.append(param.grad.to(dtype))
-                param.grad = None
-
-    def clear(self) -> None:
-        """Free unsharded gradients."""
-        self.whole.clear()
-        self._drop()
-
-    def _drop(self) -> None:
+    def clear_gradients(self) -> None:
+        """Free the parameters' gradients."""
         for param in self.params:
             param.grad = None
 
 
 class ShardedPasses:
-    """Allocates FSDP2's memory around the forward and backward of modules, by hooks.
+    """Allocates FSDP2's memory around the forward and backward of modules, by hooks. The first unit is the whole model.
 
     `ranks`: number of ranks that units are sharded over. `replicas`: number of copies of all shards. `reduce_dtype`:
     None for the dtype of the gradients. `prefetches`: a unit's forward starts the all-gather of the next unit.
@@ -101,19 +89,18 @@ class ShardedPasses:
         self,
         timeline: MemoryTimeline,
         units: list[ShardedUnit],
-        root: ShardedUnit,
         ranks: int,
         replicas: int,
         reduce_dtype: torch.dtype | None,
         prefetches: bool,
     ) -> None:
-        self.timeline, self.units, self.ranks, self.replicas = timeline, [root, *units], ranks, replicas
+        self.timeline, self.units, self.ranks, self.replicas = timeline, units, ranks, replicas
         self.reduce_dtype, self.reduces = reduce_dtype, True
         self._order: list[ShardedUnit] = []
         self._last_buffer: Tensor | None = None
         self._reducing: list[Tensor] = []
         if prefetches:
-            for unit, following in pairwise(units):
+            for unit, following in pairwise(units[1:]):
                 unit.follows = following
         for unit in self.units:
             unit.module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
@@ -170,13 +157,20 @@ class ShardedPasses:
             return
         unit.is_reduced, unit.weights = True, None
         with self.timeline.labelled(GRADIENTS), torch.no_grad():
-            unit.add_up()
+            # Gradients are added to those that earlier micro-batches left in the reduce dtype.
+            if unit.accumulated:
+                unit.clear_gradients()
+            dtype = self.reduce_dtype or unit.dtype
             if not self.reduces:
-                unit.keep_whole(self.reduce_dtype or unit.dtype)
+                for param in unit.params:
+                    if param.grad is not None and param.grad.dtype != dtype:
+                        unit.accumulated.append(param.grad.to(dtype))
+                        param.grad = None
                 return
             self._reducing.clear()
-            buffer = torch.empty(unit.sizes.gradients, dtype=self.reduce_dtype or unit.dtype, device="meta")
-            unit.clear()
+            buffer = torch.empty(unit.sizes.gradients, dtype=dtype, device="meta")
+            unit.accumulated.clear()
+            unit.clear_gradients()
             reduced = buffer.new_empty(unit.sizes.gradients // self.ranks)
             self._reducing = [buffer, *[reduced] * (self.replicas > 1)]
             unit.shard = reduced.to(unit.dtype)
@@ -202,29 +196,13 @@ class ShardedPasses:
 
 def _with_node(called: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrap a module's arguments so that its backward ends with `called`; None if no argument has a gradient."""
-    inputs: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            inputs.append(tensor)
-        return tensor
-
-    _changed((args, kwargs), collect)
+    values = [*args, *kwargs.values()]
+    inputs = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
     if not inputs or not torch.is_grad_enabled():
         return None
     results = iter(_Node.apply(called, *inputs))  # type: ignore[no-untyped-call]
-    return _changed((args, kwargs), lambda tensor: next(results) if tensor.requires_grad else tensor)
-
-
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to each tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_changed(item, change) for item in value)
-    if type(value) is dict:
-        return {key: _changed(item, change) for key, item in value.items()}
-    return value
+    values = [next(results) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 class _Node(torch.autograd.Function):

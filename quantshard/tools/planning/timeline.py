@@ -26,6 +26,15 @@ from quantshard import private_torch
 from quantshard.sharding import ceil_div
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
+_aten = torch.ops.aten
+_HALVES = (torch.bfloat16, torch.float16)
+_LARGEST_FLASH_HEAD = 256
+_SUM_BYTES = 4
+"""Size of the float32 in which attention's backward accumulates the gradient of queries."""
+
+_OUT_DTYPE = 9
+"""Position of the output dtype among the arguments of `_scaled_mm_v2`."""
+
 GRANULE = 512
 """PyTorch's CUDA allocator rounds each allocation up to a multiple of this many bytes."""
 
@@ -49,9 +58,10 @@ class Allocation:
 
 @dataclass
 class MemoryTimeline:
-    """Allocations of all operations that run within `recorded`, except the storages of `existing` tensors.
+    """Allocations of all operations that run within `recorded`, as a GPU runs them, except `existing` tensors.
 
-    Moments are numbers; each operation is one moment.
+    Moments are numbers; each operation is one moment. A model's checks that all elements satisfy a condition (no
+    padding token, one sequence per row) evaluate to true, because a training step has full sequences.
     """
 
     existing: Iterable[Tensor] = ()
@@ -64,6 +74,7 @@ class MemoryTimeline:
         # References keep the ids of these storages from being reused.
         self._held = [tensor.untyped_storage() for tensor in self.existing]
         self._known = set(map(id, self._held))
+        self._conditions = WeakTensorKeyDictionary()
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -82,21 +93,24 @@ class MemoryTimeline:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation and record its outputs."""
-        out = function(*args, **kwargs)
+        if function is _aten._local_scalar_dense.default and args[0] in self._conditions:
+            return True
+        if function is _aten._scaled_dot_product_flash_attention_backward.default:
+            # Bytes that the operation allocates and frees internally.
+            size, moment = args[1].numel() * _SUM_BYTES, self.now + 1
+            self.allocations.append(Allocation(size, moment, moment + 1, self.kind))
+        out = (_scaled_product if function is _aten._scaled_mm_v2.default else function)(*args, **kwargs)
         self.now += 1
         for tensor in tensors_in(out):
             self._add(tensor)
+        if function is _aten.all.default:
+            self._conditions[out] = True
         return out
 
     def tick(self) -> int:
         """Advance by a moment without an operation, so that what has been freed no longer counts."""
         self.now += 1
         return self.now
-
-    def reserve(self, size: int) -> None:
-        """Record bytes that the next operation allocates and frees internally."""
-        moment = self.now + 1
-        self.allocations.append(Allocation(size, moment, moment + 1, self.kind))
 
     def label(self, tensor: Tensor, kind: str) -> None:
         """Set the kind of a tensor's allocation."""
@@ -160,40 +174,6 @@ def meta_bytes(size: int) -> Tensor:
 
 
 # Operations as a GPU runs them
-
-_aten = torch.ops.aten
-_HALVES = (torch.bfloat16, torch.float16)
-_LARGEST_FLASH_HEAD = 256
-_SUM_BYTES = 4
-"""Size of the float32 in which attention's backward accumulates the gradient of queries."""
-
-_OUT_DTYPE = 9
-"""Position of the output dtype among the arguments of `_scaled_mm_v2`."""
-
-
-class GpuTimeline(MemoryTimeline):
-    """A timeline of operations as a GPU runs them.
-
-    A model's checks that all elements satisfy a condition (no padding token, one sequence per row) evaluate to true,
-    because a training step has full sequences.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._holding = WeakTensorKeyDictionary()
-
-    def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if function is _aten._local_scalar_dense.default and args[0] in self._holding:
-            return True
-        if function is _aten.all.default:
-            result = super().operation(function, args, kwargs)
-            self._holding[result] = True
-            return result
-        if function is _aten._scaled_mm_v2.default:
-            return super().operation(_scaled_product, args, kwargs)
-        if function is _aten._scaled_dot_product_flash_attention_backward.default:
-            self.reserve(args[1].numel() * _SUM_BYTES)
-        return super().operation(function, args, kwargs)
 
 
 def _scaled_product(a: Tensor, b: Tensor, *others: Any) -> Tensor:

@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from numpy.typing import NDArray
 
 from quantshard.errors import printable
-from quantshard.readable import human_bytes
-from quantshard.tools.report import summary
-from quantshard.tools.report.charts import as_script, page_data
-from quantshard.tools.report.history import RunHistory
+from quantshard.readable import counted_name, human_bytes, pattern_groups
+from quantshard.tools.report import history
+from quantshard.tools.report.figures import said, said_seconds
+from quantshard.tools.report.records import StatisticsReader, step_of
 from quantshard.version import __version__
 
 MARK = '<meta name="generator" content="quantshard report">'
@@ -38,41 +43,45 @@ def is_report(head: bytes) -> bool:
     return MARK.encode() in head
 
 
-def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
+def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> str:
     """Render the HTML page that compares `runs`. `now`: creation time shown in the page header."""
     names = labels(runs)
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
-    )
-    environment.filters["bytes"] = lambda size: summary.NONE if size is None else human_bytes(size)
-    environment.filters["time"] = summary.said_time
+    )  # fmt: skip
+    environment.filters["bytes"] = lambda size: NONE if size is None else human_bytes(size)
+    environment.filters["time"] = _time
     environment.filters["counted"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
-    environment.filters["said"] = lambda value: printable(summary.said(value))
-    environments = [summary.environment_of(run) for run in runs]
+    environment.filters["said"] = lambda value: printable(said(value))
+    environments = [environment_of(run) for run in runs]
+    # Texts cannot close the script element.
+    data = json.dumps(page_data(runs, names), separators=(",", ":"), allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return environment.get_template("page.html").render(
         mark=MARK,
         script=script,
         style="\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLES),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
-        data=as_script(page_data(runs, names)),
+        data=data,
         runs=list(zip(names, runs, strict=True)),
-        figures=_by_name([summary.final_figures(run) for run in runs]),
-        changed=summary.differences([run.config for run in runs]),
+        figures=_by_name([final_figures(run) for run in runs]),
+        changed=differences([run.config for run in runs]),
         environments=_by_name(environments),
-        weights=[summary.weight_rows(run) for run in runs],
-        memory=[summary.memory_parts(run) for run in runs],
-        made=summary.said_time(now or datetime.now(timezone.utc)),
+        weights=[weight_rows(run) for run in runs],
+        memory=[memory_parts(run) for run in runs],
+        made=_time(now or datetime.now(timezone.utc)),
         version=__version__,
     )
 
 
-def labels(runs: Sequence[RunHistory]) -> list[str]:
+def _time(moment: datetime | None) -> str:
+    return NONE if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def labels(runs: Sequence[history.RunHistory]) -> list[str]:
     """Labels of the runs: their names, or the paths given by the user where names are equal."""
     counts = Counter(run.name for run in runs)
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
@@ -81,5 +90,242 @@ def labels(runs: Sequence[RunHistory]) -> list[str]:
 def _by_name(tables: Sequence[Mapping[str, object]]) -> list[tuple[str, list[object]]]:
     """Rows of a table with a column for each run, without rows that are empty for all runs."""
     names = dict.fromkeys(name for table in tables for name in table)
-    rows = [(name, [table.get(name, summary.NONE) for table in tables]) for name in names]
-    return [(name, cells) for name, cells in rows if set(map(str, cells)) != {summary.NONE}]
+    rows = [(name, [table.get(name, NONE) for table in tables]) for name in names]
+    return [(name, cells) for name, cells in rows if set(map(str, cells)) != {NONE}]
+
+
+# Tables
+
+_LONGEST = 300
+_MOST_ROWS = 500
+NONE = "–"
+
+
+def final_figures(run: history.RunHistory) -> dict[str, str]:
+    """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
+    losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
+    best = int(heldout[1].argmin()) if len(heldout[1]) else 0
+    speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
+    skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
+    return {
+        "steps": _progress(run),
+        "last loss": f"{losses[-1]:.4f}" if len(losses) else NONE,
+        "last held-out loss": f"{heldout[1][-1]:.4f}" if len(heldout[1]) else NONE,
+        "best held-out loss": f"{heldout[1][best]:.4f} (step {heldout[0][best]:,})" if len(heldout[1]) else NONE,
+        "tokens": f"{tokens[-1]:,.0f}" if tokens is not None and len(tokens) else NONE,
+        "tokens/s (median)": f"{np.median(speed):,.0f}" if len(speed) else NONE,
+        "MFU (median)": f"{np.median(mfu):.1%}" if len(mfu) else NONE,
+        "peak memory": human_bytes(int(memory.max())) if len(memory) else NONE,
+        "time in steps": said_seconds(float(seconds[-1])) if seconds is not None and len(seconds) else NONE,
+        "skipped steps": f"{skipped[-1]:,.0f}" if len(skipped) else NONE,
+        "starts": str(len(run.starts)) if run.starts else NONE,
+        "alarms": ", ".join(f"{count} {kind}" for kind, count in run.statistics.counts.items()) or "none",
+    }
+
+
+def _progress(run: history.RunHistory) -> str:
+    done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, history.planned_steps(run.config)
+    state = "" if planned is not None and done >= planned else ", being trained" if run.is_trained else ""
+    return f"{done:,}" + (f" of {planned:,}" if planned else "") + state
+
+
+def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Settings that differ between runs, with the value of every run.
+
+    Paths of data are left out if the digests are equal, because every run has its own folder of tokens.
+    """
+    names = dict.fromkeys(name for table in tables for name in table)
+    digests = {table.get("corpus.sha256") for table in tables}
+    if len(digests) == 1 and None not in digests:
+        names = {name: None for name in names if name not in ("data", "heldout_data")}
+    rows = [(name, [said(table[name]) if name in table else NONE for table in tables]) for name in names]
+    return [(name[:_LONGEST], values) for name, values in rows if len(set(values)) > 1][:_MOST_ROWS]
+
+
+def environment_of(run: history.RunHistory) -> dict[str, Any]:
+    """Environment of the last start: processes, mesh, versions, device, environment variables."""
+    start = run.starts[-1] if run.starts else {}
+    result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh") if name in start}
+    environment = start.get("environment")
+    for name, value in environment.items() if isinstance(environment, Mapping) else ():
+        result |= value if isinstance(value, Mapping) else {name: value}
+    return result
+
+
+def weight_rows(run: history.RunHistory) -> list[tuple[str, ...]]:
+    """Name, shape, format, bytes, GEMM, optimizer and fallbacks of the weights, with identical weights in one row."""
+    rows = run.parameters.get("rows")
+    weights = [_weight_row(row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
+    groups = pattern_groups((row[0], row[1:], row[1:]) for row in weights)
+    return [(counted_name(name, len(members)), *members[0]) for name, members in groups][:_MOST_ROWS]
+
+
+def _weight_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    shape, optimizer, fallbacks = row.get("shape"), row.get("optimizer"), row.get("fallbacks")
+    size = _count(row, "code_bytes") + _count(row, "scale_bytes")
+    return (
+        said(row.get("name", "")),
+        " x ".join(map(str, shape[:8])) if isinstance(shape, list) else "",
+        said(row.get("format", "")),
+        human_bytes(size) if size else NONE,
+        said(row.get("gemm") or NONE),
+        said([f"{name} {kind}" for name, kind in optimizer.items()]) if isinstance(optimizer, Mapping) else "",
+        said(fallbacks) if isinstance(fallbacks, list) else "",
+    )
+
+
+def memory_parts(run: history.RunHistory) -> list[tuple[str, str, float]]:
+    """Purpose, bytes and share of the first process's peak memory; empty if the run did not record its parameters.
+
+    The remainder up to the peak is attributed to activations, gradients and libraries.
+    """
+    totals = run.parameters.get("totals")
+    peak = run.metrics.there(history.MEMORY)[1]
+    if not isinstance(totals, Mapping) or not len(peak):
+        return []
+    kinds = {"codes of weights": "code_bytes", "scales": "scale_bytes", "optimizer states": "optimizer_bytes"}
+    counts = {kind: _count(totals, name) for kind, name in kinds.items()}
+    most = max(int(peak.max()), 1)
+    counts["activations, gradients, libraries"] = max(0, most - sum(counts.values()))
+    return [(kind, human_bytes(count), min(1.0, count / most)) for kind, count in counts.items()]
+
+
+def _count(table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+# Data of the charts and tables of statistics, for the script of the page
+
+_POINTS, _MOST_POINTS, _LEAST_POINTS = 160_000, 2_000, 100
+"""Points of all curves in a page, and the maximum and minimum per curve. A point takes about 17 bytes."""
+
+_CELLS = 250_000
+"""Cells of all tables of statistics in a page, about 6 bytes each."""
+
+_AXIS_POINTS = 500
+_MEANS, _NOISE = 150, 0.004
+"""Number of means drawn for a noisy curve, and the noise threshold: mean change per step / range of the curve."""
+
+_TITLES = {
+    history.LOSS: "Loss",
+    history.SPEED: "Tokens per second",
+    "mfu": "Model FLOPs utilization (MFU)",
+    history.MEMORY: "Memory of the first process, peak",
+    "grad_norm": "Norm of the gradient",
+    "lr": "Learning rate",
+    "skipped_steps": "Skipped steps",
+    history.SECONDS: "Seconds of a step",
+    "data_wait_s": "Seconds of a step that waited for data",
+}
+"""Titles of the charts, in display order; other charts follow under their own names."""
+
+_MOST_CURVES = 6
+"""Maximum number of memory curves in one chart."""
+
+
+def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[str, Any]:
+    """JSON-serializable data for the script of a page. `names`: unique labels of the runs."""
+    charts = _charts(runs)
+    keys = [curve for chart in charts for curve in chart["curves"]]
+    num_curves = sum(key in run.metrics.columns for run in runs for key in keys)
+    most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, num_curves)))
+    room = _CELLS // max(1, sum(len(run.statistics.maps) for run in runs))
+    return {
+        "charts": charts,
+        "runs": [_run_data(run, name, keys, most) for run, name in zip(runs, names, strict=True)],
+        "maps": [_map_data(run.statistics, room) for run in runs],
+    }
+
+
+def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Ascending int64 indices of at most `most` points (>= 4) that represent a curve [N].
+
+    They include the minimum and maximum of each of equally wide buckets, so that no spike is lost.
+    """
+    count = len(values)
+    if count <= most:
+        return np.arange(count, dtype=np.int64)
+    width = -(-count // max(1, (most - 2) // 2))
+    full = count // width * width
+    grid = values[:full].reshape(-1, width)
+    starts = np.arange(0, full, width)
+    indices = [starts + grid.argmin(1), starts + grid.argmax(1), np.array([0, count - 1])]
+    if full < count:
+        indices.append(np.array([full + values[full:].argmin(), full + values[full:].argmax()]))
+    return np.unique(np.concatenate(indices)).astype(np.int64)
+
+
+def _charts(runs: Sequence[history.RunHistory]) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for run in runs for name in run.metrics.columns if name != history.TOKENS)
+    groups: dict[str, list[str]] = {name: [name] for name in _TITLES if name in names}
+    for name in names:
+        if name == history.HELDOUT:
+            groups.setdefault(history.LOSS, []).append(name)
+        elif _is_memory(name) and name != history.MEMORY and len(groups.get(history.MEMORY, ())) < _MOST_CURVES:
+            groups.setdefault(history.MEMORY, []).append(name)
+        elif name not in _TITLES:
+            groups[name] = [name]
+    units = {name: "share" if name == "mfu" else "bytes" if _is_memory(name) else "" for name in groups}
+    return [{"title": _TITLES.get(name, name), "curves": groups[name], "unit": units[name]} for name in groups]
+
+
+def _is_memory(name: str) -> bool:
+    return name.startswith("memory") and name.endswith("bytes")
+
+
+def _run_data(run: history.RunHistory, name: str, keys: list[str], most: int) -> dict[str, Any]:
+    curves, bad = {}, {}
+    for key in keys:
+        steps, values = run.metrics.there(key)
+        if len(steps):
+            indices = thinned(values, most)
+            means = _means(steps, values) if most > 4 * _MEANS else None
+            curves[key] = [steps[indices].tolist(), _short(values[indices]), means]
+        if key in run.metrics.columns and len(wrong := run.metrics.steps[np.isinf(run.metrics.columns[key])]):
+            bad[key] = wrong[:: max(1, len(wrong) // _LEAST_POINTS)].tolist()
+    restarts = sorted({step for start in run.starts if (step := step_of(start))})
+    axes = {"tokens": _axis(run, run.tokens()), "time": _axis(run, run.seconds())}
+    return {"name": name, "curves": curves, "bad": bad, "restarts": restarts[-_LEAST_POINTS:], "axes": axes}
+
+
+def _means(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[float]] | None:
+    """Means over windows of equally many steps for a noisy curve, or None for a smooth curve."""
+    width = len(values) // _MEANS
+    if width < 3 or np.abs(np.diff(values)).mean() < _NOISE * np.ptp(values):
+        return None
+    means = (array[: len(values) // width * width].reshape(-1, width).mean(1) for array in (steps, values))
+    return [_short(array) for array in means]
+
+
+def _axis(run: history.RunHistory, values: NDArray[np.float64] | None) -> list[list[float]] | None:
+    """Points of a monotonic x axis (tokens or time) over steps, which the script interpolates linearly."""
+    if values is None or not len(values) or not np.isfinite(values).all():
+        return None
+    indices = np.unique(np.linspace(0, len(values) - 1, min(len(values), _AXIS_POINTS)).astype(np.int64))
+    return [run.metrics.steps[indices].tolist(), _short(values[indices])]
+
+
+def _short(values: NDArray[np.float64]) -> list[float]:
+    """Round values to six digits, and write whole numbers as int."""
+    rounded = (float(f"{value:.6g}") for value in values)
+    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
+
+
+def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
+    """Statistics of one run by role, statistic and name. `room`: maximum number of cells per table."""
+    samples = read.samples
+    names = list(read.names)[: max(1, room // max(1, len(samples)))]
+    maps = []
+    for role, statistic in read.maps:
+        cells = [[_cell(values.get((role, statistic), {}).get(name)) for _, values in samples] for name in names]
+        rows = [[index, *row] for index, row in enumerate(cells) if any(cell is not None for cell in row)]
+        maps.append({"role": role, "statistic": statistic, "rows": rows})
+    return {"names": names, "steps": [step for step, _ in samples], "maps": maps}
+
+
+def _cell(value: float | None) -> float | str | None:
+    """Round to three digits; a value that is not finite becomes "x"."""
+    if value is None:
+        return None
+    return float(f"{value:.3g}") if math.isfinite(value) else "x"

@@ -1,8 +1,7 @@
 """Locates infinite or NaN values: repeats a pass and checks the outputs and gradients of each module.
 
 Nothing is watched during normal steps. A step with a non-finite gradient is skipped and changes no weight, so its pass
-can be repeated from the same weights. The repeated pass is not bit-exact, because random words and histories have
-advanced.
+can be repeated from the same weights.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -64,17 +64,15 @@ class FlagRecorder:
     def __init__(self, model: nn.Module) -> None:
         self.flags: list[tuple[int, str, Tensor]] = []
         self._hooks = [
-            module.register_forward_hook(self._look_at(name or "the model")) for name, module in model.named_modules()
+            module.register_forward_hook(partial(self._look_at, name or "the model"))
+            for name, module in model.named_modules()
         ]
 
-    def _look_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                self.add(_FORWARD, name, tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda grad: self.add(_BACKWARD, name, grad))
-
-        return look
+    def _look_at(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            self.add(_FORWARD, name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.add, _BACKWARD, name))
 
     def add(self, when: int, name: str, tensor: Tensor) -> None:
         """Record whether all values of a tensor are finite."""
@@ -98,23 +96,16 @@ class FlagRecorder:
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for value in output.values() if isinstance(output, dict) else output:
             yield from _tensors(value)
 
 
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Locate the first infinite or NaN value of a pass. A collective call of all ranks.
 
-    The call restores draw counts of random words, gradients, buffers of the model (running means of nn.BatchNorm), and
-    torch's generators of the CPU and the current GPU. No amaxes are recorded.
-
-    The pass after a step is not bit-exact: stochastic rounding and dropout draw their next random numbers, histories of
-    delayed scaling already have the step's finite amaxes, and nn.BatchNorm has updated its running means. A value that
-    was infinite only because of one random word or one scale of the step is therefore not found again.
+    The call restores draw counts of random words, gradients, buffers of the model and torch's generators; no amaxes are
+    recorded. The pass is not bit-exact: it draws other random numbers, and histories of delayed scaling have advanced.
 
     Args:
         model: the model to check.

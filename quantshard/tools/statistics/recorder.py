@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +13,20 @@ from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import observation
 from quantshard.tools.statistics.rows import (
+    KINDS,
     Alarm,
     LossHistory,
     OnAlarm,
+    PendingNumbers,
     StatisticsRow,
     StatisticsSample,
-    check_share,
     rows_of,
 )
-from quantshard.tools.statistics.slots import KINDS, PendingNumbers
 from quantshard.tools.statistics.step_sample import ModelNames, StepSample
 
 
 class Statistics:
-    """Measures a model's numbers in every N-th step, and raises alarms.
-
-    Per layer and operand: amax, scales, shares of saturated and underflowed values, signal to quantization noise. Per
-    parameter: share of codes that the step changed, norm of the update relative to the values, norm of the gradient.
+    """Measures a model's numbers in every N-th step, and raises alarms (docs/command-line.md#statistics-and-alarms).
 
         with quantshard.Statistics(model, optimizer, every=10) as statistics:
             for batch in data:
@@ -38,17 +34,8 @@ class Statistics:
                 for sample in statistics.step(): ...
             for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
-    Numbers are of the global tensors, over any number of ranks (a quarter of large second operands on a GPU:
-    docs/command-line.md#statistics-and-alarms). Training stays bit-exact. Steps that are not sampled have no hooks and
-    cost only the call of `step`.
-
-    In a sampled step the device accumulates, and the host reads the sums one step later. The sampled step copies the
-    codes of the weights and the trained values during the optimizer's step. With kernels, except under current
-    scaling, the backward of a gated MLP also recomputes the two gradients of its activation's inputs in high precision
-    (docs/command-line.md#statistics-and-alarms has figures).
-
-    Create it after `fully_shard` and the optimizer. Construction is a collective call, as is `step` after a sampled
-    step.
+    Training stays bit-exact, and a sample reaches the host one step later. Create it after `fully_shard` and the
+    optimizer. Construction is a collective call, as is `step` after a sampled step.
 
     Args:
         model: a model with quantshard's modules, or a converted one.
@@ -60,9 +47,6 @@ class Statistics:
         loss_spike: deviations above the median at which a loss raises an alarm (`LossHistory`); 0 turns it off.
         on_alarm: called with each `Alarm`, on all ranks if they pass `step` the same losses. Default: a warning. `step`
             propagates its exceptions.
-
-    Raises:
-        ConfigurationError: an argument is invalid; another Statistics is sampling.
     """
 
     def __init__(
@@ -76,35 +60,33 @@ class Statistics:
         loss_spike: float = 10.0,
         on_alarm: OnAlarm | None = None,
     ) -> None:
-        for name, value in (("every", every), ("step", step)):
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-                raise ConfigurationError(f"Statistics({name}={value!r}): it must be a whole number, 0 or more")
+        if every < 0:
+            raise ConfigurationError(f"Statistics(every={every}): give a whole number of steps, or 0 to sample none")
+        if not 0 < saturation <= 1:
+            raise ConfigurationError(f"Statistics(saturation={saturation}): give a share above 0, or 1 to turn it off")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
         self.every, self.done = int(every), int(step)
-        self._saturation, self._losses = check_share("Statistics: saturation", saturation), LossHistory(loss_spike)
+        self._saturation, self._losses = saturation, LossHistory(loss_spike)
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)
         self._group = process_groups.world()
         self._sample: StepSample | None = None
         self._pending: tuple[int, list[int], PendingNumbers, list[Alarm]] | None = None
-        self._told: list[Alarm] = []
+        self._alarms_of_step: list[Alarm] = []
         self._names = self._checked(model) if every else None
         self._begin()
 
     def _checked(self, model: nn.Module) -> ModelNames:
         names = ModelNames(model, self._group)
-        if not names.own:
-            raise ConfigurationError("Statistics: the model has no parameters")
         meta = next((name for name, param in names.own.items() if param.is_meta), None)
         if meta is not None:
             raise ConfigurationError(f"Statistics: {meta} is on the meta device; give the model its values first")
-        params = set(names.own.values())
-        trained = [
+        trained = {
             param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
-        ]
-        if trained and not params.intersection(trained):
+        }
+        if trained and trained.isdisjoint(names.own.values()):
             raise ConfigurationError(
-                "Statistics: none of the optimizer's parameters is the model's; make it after fully_shard, which puts "
-                "others in their place, and build the optimizer after it too"
+                "Statistics: the optimizer has none of the model's parameters; build both after fully_shard, which "
+                "replaces parameters"
             )
         return names
 
@@ -132,8 +114,7 @@ class Statistics:
             return
         if observation.active is not None:
             raise ConfigurationError(
-                "another Statistics samples this step; close() the earlier one, or make it in a `with` block, which "
-                "does so at its end; two that are wanted need steps of their own"
+                "another Statistics samples this step; close() it first, or use it in a `with` block"
             )
         self._sample = observation.active = StepSample(self._names, self._optimizers)
 
@@ -150,13 +131,10 @@ class Statistics:
                 plain.replay(); statistics.step(loss)
 
         A collective call.
-
-        Raises:
-            ConfigurationError: the step is not sampled.
         """
         if self._sample is None:
             raise ConfigurationError(
-                f"Statistics.whole_step: step {self.done + 1} is not sampled (every={self.every}): see is_sampling"
+                f"Statistics.whole_step: step {self.done + 1} is not sampled (every={self.every}); check is_sampling"
             )
         sample = self._sample
         sample.captures = True
@@ -175,24 +153,18 @@ class Statistics:
         Returns:
             The samples that reached the host: the previous step's if that step was sampled; and for a step that was not
             sampled, one without rows if it raised an alarm.
-
-        Raises:
-            ConfigurationError: the loss is a tensor; `sample` was passed for a step that is not sampled, or was not
-                captured.
         """
         if isinstance(loss, Tensor):
-            raise ConfigurationError("Statistics.step(loss=): a tensor would be waited for; give loss.item()")
+            raise ConfigurationError("Statistics.step(loss=): reading a tensor waits for the GPU; give loss.item()")
         if sample is not None and (self._sample is None or sample.numbers is None):
-            problem = (
-                "is not sampled" if self._sample is None else "is sampled, and nothing was measured in whole_step()"
-            )
+            problem = "is not sampled" if self._sample is None else "has a sample that whole_step() did not measure"
             raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {problem}")
         samples = self.settle()
         self.done += 1
         alarm = None if loss is None else self._losses.add(self.done, loss)
         if alarm is not None:
             self.add_alarm(alarm)
-        alarms, self._told = self._told, []
+        alarms, self._alarms_of_step = self._alarms_of_step, []
         if self._sample is not None:
             current, self._sample = self._sample, None
             current.stop()
@@ -200,7 +172,12 @@ class Statistics:
             if sample.numbers is None:
                 sample.measure(self._group)
             self._pending = self.done, list(sample.order), sample.read(), alarms
-            self._warn_of_nothing(sample)
+            if not sample.order and self._names is not None and self._names.rows():
+                warnings.warn(
+                    f"Statistics: step {self.done} was sampled, but no layer reported an operand: call them in "
+                    "training mode, under autocast, outside CUDA graphs (in high precision also outside torch.compile)",
+                    stacklevel=2,
+                )
         elif alarms:
             samples.append(StatisticsSample(self.done, alarms=tuple(alarms)))
         self._begin()
@@ -208,17 +185,8 @@ class Statistics:
 
     def add_alarm(self, alarm: Alarm) -> None:
         """Raise a custom alarm for the current step; on all ranks, if `on_alarm` can raise."""
-        self._told.append(alarm)
+        self._alarms_of_step.append(alarm)
         self._on_alarm(alarm)
-
-    def _warn_of_nothing(self, sample: StepSample) -> None:
-        if not sample.order and self._names is not None and self._names.rows():
-            warnings.warn(
-                f"Statistics: step {self.done} was sampled, and no layer showed an operand: they were not called, were "
-                "called outside autocast or in eval mode, were replayed by a CUDA graph, or are high-precision layers "
-                "in a graph of torch.compile",
-                stacklevel=3,
-            )
 
     def settle(self) -> list[StatisticsSample]:
         """Return the last sample if `step` has not returned it yet; waits for the device work of its step."""
@@ -236,16 +204,16 @@ class Statistics:
         positions: dict[tuple[str, str], int] = {}
         for position, number in enumerate(order):
             weight, (role, _) = self._names.weights[number // len(KINDS)], KINDS[number % len(KINDS)]
-            positions.setdefault((weight, role.value), position)
-            # For experts that only other ranks have observed.
-            positions.setdefault((_module(weight), role.value), position)
+            # The module's position is for experts that only other ranks have observed.
+            for name in (weight, _module(weight)):
+                positions.setdefault((name, role.value), position)
+
+        def position_of(row: StatisticsRow) -> int:
+            return positions.get((row.name, row.role), positions.get((_module(row.name), row.role), len(order)))
+
         bad = [row for row in rows if row.nonfinite]
         if bad:
-            bad_positions = [
-                positions.get((row.name, row.role), positions.get((_module(row.name), row.role), len(order)))
-                for row in bad
-            ]
-            first = bad[bad_positions.index(min(bad_positions))]
+            first = min(bad, key=position_of)
             share = first.nonfinite or 0.0
             yield Alarm(
                 "nan", first.name, share,

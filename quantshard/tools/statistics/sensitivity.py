@@ -36,15 +36,10 @@ from quantshard.tensor.storage import GRADIENT_STREAM, KEY, QuantizedStorage
 
 @dataclass(frozen=True)
 class GemmError:
-    """Error of one GEMM if only one operand is quantized.
+    """Error of one GEMM, relative to its result, if only one operand is quantized.
 
-    Args:
-        layer: name of the module.
-        weight: name of the parameter.
-        gemm: "fprop", "dgrad" or "wgrad".
-        operand: "input", "weight" or "grad_output".
-        error: relative to the GEMM's result.
-        gaussian: `gaussian_error` of the operand's format.
+    `layer`: name of the module. `weight`: name of the parameter. `gemm`: "fprop", "dgrad" or "wgrad". `operand`:
+    "input", "weight" or "grad_output". `gaussian`: `gaussian_error` of the operand's format.
     """
 
     layer: str
@@ -86,7 +81,7 @@ class GemmErrors(Observer):
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], names: Mapping[int, tuple[str, str]]) -> None:
-        self._recipes, self._names, self.found = recipes, names, list[GemmError]()
+        self._recipes, self._names, self.errors = recipes, names, list[GemmError]()
 
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
@@ -120,16 +115,16 @@ class GemmErrors(Observer):
             (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, dy_wgrad, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
             (Gemm.WGRAD, TensorRole.INPUT, x_wgrad, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
-        self.found += [
+        self.errors += [
             GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(cell))
             for gemm, role, cell, error in errors
         ]
 
 
 def _alone(a: Tensor, b: Tensor, cell: QuantSpec | None, key: int, transposed: bool = False) -> float:
-    """Error of a GEMM if only the input or gradient a is quantized.
+    """Error of a GEMM if only the input or gradient a is quantized, under delayed scaling by its own amax.
 
-    `transposed`: as wgrad reads it. Delayed scaling uses the amax of a as if it were the past amax.
+    `transposed`: as wgrad reads it.
     """
     if cell is None:
         return 0.0
@@ -171,9 +166,6 @@ def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[
         model: a float32 model in train mode.
         recipes: recipe by name of each module to measure.
         run: runs one forward and backward pass in high precision.
-
-    Raises:
-        ConfigurationError: another observer is active, or the pass called none of the layers.
     """
     names: dict[int, tuple[str, str]] = {}
     for name in recipes:
@@ -183,15 +175,15 @@ def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[
             int(module.weight_state(param_name)[KEY]): (name, f"{name}.{param_name}") for param_name in module._weights
         }
     if observation.active is not None:
-        raise ConfigurationError("a Statistics samples this step; close() it before errors of GEMMs are measured")
+        raise ConfigurationError("a Statistics samples this step; close() it before measuring errors")
     observer = observation.active = GemmErrors(recipes, names)
     try:
         run()
     finally:
         observation.active = None
-    if not observer.found:
-        raise ConfigurationError("the pass called no layer that the recipe quantizes, so there is nothing to compare")
-    return sorted(observer.found, key=lambda each: -each.error)
+    if not observer.errors:
+        raise ConfigurationError("the pass called no layer that the recipe quantizes; check the recipe")
+    return sorted(observer.errors, key=lambda gemm: -gemm.error)
 
 
 def gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -203,10 +195,10 @@ def gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, dict[
     return loss, grads
 
 
-def gradient_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def gradient_error(grads: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """|g - exact| / |exact|, with the gradients in both mappings as one vector."""
-    names = [name for name in exact if name in found]
-    error = sum(float(_square(found[name] - exact[name])) for name in names)
+    names = [name for name in exact if name in grads]
+    error = sum(float(_square(grads[name] - exact[name])) for name in names)
     return (error / max(sum(float(_square(exact[name])) for name in names), 1e-300)) ** 0.5
 
 
@@ -227,7 +219,7 @@ def layer_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[
             for _ in range(2 if recipe.is_delayed else 1):
                 loss, grads = gradients(model, run)
         errors.append(LayerError(name, loss - exact_loss, gradient_error(grads, exact)))
-    return sorted(errors, key=lambda each: -each.gradient)
+    return sorted(errors, key=lambda layer: -layer.gradient)
 
 
 @contextmanager
@@ -252,14 +244,10 @@ def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecipeSuggestion:
-    """Layers to keep in high precision.
+    """Layers to keep in high precision (`kept`), and `removed`, their share of the summed squared errors.
 
-    Args:
-        kept: names of these layers, in the model's order.
-        removed: their share of the summed squared errors.
-        layers: number of quantized layers.
-        recipes: argument of `quantshard train --recipe`: `layers.1=bf16,*=mxfp8`.
-        ratio: the largest error of a layer, relative to the median.
+    `layers`: number of quantized layers. `recipes`: argument of `quantshard train --recipe`: `layers.1=bf16,*=mxfp8`.
+    `ratio`: the largest error of a layer, relative to the median.
     """
 
     kept: tuple[str, ...]
@@ -285,58 +273,39 @@ def suggest(
         share: None to choose outliers.
         patterns: the model's recipes by name pattern; the first match applies.
         names: names of all layers that can have their own recipe, quantized or not.
-
-    Raises:
-        ConfigurationError: `share` is not between 0 and 1.
     """
-    if share is not None and not 0 < share < 1:
-        raise ConfigurationError(f"{share}: the share of the error to remove is above 0 and below 1")
-    squares = _squares(errors)
+    nonfinite = {name: [float(not math.isfinite(error)) for error in values] for name, values in errors.items()}
+    has_nonfinite = any(map(any, nonfinite.values()))
+    if has_nonfinite:
+        errors = nonfinite
+    squares = {name: sum(error * error for error in values) for name, values in errors.items()}
     means = {name: math.sqrt(squares[name] / sum(map(bool, errors[name]))) for name in errors if any(errors[name])}
     median = statistics.median(means.values()) if means else 0.0
     deviation = statistics.median(abs(error - median) for error in means.values()) if means else 0.0
-    total, removed, names_to_keep = sum(squares.values()), 0.0, list[str]()
+    total, chosen = sum(squares.values()), set[str]()
     if share is None:
-        limit = max(2 * median, median + 6 * deviation)
-        names_to_keep = [
-            name for name, error in means.items() if error > limit or not all(map(math.isfinite, errors[name]))
-        ]
-        removed = sum(squares[name] for name in names_to_keep)
+        limit = 0.0 if has_nonfinite else max(2 * median, median + 6 * deviation)
+        chosen = {name for name, error in means.items() if error > limit}
     else:
-        for name in sorted(squares, key=lambda each: (-squares[each], each)):
-            if not total or removed >= share * total:
+        for name in sorted(squares, key=lambda name: (-squares[name], name)):
+            if not total or sum(squares[other] for other in chosen) >= share * total:
                 break
-            names_to_keep.append(name)
-            removed += squares[name]
-    layers = tuple(name for name in errors if name in set(names_to_keep))
+            chosen.add(name)
+    layers = tuple(name for name in errors if name in chosen)
+    removed = sum(squares[name] for name in layers) / total if total else 0.0
     recipes = HIGH_PRECISION if len(layers) == len(errors) else _sparing(layers, patterns, names)
     ratio = max(means.values()) / median if median else 1.0
-    return RecipeSuggestion(layers, removed / total if total else 0.0, len(errors), recipes, ratio)
+    return RecipeSuggestion(layers, removed, len(errors), recipes, ratio)
 
 
-def _squares(errors: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Sum of squared errors of each layer, relative to the largest error, so that no square overflows.
-
-    If any error is not finite: the number of non-finite errors of each layer.
-    """
-    all_errors = [error for errors_of_layer in errors.values() for error in errors_of_layer]
-    if not all(map(math.isfinite, all_errors)):
-        return {
-            name: float(sum(not math.isfinite(error) for error in errors_of_layer))
-            for name, errors_of_layer in errors.items()
-        }
-    largest = max(all_errors, default=0.0) or 1.0
-    return {name: sum((error / largest) ** 2 for error in errors_of_layer) for name, errors_of_layer in errors.items()}
-
-
-def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
-    """The patterns, with each kept layer inserted before the pattern that matched it.
+def _sparing(layers: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
+    """The patterns, with each of `layers` inserted before the pattern that matched it.
 
     Patterns without effect are left out, because `train` refuses them.
     """
     result, unmatched = dict[str, str](), list(names)
     for pattern, recipe in patterns.items():
-        matched = [name for name in kept if matches(pattern, name)]
+        matched = [name for name in layers if matches(pattern, name)]
         result |= dict.fromkeys(matched, HIGH_PRECISION)
         unmatched = [name for name in unmatched if not any(matches(p, name) for p in matched)]
         remaining = [name for name in unmatched if not matches(pattern, name)]

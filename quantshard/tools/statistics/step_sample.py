@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.process_groups import Group
@@ -24,7 +23,7 @@ from quantshard.recipe import TensorRole
 from quantshard.tensor import components, observation
 from quantshard.tensor.observation import Observer
 from quantshard.tensor.storage import KEY, QuantizedStorage
-from quantshard.tools.statistics.slots import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
+from quantshard.tools.statistics.rows import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -42,7 +41,7 @@ class ModelNames:
         self.own = dict(model.named_parameters())
         self.buffers: dict[torch.device, SampleBuffer] = {}
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
-        local_info = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
+        local_info = {name: param.numel() for name, param in self.own.items()}, [name for name, _ in self._weights()]
         info_of_ranks: list[Any] = [local_info]
         if group is not None:
             info_of_ranks = [None] * dist.get_world_size(group)
@@ -51,10 +50,12 @@ class ModelNames:
         self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in info_of_ranks))
         self.places = {name: index for index, name in enumerate(self.sizes)}
 
-    def _weights(self) -> Iterable[str]:
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of the local GEMM weights, with their keys."""
         for prefix, module in self._layers.items():
             for param_name in module._weights:
-                yield f"{prefix}.{param_name}" if prefix else param_name
+                name = f"{prefix}.{param_name}" if prefix else param_name
+                yield name, module.weight_state(param_name)[KEY]
 
     def rows(self) -> dict[int, tuple[Tensor, int]]:
         """Map the id of each local weight's key to (key, first row of the weight).
@@ -64,12 +65,8 @@ class ModelNames:
         """
         numbers = {name: number for number, name in enumerate(self.weights)}
         rows: dict[int, tuple[Tensor, int]] = {}
-        for prefix, module in self._layers.items():
-            for param_name in module._weights:
-                key = module.weight_state(param_name)[KEY]
-                rows.setdefault(
-                    id(key), (key, numbers[f"{prefix}.{param_name}" if prefix else param_name] * len(KINDS))
-                )
+        for name, key in self._weights():
+            rows.setdefault(id(key), (key, numbers[name] * len(KINDS)))
         return rows
 
 
@@ -88,15 +85,12 @@ class StepSample(Observer):
         self.order: dict[int, None] = {}
         """Rows in the order in which operands were reported."""
         self._last = -1
-        self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._codes: dict[str, Tensor] = {}
         self._elements: dict[str, int] = {}
         self._coded: dict[str, int] = {}
-        self._by_param: dict[Tensor, str] = {param: name for name, param in names.own.items()}
-        self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers
-        ]
+        self._by_param = {param: name for name, param in names.own.items()}
+        self._hooks = [optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers]
 
     # Observer --------------------------------------------------------------------------------------------------------
 
@@ -109,18 +103,16 @@ class StepSample(Observer):
             return
         if not self.captures and kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
-                "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
-                "it; capture before Statistics is made, whose samples will not see what replays compute, or capture a "
-                "whole step within `with statistics.whole_step()`"
+                "Statistics: a CUDA graph is captured in a sampled step, which would count every replay; capture "
+                "before creating Statistics, or a whole step within `with statistics.whole_step()`"
             )
         row = entry[1] + _KIND_NUMBERS[role, for_wgrad]
         # Sample in part if the previous operand was quantized from the same values.
         is_second = for_wgrad and self._last == entry[1] + _KIND_NUMBERS[role, False]
         self._last = row
         self.order.setdefault(row)
-        buffer = self._by_device.get(values.device) or self._buffer(values.device)
         values = values.detach() if values.requires_grad else values
-        buffer.add_operand(row, values, operand, partial=is_second)
+        self._buffer(values.device).add_operand(row, values, operand, partial=is_second)
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -149,15 +141,14 @@ class StepSample(Observer):
     @torch.no_grad()
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer's step: record gradients, values and codes that the step will change."""
-        values: dict[str, Tensor] = {}
-        codes: dict[str, Tensor] = {}
+        gradients, values, codes = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._by_param.get(param)
                 grad = gradient_of(param)
                 if name is None or grad is None:
                     continue
-                self._gradients[name] = private_torch.local_tensor(grad)
+                gradients[name] = private_torch.local_tensor(grad)
                 param_values = _values(optimizer, param)
                 (self._before if _values_are_new(optimizer, param) else values)[name] = param_values
                 quantized = components.quantized_local(param)
@@ -169,10 +160,8 @@ class StepSample(Observer):
                 torch.ops.aten._foreach_copy_.default(
                     [copies[name] for name in names], [sources[name] for name in names]
                 )
-        self._add_squares("gradient", self._gradients)
-        for name, grad in self._gradients.items():
-            self._elements[name] = grad.numel()
-        self._gradients.clear()
+        self._add_squares("gradient", gradients)
+        self._elements |= {name: grad.numel() for name, grad in gradients.items()}
 
     def _add_squares(self, column: str, tensors: Mapping[str, Tensor]) -> None:
         """Add squared norms of all tensors in a few launches, in float64, without copying a tensor."""
@@ -194,12 +183,8 @@ class StepSample(Observer):
     def measure(self, group: Group) -> None:
         """After the optimizers' steps: measure the weights and reduce numbers over ranks. A collective call."""
         self.stop()
-        owners = {
-            param: optimizer
-            for optimizer in self._optimizers
-            for param_group in optimizer.param_groups
-            for param in param_group["params"]
-        }
+        groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        owners = {param: optimizer for optimizer, group in groups for param in group["params"]}
         self._add_squares("value", self._before)
         for names in _by_kind(self._before):
             new_values = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
@@ -211,7 +196,10 @@ class StepSample(Observer):
                 self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
         if not self._by_device:
             self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
-        self._add_elements()
+        # The first columns of a parameter are known on the host.
+        counts = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
+        parameters = next(iter(self._by_device.values())).parameters
+        parameters[:, :2] += lasting_table(counts, parameters.device).tensor()
         buffers = list(self._by_device.values())
         self.numbers = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
         for buffer in buffers:
@@ -219,12 +207,6 @@ class StepSample(Observer):
         # A captured sample lives on without these copies.
         for copies in (self._before, self._codes):
             copies.clear()
-
-    def _add_elements(self) -> None:
-        """Add the columns known on the host, which are the first ones of a parameter."""
-        counts = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
-        buffer = next(iter(self._by_device.values()))
-        buffer.parameters[:, :2] += lasting_table(counts, buffer.parameters.device).tensor()
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
@@ -234,7 +216,7 @@ class StepSample(Observer):
             return
         row = entry[1]
         buffer = self._buffer(storage.device)
-        if owner is not None and _has_master(owner, param):
+        if owner is not None and has_master(owner.state.get(param, {})):
             buffer.add_operand(row, _values(owner, param), storage)
         else:
             buffer.add_codes(row, storage)
@@ -256,14 +238,14 @@ class StepSample(Observer):
             self._hooks.pop().remove()
 
 
-def _as_in_one_process(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _as_in_one_process(values_of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge values by name over ranks, in the order of the model in one process.
 
     All ranks have modules in the same order; the experts of a `GroupedLinear` are consecutive over ranks. Modules that
     some ranks lack come last.
     """
     by_module: dict[str, dict[str, Any]] = {}
-    for local in told:
+    for local in values_of_ranks:
         for name, value in local.items():
             by_module.setdefault(name.rpartition(".")[0], {})[name] = value
     return {name: value for values in by_module.values() for name, value in values.items()}
@@ -282,13 +264,9 @@ def _codes(storage: QuantizedStorage) -> Tensor:
     return storage.components[copy.codes.name]
 
 
-def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    return has_master(optimizer.state.get(param, {}))
-
-
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     """Whether `_values` returns a new tensor instead of a stored one."""
-    if not _has_master(optimizer, param):
+    if not has_master(optimizer.state.get(param, {})):
         return components.quantized_local(param) is not None
     master = optimizer.state[param].get(MASTER)
     is_float32 = isinstance(master, Tensor) and master.dtype is torch.float32
@@ -297,7 +275,7 @@ def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     """Local values that an optimizer trains: its master's if there is one, otherwise the parameter's."""
-    if _has_master(optimizer, param):
+    if has_master(optimizer.state.get(param, {})):
         if isinstance(optimizer, ElementwiseOptimizer):
             return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
         return private_torch.local_tensor(optimizer.state[param][MASTER])

@@ -20,13 +20,9 @@ _NAMES = 1 << 12
 
 
 def existing(path: P, what: str) -> P:
-    """Return `path` if it exists and is not an empty folder. URLs are returned unchecked.
+    """Return `path` if it exists and is not an empty folder; URLs are returned unchecked.
 
-    Args:
-        what: the expected kind of file, for the error message.
-
-    Raises:
-        ConfigurationError: the path is missing (the message suggests a similar name) or is an empty folder.
+    `what`: the expected kind of file, for the error message.
     """
     text = os.fspath(path)
     local_path = Path(text)

@@ -7,6 +7,7 @@ Links in the path of the run itself, or in a path that the user typed, are follo
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import secrets
@@ -20,7 +21,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 
 _HEAD_BYTES = 4096
-_TAIL_BYTES = 1 << 20
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
 
 
@@ -32,11 +32,7 @@ def null_stream() -> TextIO:
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
     """Atomically write a file, replacing a regular one.
 
-    Args:
-        within: folder of the run that contains the file; missing folders below it are created.
-
-    Raises:
-        ConfigurationError: `path` is not a regular file, or writing fails.
+    `within`: folder of the run that contains the file; missing folders below it are created.
     """
     with written_file(path, within=within) as file, _errors_of(path):
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -44,13 +40,7 @@ def write_file(path: Path, content: str | bytes, *, within: Path | None = None) 
 
 @contextmanager
 def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file for incremental writing, and rename it to `path` at the end of the block.
-
-    After an error the temporary file is removed.
-
-    Raises:
-        ConfigurationError: as `write_file`.
-    """
+    """Open a file for incremental writing, and rename it to `path` at the end; after an error it is removed."""
     _prepare(path, within)
     new = path.with_name(f".{secrets.token_hex(8)}.new")
     with _errors_of(path):
@@ -75,9 +65,6 @@ def remove_unfinished(folder: Path, *names: str) -> None:
     """Remove temporary files that a killed process left in `folder`, and the files `names`.
 
     The caller must hold the folder's lock.
-
-    Raises:
-        ConfigurationError: a file cannot be removed.
     """
     with _errors_of(folder):
         for name in os.listdir(folder):
@@ -86,104 +73,61 @@ def remove_unfinished(folder: Path, *names: str) -> None:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create a new file and open it for writing.
-
-    Raises:
-        ConfigurationError: the file exists or cannot be created.
-    """
+    """Create a new file and open it for writing."""
     with _errors_of(path):
         return open(path, "xb")
 
 
-def check_writable(path: Path) -> None:
+def check_replaceable(path: Path, is_expected: Callable[[bytes], bool], what: str, advice: str) -> None:
     """Check that `write_file` can write `path`, before its content is computed.
 
-    Raises:
-        ConfigurationError: `path` is not a regular file, or its folder does not exist.
+    Args:
+        is_expected: whether an existing file that begins with these 4096 bytes may be replaced.
+        what: name of the kind of file, for the error message.
+        advice: option that selects another path, for the error message.
     """
     _prepare(path, None)
     if not path.parent.is_dir():
         raise ConfigurationError(f"cannot write {path}: {path.parent} is no folder")
-
-
-def check_replaceable(path: Path, is_ours: Callable[[bytes], bool], what: str, advice: str) -> None:
-    """Check that `path` is writable and, if it exists, has the expected kind of content.
-
-    Args:
-        is_ours: predicate on the first 4096 bytes of the existing file.
-        what: name of the kind of file, for the error message.
-        advice: option that selects another path, for the error message.
-
-    Raises:
-        ConfigurationError: as `check_writable`, or the existing file is of another kind.
-    """
-    check_writable(path)
     if not path.exists():
         return
     with _errors_of(path), open_regular(path) as file:
         head = file.read(_HEAD_BYTES)
-    if not is_ours(head):
+    if not is_expected(head):
         raise ConfigurationError(f"{path} exists and is no {what}; name another place with {advice}")
 
 
 def append_text(path: Path, text: str, *, within: Path | None = None) -> None:
-    """Append a text to a file, creating the file if it is missing.
-
-    Raises:
-        ConfigurationError: `path` is not a regular file, or writing fails.
-    """
+    """Append a text to a file, creating the file if it is missing."""
     _prepare(path, within)
     with _errors_of(path), open(path, "ab") as file:
         file.write(text.encode("utf-8"))
 
 
 def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | None = None) -> None:
-    """Truncate a file after its last line for which `is_last` is true, searching from the end.
-
-    If there is no such line, the file becomes empty.
-
-    Raises:
-        ConfigurationError: as `append_text`.
-    """
+    """Truncate a file after its last line for which `is_last` is true; without such a line it becomes empty."""
     _prepare(path, within)
     with _errors_of(path), open(path, "r+b") as file:
-        file.truncate(_end_of_last(file, is_last))
-
-
-def _end_of_last(file: BinaryIO, is_last: Callable[[bytes], bool]) -> int:
-    """Byte offset after the last line for which `is_last` is true, or 0. `tail` holds the bytes from `start` on."""
-    start, tail = file.seek(0, os.SEEK_END), b""
-    while True:
-        end = tail.rfind(b"\n")
-        previous_end = tail.rfind(b"\n", 0, max(end, 0))
-        if end >= 0 and (previous_end >= 0 or start == 0):
-            if is_last(tail[previous_end + 1 : end]):
-                return start + end + 1
-            tail = tail[: previous_end + 1]
-        elif start == 0:
-            return 0
-        else:
-            size = min(_TAIL_BYTES, start)
-            start = file.seek(start - size)
-            tail = file.read(size) + tail
+        if not file.seek(0, os.SEEK_END):
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if is_last(content[start : end - 1]):
+                    break
+                end = start
+        file.truncate(end)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents.
-
-    Raises:
-        ConfigurationError: the folder cannot be created.
-    """
+    """Create a folder and its parents."""
     with _errors_of(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
-    """Check that no entry of a folder among `names` is a link.
-
-    Raises:
-        ConfigurationError: names the first link.
-    """
+    """Raise if an entry of a folder among `names` is a link."""
     for name in names:
         if (folder / name).is_symlink():
             raise ConfigurationError(_LINK.format(folder / name))

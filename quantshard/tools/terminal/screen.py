@@ -11,62 +11,25 @@ import os
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from rich import progress
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from quantshard.errors import QuantshardError, printable
+from quantshard.checkpoints.disk.store import watch_transfers
+from quantshard.errors import printable
 from quantshard.tools.terminal.outputs import null_stream
 
 _WIDTH = 80
 """Width of output that does not go to a terminal, unless COLUMNS is set."""
 
-_SIZES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
-"""Environment variables from which rich and typer read the size of a terminal."""
-
-_LONGEST_SIZE = 5
-"""Maximum number of digits in a terminal size, because rich pads lines to any width."""
-
 _UNBOUNDED = 10000
 
 _KEPT = "\n\t"
-
-
-class OutputError(QuantshardError):
-    """Raised if standard output cannot be written, because the disk is full or the reader closed the pipe."""
-
-
-class StandardOutput:
-    """Wrapper of standard output: a failed write raises an `OutputError`, and later writes are discarded."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write a text, and flush it if it ends a line."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise self._failure(error) from None
-
-    def flush(self) -> None:
-        """Flush the buffer."""
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise self._failure(error) from None
-
-    def _failure(self, error: OSError) -> OutputError:
-        # Otherwise Python would fail again when it flushes the stream at exit.
-        with null_stream() as null:
-            os.dup2(null.fileno(), self._stream.fileno())
-        return OutputError(f"cannot write to standard output: {error.strerror}")
 
 
 class Screen(Console):
@@ -116,21 +79,12 @@ def complain(message: str) -> None:
 
 
 def prepare_output() -> None:
-    """Make output robust to any encoding, closed or full streams and invalid terminal sizes.
-
-    Also formats Python warnings as single lines.
-    """
+    """Make output robust to any encoding and to closed streams, and format Python warnings as single lines."""
     sys.stdout = sys.stdout or null_stream()
     sys.stderr = sys.stderr or null_stream()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
-    if not isinstance(sys.stdout, StandardOutput):
-        sys.stdout = StandardOutput(sys.stdout)  # type: ignore[assignment]  # a stream by its attributes
-    for name in _SIZES:
-        size = os.environ.get(name, "")
-        if not (size.isdecimal() and len(size) <= _LONGEST_SIZE and int(size) > 0):
-            os.environ.pop(name, None)
     warnings.formatwarning = _warning_line
 
 
@@ -138,3 +92,39 @@ def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     return f"quantshard: WARNING: {printable(' '.join(str(message).split()))}\n"
+
+
+class TransferBar:
+    """Progress in bytes, relative to the total expected so far."""
+
+    def __init__(self, bar: progress.Progress, task: progress.TaskID) -> None:
+        self.bar, self.task, self.total = bar, task, 0
+
+    def expect(self, count: int) -> None:
+        """Add `count` bytes to the expected total."""
+        self.total += count
+        self.bar.update(self.task, total=self.total)
+
+    def moved(self, count: int) -> None:
+        """Add `count` bytes to the completed bytes."""
+        self.bar.update(self.task, advance=count)
+
+
+@contextmanager
+def transfer_bar(what: str) -> Iterator[None]:
+    """Show a bar of the bytes that saves, loads and checks transfer during the block, on a terminal's standard error.
+
+    `what`: description of the work.
+    """
+    screen = Screen(stderr=True, soft_wrap=True)
+    text, rest = (
+        progress.TextColumn("{task.description}"),
+        (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
+    )
+    with (
+        progress.Progress(
+            text, progress.BarColumn(), *rest, console=screen, transient=True, disable=not screen.is_terminal
+        ) as bar,
+        watch_transfers(TransferBar(bar, bar.add_task(what, total=None))),
+    ):
+        yield

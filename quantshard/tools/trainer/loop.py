@@ -56,8 +56,7 @@ class ProcessInfo:
 class StopFlag:
     """A flag that a signal sets in any process; all ranks read it together with the loss of the step."""
 
-    def __init__(self) -> None:
-        self.raised = False
+    raised = False
 
     def set(self) -> None:
         """Request a stop after the current step."""

@@ -21,10 +21,9 @@ from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.observe.table import Report
 from quantshard.tools.report.figures import LiveView, RunFigures, TransferFigures, step_line
-from quantshard.tools.report.source import CheckpointRow
+from quantshard.tools.report.history import CheckpointRow
 from quantshard.tools.terminal import outputs
-from quantshard.tools.terminal.progress import transfer_bar
-from quantshard.tools.terminal.screen import Screen, complain
+from quantshard.tools.terminal.screen import Screen, complain, transfer_bar
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
 from quantshard.tools.trainer.settings.values import check_value
 

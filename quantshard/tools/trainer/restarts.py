@@ -89,15 +89,6 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
     return tuple(messages)
 
 
-def check_steps(run: str, steps: int, complete: Sequence[int]) -> None:
-    """Refuse to end a run before its last checkpoint. `complete`: steps of its checkpoints, ascending."""
-    if complete and steps < complete[-1]:
-        raise ConfigurationError(
-            f"{run} has a checkpoint of step {complete[-1]}, and steps = {steps} would end before it; give at least "
-            f"{complete[-1]}"
-        )
-
-
 def overrides(
     run: str, before: TrainSettings, now: TrainSettings, given: Collection[str], processes: int
 ) -> dict[str, Any]:

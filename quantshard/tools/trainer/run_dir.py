@@ -193,10 +193,6 @@ class RunDir:
         moved = self.tokens.absolute() / rest
         return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
 
-    def holds_tokens(self, path: str) -> bool:
-        """Return True if a recorded path is in this run's `tokens` folder."""
-        return Path(path).is_relative_to(self.tokens.absolute())
-
     def check_ours(self) -> None:
         """Check that no path of the run leads to another place."""
         if self.path.is_dir():

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_json, read_regular
-from quantshard.tools.report.metrics import step_of
+from quantshard.tools.report.records import step_of
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings

@@ -42,13 +42,11 @@ from quantshard.tools.trainer.settings.values import MeshSpec
 
 _log = logging.getLogger(__name__)
 
-_MAX_CHANGES = 20
-"""The most changes of the environment that a resume lists."""
 _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
 """Settings that a run records with their detected values."""
-_MAX_PATHS = 5
-"""The most data paths that a message names."""
+_MAX_SHOWN = 10
+"""The most changes or data paths that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +171,12 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
     """Return the settings that `train --auto-resume` changes in an existing run; see `restarts.overrides`."""
     before = run.read_config()[0]
-    cache = before.token_cache
     # token folders made from texts that the same command names
+    folders = [folder for folder in (run.tokens.absolute(), before.token_cache) if folder]
     derived = [
         name
         for name in _DATA
-        if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
+        if any(Path(path).is_relative_to(folder) for path in getattr(before, name) for folder in folders)
     ]
     if derived:
         # the flag describes the texts, not the tokens made from them
@@ -210,7 +208,9 @@ def check_resumed(
     if not order.restart:
         # raises with advice if there is no checkpoint
         run.last_complete()
-    restarts.check_steps(str(run.path), settings.steps, run.saved_steps()[0])
+    if (last := max(run.saved_steps()[0], default=0)) > settings.steps:
+        steps = f"steps = {settings.steps} would end before it"
+        raise ConfigurationError(f"{run.path} has a checkpoint of step {last}, and {steps}; give at least {last}")
     return settings, edits
 
 
@@ -231,7 +231,8 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
     """Check that a run that generates samples has the tokenizer of its data."""
     if not settings.sample_tokens:
         return
-    if not settings.tokenizer and not corpus.is_bytes:
+    is_of_bytes = not corpus.tokenizer and corpus.end_of_document == data.END_OF_DOCUMENT
+    if not settings.tokenizer and not is_of_bytes:
         raise ConfigurationError(
             f"sample_tokens = {settings.sample_tokens}, but nothing says which tokenizer made the data; name it with "
             "--tokenizer"
@@ -249,7 +250,7 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
         )
     check_sampling(settings, corpus)
     if settings.data:
-        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
+        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_SHOWN])}")
     return data.collect_recorded(settings.data, corpus, settings.heldout_data)
 
 
@@ -375,7 +376,7 @@ def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Rest
     now = restarts.current_environment(setup.settings, place.device)
     previous = run.read_starts()[-1:] if done else []
     if previous and (changes := restarts.differences(previous[0].get("environment"), now)):
-        reasons = f"{'; '.join(changes[:_MAX_CHANGES])} (starts.jsonl has both)"
+        reasons = f"{'; '.join(changes[:_MAX_SHOWN])} (starts.jsonl has both)"
         text = f"WARNING: from here on losses may differ from those of the run without a stop, because {reasons}"
         trainer.progress.note(text, logging.WARNING)
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}

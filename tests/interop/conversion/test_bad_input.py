@@ -56,7 +56,7 @@ def test_values_that_are_not_finite_leave_the_model_as_it_was(value: float) -> N
         model[2].weight[3, 5] = value
         model[3].weight[1, 1] = value
     layers, weights = list(model), [layer.weight for layer in model]
-    words = r"2\.weight \(and those of 1 other layers\): 1 of 1024 values are infinite or NaN, the first, .*at \[3, 5\]"
+    words = r"2\.weight: 1 of 1024 values are infinite or NaN, the first, .*at \[3, 5\].*\(2 such layers\)"
     with pytest.raises(ConfigurationError, match=words) as caught:
         qs.convert(model, "mxfp8")
     assert "nothing was converted" in str(caught.value) and "\n" not in str(caught.value)
@@ -99,23 +99,8 @@ def test_float16_that_overflowed_is_told() -> None:
     model = born(torch.float32)
     with torch.no_grad():
         model[1].weight[0, 0] = 70000
-    with pytest.raises(ConfigurationError, match=r"1\.weight: 1 of 1024 .*float16 ends at 65504.*in bfloat16"):
+    with pytest.raises(ConfigurationError, match=r"1\.weight: 1 of 1024 .*load the model in bfloat16"):
         qs.convert(model.half(), "mxfp8")
-
-
-@pytest.mark.parametrize(("largest", "fits"), [(65504.0, False), (60000.0, True), (40000.0, True)])
-def test_float16_whose_codes_would_overflow_is_told(largest: float, fits: bool) -> None:
-    """65504 is rounded up to 65536, which float16 has not; 60000 to 61440."""
-    model = born(torch.float16)
-    with torch.no_grad():
-        model[1].weight[0, 0] = largest
-    if fits:
-        qs.convert(model, "mxfp8")
-        assert model[1].weight.detach().dequantize().isfinite().all()
-        return
-    with pytest.raises(ConfigurationError, match=r"1\.weight: its largest value, 65504, is rounded up"):
-        qs.convert(model, "mxfp8")
-    assert all(type(layer) is nn.Linear for layer in model)
 
 
 # Models of other libraries -------------------------------------------------------------------------------------------
@@ -159,13 +144,13 @@ def of_one_byte() -> nn.Module:
 
 
 FOREIGN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "GPTQ": (lambda: nn.Sequential(nn.Linear(32, 32), QuantLinear()), "1 GPTQ's QuantLinear, the first 1;"),
+    "GPTQ": (lambda: nn.Sequential(nn.Linear(32, 32), QuantLinear()), r"already quantized \(gptqmodel.*QuantLinear\)"),
     "bitsandbytes": (
         lambda: nn.Sequential(nn.Linear(32, 32), Linear4bit()),
-        "1 bitsandbytes's Params4bit, the first 1;",
+        r"already quantized \(bitsandbytes.*Params4bit\)",
     ),
-    "torchao": (quantized_by_torchao, "4 torchao's Int8Tensor, the first 0;"),
-    "float8 values": (of_one_byte, "1 Linear of float8_e4m3fn, the first 1;"),
+    "torchao": (quantized_by_torchao, r"already quantized \(torchao.*Int8Tensor\)"),
+    "float8 values": (of_one_byte, r"already quantized \(Linear of torch.float8_e4m3fn\)"),
 }
 
 
@@ -307,14 +292,6 @@ def test_adapters_are_left_unless_they_are_asked_for() -> None:
 def test_flags_are_true_or_false(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"convert\({flag}='no'\): it must be True or False"):
         qs.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", **{flag: "no"})
-
-
-@pytest.mark.parametrize("model", [None, {"weight": torch.ones(2)}])
-def test_what_is_no_model_is_refused(model: object) -> None:
-    with pytest.raises(
-        ConfigurationError, match=f"convert takes a model, a torch.nn.Module, not a {type(model).__name__}"
-    ):
-        qs.convert(model, "mxfp8")
 
 
 def test_transposed_layers_of_transformers_are_told() -> None:

@@ -20,7 +20,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
-from quantshard.interop.conversion import report
+from quantshard.interop.conversion import convert as report
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules.contexts import context
 from quantshard.optimizers import FusedAdam
@@ -74,8 +74,8 @@ def test_what_changes_and_what_stays() -> None:
     report = qs.convert(model, "mxfp8")
     assert [layer.name for layer in report.converted] == [f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down")]
     assert {layer.name: layer.reason for layer in report.left} == {
-        "blocks.0.gate": "a router; a filter that matches it converts it too",
-        "blocks.1.gate": "a router; a filter that matches it converts it too",
+        "blocks.0.gate": "a router; a filter that matches it converts it",
+        "blocks.1.gate": "a router; a filter that matches it converts it",
         "lm_head": "its weight is also that of embedding",
     }
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -323,7 +323,7 @@ def test_revert() -> None:
     assert type(model) is Model and all(type(block.up) is nn.Linear for block in model.blocks)
     assert torch.equal(model.blocks[0].up.weight, values) and expected.shape == model(TOKENS).shape
     qs.convert(model, "block")
-    with pytest.raises(ConfigurationError, match="no layer that quantshard"):
+    with pytest.raises(ConfigurationError, match="no layer made by quantshard"):
         qs.revert(born())
 
 
@@ -349,7 +349,7 @@ def test_a_layer_that_another_model_computes_with_is_trained_after_revert(recwar
 def test_a_layer_by_itself_is_not_reverted() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     qs.convert(model, "mxfp8")
-    with pytest.raises(ConfigurationError, match="give the model that holds it"):
+    with pytest.raises(ConfigurationError, match="call it on the model that contains this layer"):
         qs.revert(model[0])
 
 
@@ -388,7 +388,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: qs.convert(nn.Sequential(nn.Conv2d(1, 2, 3)), "mxfp8"),
         "no torch.nn.Linear .*1 Conv2d",
     ),
-    "itself a linear layer": (lambda: qs.convert(nn.Linear(3, 3), "mxfp8"), "itself a Linear.*nn.Sequential"),
+    "itself a linear layer": (lambda: qs.convert(nn.Linear(3, 3), "mxfp8"), "layers inside a model.*nn.Sequential"),
     "a filter with a typo": (lambda: qs.convert(born(), "mxfp8", filter="dwn"), "'dwn'.*none of the 7.*'down'"),
     "a filter of nothing": (lambda: qs.convert(born(), "mxfp8", filter=lambda *_: False), "none of the 7"),
     "a recipe for no name": (lambda: qs.convert(born(), {"*.q_proj": "mxfp8"}), "q_proj.*none of the 7"),
@@ -397,7 +397,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no recipe": (lambda: qs.convert(born(), {}), "a mapping needs an entry"),
     "None in a mapping": (lambda: qs.convert(born(), {"up": None, "*": "block"}), "'up' has None.*'bf16' leaves"),
     "a function of None": (lambda: qs.convert(born(), lambda *_: None), r"blocks\.0\.up has None.*'bf16' leaves"),
-    "converted already": (lambda: qs.convert(converted(), "block"), "quantized already, to mxfp8_32x32.*revert"),
+    "converted already": (lambda: qs.convert(converted(), "block"), "already quantized .mxfp8_32x32.*revert"),
     "modules": (lambda: qs.convert(born(), "mxfp8", modules="fussed"), "modules='fussed'.*linear"),
 }
 
@@ -418,8 +418,8 @@ def test_the_report_fits_a_terminal() -> None:
         "converted 24 linear layers: 180.0 KiB of weights are 90.1 KiB now",
         "  layers.{0-11}.up [80, 48] x12: mxfp8: mxfp8_32x32",
         "  layers.{0-11}.down [48, 80] x12: mxfp8: mxfp8_32x32",
-        "left 12 as they were:",
-        "  layers.{0-11}.gate [4, 48] x12: a router; a filter that matches it converts it too",
+        "not converted: 12 linear layers",
+        "  layers.{0-11}.gate [4, 48] x12: a router; a filter that matches it converts it",
     ]
 
 
@@ -444,7 +444,7 @@ def test_stacked_experts_are_listed_as_left() -> None:
     ]
     assert len(report.experts) == 6 and json.dumps(report.to_dict())
     assert str(report).splitlines()[-3:] == [
-        "left 6 stacked parameters of experts, 180.0 KiB, which are no linear layers:",
+        "not converted: 6 stacked parameters of experts, 180.0 KiB",
         "  layers.{0-2}.1.gate_up_proj [4, 96, 32] x3: 48.0 KiB, in high precision",
         "  layers.{0-2}.1.down_proj [4, 32, 48] x3: 12.0 KiB, in high precision",
     ]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.optimizers import FusedAdam
 
@@ -106,10 +105,8 @@ def test_hooks_of_weights_and_ties_by_memory_leave_a_layer() -> None:
     report = qs.convert(model, "mxfp8")
     assert [layer.name for layer in report.converted] == ["3"]
     reasons = {layer.name: layer.reason for layer in report.left}
-    assert reasons["0"] == "its weight has hooks, which would not go over; register them after convert"
+    assert reasons["0"] == "its weight has hooks; register them after convert"
     assert (reasons["1"], reasons["2"]) == ("its weight is also that of 2", "its weight is also that of 1")
-    with pytest.raises(ConfigurationError, match=r"1\.weight is of a lazy layer and has no shape yet; run the model"):
-        qs.convert(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), "mxfp8")
     model(X).sum().backward()
     assert model[0].weight.grad.abs().sum() == 0
 
@@ -138,8 +135,8 @@ def test_layers_that_are_more_than_linear_are_left() -> None:
     assert [layer.name for layer in report.converted] == ["1.adapter", "2"]
     reasons = {layer.name: layer.reason for layer in report.left}
     assert reasons == {
-        "0": "its forward was replaced by another, as by hooks of accelerate",
-        "1": "it has gain, count, adapter besides weight and bias",
+        "0": "its forward was replaced, for example by accelerate",
+        "1": "it also has gain, count, adapter",
     }
     assert model[0](X).abs().sum() == 0 and {"1.gain", "1.count", "1.adapter.weight"} <= model.state_dict().keys()
 

@@ -262,16 +262,16 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 
 
 SAID = {
-    "tensor parallelism": "not cut by tensor parallelism; use --parallelism.tensor_parallel_degree 1 instead of 2",
-    "backend": "'spmd_types' would make DTensors of them before; use --parallelism.spmd_backend partial_dtensor",
+    "tensor parallelism": "tensor parallelism is not supported; use --parallelism.tensor_parallel_degree 1",
+    "backend": "'spmd_types' is not supported; use --parallelism.spmd_backend partial_dtensor",
     "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: auto,",
-    "pattern": "TitanConverter(filter='wz') matches none of the 13 plain linear layers; their names end in",
+    "pattern": "TitanConverter(filter=['wz']) matches none of 13 plain linear layers; their names end in",
     "converter's recipe": "unknown recipe 'fp7'; choose one of: auto,",
-    "twice": "TitanConverter chooses none of the model's 1 plain linear layers (lm_head)",
-    "another layer": "met a OtherConfig [32, 64], which computes in its own way",
-    "optimizer": "'DistMuon' has no masters for quantized weights; use one of AdamW, Adam",
-    "export": "codes of 14 quantized weights (layers.0.attention.qkv_linear.wq.weight, ...) for values",
-    "import": "codes of 14 quantized weights (layers.0.attention.qkv_linear.wq.weight, ...) for values",
+    "twice": "TitanConverter(filter=[]) matches none of 1 plain linear layers; their names end in: lm_head",
+    "another layer": "OtherConfig computes in its own way",
+    "optimizer": "'DistMuon' has no masters; use AdamW or Adam",
+    "export": "codes as values (layers.0.attention.qkv_linear.wq.weight)",
+    "import": "codes as values (layers.0.attention.qkv_linear.wq.weight)",
     "stock optimizer": "PyTorch's fused kernel wants plain parameters; use foreach=True or foreach=False, or",
 }
 

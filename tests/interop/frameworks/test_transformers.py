@@ -31,10 +31,10 @@ from transformers.quantizers import auto
 
 import quantshard as qs
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.integrations import transformers as qt
 from quantshard.interop.conversion import forward
 from quantshard.interop.conversion.fusion import is_fused
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.frameworks import transformers as qt
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from tests.pages import section, snippets
@@ -293,7 +293,7 @@ EXPORTS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors", "ignore::DeprecationWarning:compressed_tensors")
-@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
+@pytest.mark.filterwarnings("ignore:save_pretrained.*not multiples of 128:UserWarning")
 @pytest.mark.parametrize(("recipe", "layout"), EXPORTS)
 def test_layouts_are_read_by_transformers_and_trained_on(
     recipe: str, layout: str, folder: Path, tmp_path: Path
@@ -303,7 +303,7 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     train(model, adam_of(model))
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     read = load(tmp_path)  # by transformers alone
-    assert not quantized(read) and not hasattr(read, qt.REPORT)
+    assert not quantized(read) and not hasattr(read, "quantshard_report")
     far = (model(tokens()).logits - tiny()(tokens()).logits).abs().max()
     assert (
         (read(tokens()).logits - model(tokens()).logits).abs().max() < 0.1 < far
@@ -313,7 +313,7 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
 
 
-@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
+@pytest.mark.filterwarnings("ignore:save_pretrained.*not multiples of 128:UserWarning")
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
@@ -400,7 +400,7 @@ def test_plain_values_on_request(recipe: str, folder: Path, tmp_path: Path) -> N
     assert same_values(model, again) == (recipe == "mxfp8")
     qs.revert(model)
     assert differing(model, load(tmp_path)) == []
-    with pytest.raises(ConfigurationError, match=r"stand for torch.bfloat16, .* call model.to\(torch.float32\) first"):
+    with pytest.raises(ConfigurationError, match=r"dtype is torch.bfloat16; call model.to\(torch.float32\) first"):
         again.save_pretrained(tmp_path / "fp32", layout="plain-fp32")
 
 
@@ -413,7 +413,7 @@ import torch
 import transformers as tf
 
 import quantshard as qs
-from quantshard.interop.frameworks.peft import register
+from quantshard.integrations.peft import register
 from quantshard.optimizers import FusedAdam
 
 folder = Path(sys.argv[1])
@@ -456,7 +456,7 @@ trainer = tf.Trainer(model, options, train_dataset=[{"input_ids": row, "labels":
 trainer.train()
 trainer.save_model(str(folder / "trained"))
 check(model, "trained")
-assert "quantshard.interop.frameworks.transformers" in sys.modules
+assert "quantshard.integrations.transformers" in sys.modules
 """
 
 LOADING = """
@@ -466,7 +466,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-import quantshard.interop.frameworks.transformers
+import quantshard.integrations.transformers
 
 found = sorted(Path(sys.argv[1]).glob("*/logits.pt"))
 assert len(found) == 11
@@ -491,7 +491,7 @@ def test_nothing_is_written_as_values_without_the_integration(
     model, in_part = converted(folder, "mxfp8", autocast=autocast), load(folder)
     qs.convert(in_part.model, "mxfp8", autocast=autocast)
     for module in (model, model.model, in_part):
-        said = r"save_pretrained would write the codes .* call quantshard.revert.* import quantshard.integrations"
+        said = r"save_pretrained would write codes .* call quantshard.revert.* import quantshard.integrations"
         with pytest.raises(ConfigurationError, match=said):
             module.save_pretrained(tmp_path / "x")
     given = TrainingArguments(
@@ -522,7 +522,7 @@ def test_a_model_converted_in_part_is_written_as_one_converted_whole(recipe: Any
     model = load(folder)
     for part, enters in zip(model.model.layers, (True, False), strict=True):
         qs.convert(part, recipe, autocast=enters)
-    with pytest.raises(ConfigurationError, match="autocast=True and others with autocast=False"):
+    with pytest.raises(ConfigurationError, match="both autocast=True and autocast=False"):
         model.save_pretrained(tmp_path / "x")
 
 
@@ -575,7 +575,7 @@ def test_wrong_arguments_are_named(folder: Path) -> None:
         (lambda: load(folder, {"*": "mxfp8", "q_proj": "block"}), "convert(recipe): 'q_proj' would do nothing, since"),
         (lambda: load(folder, "bf16"), "none of the 15 linear layers can be converted (14: recipe bf16; 1: the head"),
         (lambda: qt.training_config(folder, "mxfp8"), "has no quantization_config; pass quantization_config="),
-        (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is quantized already, to mxfp8_32x32"),
+        (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is already quantized (mxfp8_32x32)"),
     ]
     for call, wanted in cases:
         assert wanted in said(ConfigurationError, call)
@@ -591,7 +591,7 @@ def test_models_of_other_quantizers_are_refused_by_name(method: str, folder: Pat
     assert "but you are passing a QuantshardConfig config" in said(ValueError, call)
     model = load(folder)
     model.quantization_method = method
-    wanted = f"convert: this LlamaForCausalLM is quantized already, by {method}; load it in high precision"
+    wanted = f"convert: this model is already quantized ({method}); load it in bfloat16"
     assert said(ConfigurationError, lambda: qs.convert(model, "mxfp8")) == wanted
 
 
@@ -622,13 +622,13 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
         (
             ConfigurationError,
             lambda: read(tmp_path / "mx", "mxfp8", filter="q_proj"),
-            "and not to be here; let filter=",
+            "but not in this model; let filter=",
         ),
         (CheckpointError, lambda: read(tmp_path / "native", "nvfp4"), "is stored as 'mxfp8_32x32', but this model's"),
         (
             ConfigurationError,
             lambda: load(tmp_path / "own"),
-            "cannot hold the recipe of the model, which has arguments",
+            "cannot hold the custom recipe of the model",
         ),
         (
             ConfigurationError,
@@ -636,9 +636,6 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
             "scale of the activ",
         ),
     ]
-    for path, wanted in ((folder / "none", "there is no such folder"), (tmp_path, "no config.json can be read")):
-        told = said(ConfigurationError, lambda path=path: qt.training_config(str(path), "mxfp8"))
-        assert told.startswith(f"training_config({str(path)!r}): ") and wanted in told and "\n" not in told
     for error, call, wanted in cases:
         assert wanted in said(error, call)
     assert differing(read(tmp_path / "own", own), load(folder, own)) == []
@@ -652,13 +649,16 @@ def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     qs.convert(model, "mxfp8")
     assert "model.embed_tokens.weight is on the meta device" in said(ConfigurationError, lambda: adam_of(model))
-    assert "is on the meta device, where it has no values" in said(
+    assert "is on the meta device; load the model first" in said(
         ConfigurationError, lambda: model.save_pretrained(tmp_path)
     )
     given = qt.QuantshardConfig("mxfp8")
     for options, wanted in (
         ({"device_map": {"": "disk"}}, "device_map puts weights on the disk"),
-        ({"distributed_config": transformers.DistributedConfig(fsdp_size=1)}, "shards before it loads"),
+        (
+            {"distributed_config": transformers.DistributedConfig(fsdp_size=1)},
+            "(distributed_config=...) is not supported",
+        ),
     ):
         call = lambda options=options: AutoModelForCausalLM.from_pretrained(  # noqa: E731
             folder, quantization_config=given, **options

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.interop.frameworks import transformers as qt
+from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
 from quantshard.state_storage import PRESETS
 from tests.distributed.models import bits
@@ -289,8 +289,6 @@ def test_the_trainer_as_it_is_with_our_optimizer(folder: Path, tmp_path: Path) -
     """And with activation checkpointing, which changes no bit."""
     wanted = by_hand(load(folder, "nvfp4"), tmp_path)
     for options in ({}, {"activation_checkpointing": True}):
-        if options and "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
-            options = {"gradient_checkpointing": True}  # its name before transformers 5.23
         given = arguments(tmp_path, **options)
         model = load(folder, "nvfp4")
         trainer = LossTrainer(model, given, train_dataset=data(), optimizer_cls_and_kwargs=qt.adam(given))
@@ -317,7 +315,7 @@ def test_a_preset_of_our_optimizer(folder: Path, tmp_path: Path) -> None:
 
 def test_optimizers_that_are_refused(folder: Path, tmp_path: Path) -> None:
     """By name, where ours stands in front; else PyTorch's fused kernel, the default, by us."""
-    with pytest.raises(ConfigurationError, match=r"optim='adafactor'\): .* FusedAdam"):
+    with pytest.raises(ConfigurationError, match=r"optim='adafactor'\) is not supported; .* FusedAdam"):
         QuantizedLossTrainer(
             load(folder, "mxfp8"), arguments(tmp_path, optim="adafactor"), train_dataset=data()
         ).train()
@@ -342,7 +340,9 @@ def fsdp2_example(out: Path) -> tuple[list[float], list[int], bool]:
     model, losses, generated = plain_fsdp2_llama.main(["--out", str(out), "--recipe", "block", "--steps", "4"])
     again = plain_fsdp2_llama.sharded(out / "model", "block", torch.device("cpu"))
     qs.checkpoints.load(out / "checkpoint", again)
-    with pytest.raises(ConfigurationError, match=r"embed_tokens.weight is sharded; on every rank call state = "):
+    with pytest.raises(
+        ConfigurationError, match=r"embed_tokens.weight is sharded; pass state_dict=get_model_state_dict"
+    ):
         again.save_pretrained(out / "parts")
     return losses, generated[0].tolist(), bits(again) == bits(model)
 

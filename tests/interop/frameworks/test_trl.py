@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from quantshard import checkpoints
-from quantshard.interop.frameworks.peft import QuantizedLoraLinear, load_adapter, register
+from quantshard.integrations.peft import QuantizedLoraLinear, load_adapter, register
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.interop.frameworks.accelerators import LINEAR_LAYERS, build, changed, codes, held, quantized

@@ -246,7 +246,9 @@ def test_tied_weights_are_written_once(tmp_path):
 
 
 def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"tie_word_embeddings, but head.weight and embedding.weight differ"):
+    with pytest.raises(
+        ConfigurationError, match=r"head.weight and embedding.weight differ, but .* tie_word_embeddings"
+    ):
         export(saved("mxfp8")[1], "plain", tmp_path / "out", config={**models.CONFIG, "tie_word_embeddings": True})
 
 
@@ -254,11 +256,10 @@ def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
     ("change", "match"),
     [
         ({"layout": "gguf"}, "unknown layout 'gguf'"),
-        ({"config": None}, "does not record its model's configuration; .* by --config"),
-        ({"config": None, "layout": "plain"}, "does not record its model's configuration; .* by --config"),
-        ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' takes weights in high precision exactly"),
-        ({"config": {**models.CONFIG, "hidden_size": 128}}, "hidden_size 128, but model.embed_tokens.weight is"),
-        ({"names": names.Names({})}, "21 tensors of .* have no name there .first: embedding.weight"),
+        ({"config": None}, "has no model configuration; .*--config"),
+        ({"config": None, "layout": "plain"}, "has no model configuration; .*--config"),
+        ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' is exact for high precision"),
+        ({"names": names.Names({})}, "21 tensors have no external name .first: embedding.weight"),
         ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
         ({"values": "moments"}, "values='moments'"),
     ],
@@ -284,8 +285,8 @@ def test_what_fails_leaves_nothing(saved, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     _, checkpoint = saved("mxfp8")
-    monkeypatch.setattr("quantshard.interop.layouts.files.os.fsync", full)
-    with pytest.raises(CheckpointError, match="out could not be written: No space left on device"):
+    monkeypatch.setattr("quantshard.interop.layouts.files.save_file", full)
+    with pytest.raises(CheckpointError, match=r"out cannot be written: .*No space left on device"):
         export(checkpoint, "plain", tmp_path / "out", config={})
     assert not list(tmp_path.iterdir())
 

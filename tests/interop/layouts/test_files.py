@@ -70,7 +70,7 @@ def test_index_names_only_files_beside_it(tmp_path, name):
     folder.mkdir()
     save_file({"a": torch.zeros(2)}, tmp_path / "secret.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="which is not the name of a safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file beside it"):
         SafetensorsFiles(folder)
 
 
@@ -95,7 +95,7 @@ def test_index_is_checked(tmp_path, index, match):
 def test_a_tensor_in_two_files(tmp_path):
     for name in "xy":
         save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(CheckpointError, match=r"a lies in x.safetensors and in y.safetensors"):
+    with pytest.raises(CheckpointError, match=r"a is in x.safetensors and in y.safetensors"):
         SafetensorsFiles(tmp_path)
 
 

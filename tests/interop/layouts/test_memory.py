@@ -1,4 +1,4 @@
-"""The memory that an export takes, of a checkpoint that is much larger than one weight."""
+"""The memory that an export takes, of a checkpoint that is much larger than one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quantshard.tensor import components
 
 WEIGHTS, SIZE = 10, 3072
 BYTES_PER_ELEMENT = {"sglang-mxfp8": 5, "plain-bf16": 14}
-"""Memory for each element of one weight, beside the program; all that is written is 10 or 20 for each."""
+"""Memory for each element of one weight, next to that of one file."""
+SHARD_BYTES = 3 * 10**7
 MEGABYTE = 2**20
 
 EXPORT = """
@@ -28,7 +29,7 @@ def peak():  # of this program; getrusage's has that of the process that started
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 for layout in sys.argv[3:]:
-    done = export(sys.argv[1], layout, f"{sys.argv[2]}/{layout}", config={}, max_shard_bytes=5 * 10**7)
+    done = export(sys.argv[1], layout, f"{sys.argv[2]}/{layout}", config={}, max_shard_bytes=3 * 10**7)
     print(done.bytes, peak() - before)
 """
 
@@ -54,7 +55,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def test_memory_is_that_of_a_weight(checkpoint: Path, tmp_path: Path) -> None:
+def test_memory_is_that_of_a_file_and_a_weight(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT, str(checkpoint), str(tmp_path), *BYTES_PER_ELEMENT]
     # glibc gives back at once what is larger; else what it keeps differs from run to run by half of what is measured
     given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
@@ -64,4 +65,4 @@ def test_memory_is_that_of_a_weight(checkpoint: Path, tmp_path: Path) -> None:
         written, taken = map(int, line.split())
         print(f"{layout}: wrote {written / MEGABYTE:.0f} MiB, took {taken / MEGABYTE:.0f} MiB")
         assert written >= WEIGHTS * SIZE * SIZE
-        assert taken < allowed * SIZE * SIZE
+        assert taken < max(SHARD_BYTES, 2 * SIZE * SIZE) + allowed * SIZE * SIZE < written

@@ -14,8 +14,7 @@ from quantshard import formats, numerics
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.interop.layouts.conversion import InexactConversionError
-from quantshard.interop.transformer_engine.pieces import RecordedCall, WeightPiece, piece_of
-from quantshard.interop.transformer_engine.weights import components_of, values_of
+from quantshard.interop.transformer_engine.pieces import RecordedCall, WeightPiece, components_of, piece_of, values_of
 from tests.golden.make_compact import COMPACT, load
 from tests.tensor.test_tensor import differing, same
 
@@ -113,9 +112,7 @@ def test_per_tensor(golden: dict[str, Any], recipe: str, element: str, kind: str
         transposed = per_tensor(None, found["scale_inv"], number, found["transpose"])
         assert not differing(converted(transposed, fmt), wanted)
     if element == "e5m2":
-        with pytest.raises(
-            InexactConversionError, match=re.escape("its codes are E5M2 (Float8Tensor), those of fp8_e4m3 E4M3")
-        ):
+        with pytest.raises(InexactConversionError, match=r"its codes are E5M2, .* \(Float8Tensor\); fp8_e4m3 has E4M3"):
             converted(per_tensor(found["data"], found["scale_inv"], number), formats.FP8_E4M3)
 
 
@@ -148,7 +145,7 @@ def test_blocks_of_rows(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     piece = whole(blockwise(shape, tuple(planes), False))
     parts, left = components_of([piece], formats.FP8_1X128, piece.shape)
     assert not differing(parts, {"codes": planes[0], "scale_inv": planes[1].t()})
-    assert left == ("its columnwise copy is left out: fp8_1x128 has none",)
+    assert left == ("its columnwise copy is omitted: fp8_1x128 has none",)
     exact = numerics.dequantize(formats.FP8_1X128.copies[Orientation.ROWWISE], parts, piece.shape)
     assert same(values_of([piece], piece.shape), exact)
     with pytest.raises(InexactConversionError, match="blocks of 1x128 have different scales inside one of 128x128"):
@@ -156,7 +153,7 @@ def test_blocks_of_rows(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     columnwise = whole(blockwise(shape, (None, None, *planes[2:]), False))
     with pytest.raises(InexactConversionError, match="no rowwise copy is stored"):
         components_of([columnwise], formats.FP8_1X128, piece.shape)
-    with pytest.raises(CheckpointError, match="one copy, in blocks of 128x1, which no format has"):
+    with pytest.raises(CheckpointError, match="no format has blocks of 128x1"):
         values_of([columnwise], piece.shape)
 
 
@@ -213,7 +210,7 @@ def test_nvfp4(values: Tensor) -> None:
     with pytest.raises(InexactConversionError, match="blocks of 1x16 have different scales inside one of 16x16"):
         converted(nvfp4(parts), formats.NVFP4_16X16)
     for fmt, source in ((formats.NVFP4_BOTH, parts), (formats.NVFP4_16X16, both(values, formats.NVFP4_16X16))):
-        with pytest.raises(InexactConversionError, match="its two copies have different amaxes, and a format has one"):
+        with pytest.raises(InexactConversionError, match="its two copies have different amaxes"):
             converted(nvfp4(source, **{"columnwise amax": torch.tensor([9.0])}), fmt)
 
 
@@ -252,9 +249,7 @@ def mx_of(part: Tensor) -> RecordedCall:
 def test_shards_are_joined_where_blocks_are(values: Tensor) -> None:
     wanted = numerics.quantize(values, formats.MXFP8_BOTH)
     assert not differing(components_of(cut(values, [32, 160, 64], mx_of), formats.MXFP8_BOTH, tuple(SIZE))[0], wanted)
-    with pytest.raises(
-        InexactConversionError, match="a shard begins at row 48, column 0, inside a block of 32x1 of the whole weight"
-    ):
+    with pytest.raises(InexactConversionError, match="a shard begins at row 48, column 0, inside a block of 32x1"):
         components_of(cut(values, [48, 208], mx_of), formats.MXFP8_BOTH, tuple(SIZE))
 
 
@@ -271,9 +266,7 @@ def test_shards_with_scales_of_their_own_are_refused(values: Tensor) -> None:
         return per_tensor(parts["codes"], parts["scale_inv"].reshape(1))
 
     pieces = cut(values, [128, 128], current)
-    with pytest.raises(
-        InexactConversionError, match=r"its 2 shards have 2 values of the one scale, 0\.00\d+ to 0\.00\d+"
-    ):
+    with pytest.raises(InexactConversionError, match="its shards have different values of the one scale"):
         components_of(pieces, formats.FP8_E4M3, tuple(SIZE))
     every = values_of(pieces, SIZE)
     for piece in pieces:
@@ -282,7 +275,7 @@ def test_shards_with_scales_of_their_own_are_refused(values: Tensor) -> None:
     def nv(part: Tensor) -> RecordedCall:
         return nvfp4(both(part, formats.NVFP4_16X16))
 
-    with pytest.raises(InexactConversionError, match="its 2 shards have 2 values of the one amax"):
+    with pytest.raises(InexactConversionError, match="its shards have different values of the one amax"):
         components_of(cut(values, [128, 128], nv), formats.NVFP4_16X16, tuple(SIZE))
 
 
@@ -304,21 +297,21 @@ def test_some_shards_in_high_precision(values: Tensor) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: mxfp8(p, swizzled=True), "scales in the order of a GEMM ('swizzled')"),
-        (lambda p: mxfp8({"codes": p["codes"], "scale_inv": p["scale_inv"][:100]}), "of which [256, 4] are needed"),
+        (lambda p: mxfp8(p, swizzled=True), "swizzled scales"),
+        (lambda p: mxfp8({"codes": p["codes"], "scale_inv": p["scale_inv"][:100]}), "not [256, 4]"),
         (
             lambda p: mxfp8({"codes": p["codes"].short(), "scale_inv": p["scale_inv"]}),
             "are torch.int16 [256, 128], not",
         ),
-        (lambda p: per_tensor(p["codes"], torch.ones(2)), "its scale has 2 numbers, not one"),
-        (lambda p: per_tensor(p["codes"], torch.ones(1), 9), "DType 9, which is not known here"),
-        (lambda p: recorded("os.system"), "it is a os.system, which is no weight"),
-        (lambda p: nvfp4(p["both"], **{"row scaled": True}), "a second scale for each row"),
+        (lambda p: per_tensor(p["codes"], torch.ones(2)), "its scale is not a scalar tensor"),
+        (lambda p: per_tensor(p["codes"], torch.ones(1), 9), "unknown TransformerEngine DType 9"),
+        (lambda p: recorded("os.system"), "os.system is not a weight"),
+        (lambda p: nvfp4(p["both"], **{"row scaled": True}), "it has row_scaled_nvfp4"),
         (
             lambda p: nvfp4(p["both"], max=256),
-            "one for block scales up to another number; formats here have one for the tensor, for",
+            "or e4m3_max is not 448",
         ),
-        (lambda p: nvfp4(p["both"], amax=None), "no amax, without which its scales mean nothing"),
+        (lambda p: nvfp4(p["both"], amax=None), "its NVFP4Tensor has no amax"),
     ],
 )
 def test_refused(values: Tensor, change: Any, message: str) -> None:
@@ -363,9 +356,9 @@ def test_whatever_the_arguments_are(values: Tensor, kind: int) -> None:
 
 def test_neither_copy(values: Tensor) -> None:
     empty = call("mxfp8_tensor", "mxfp8", None, None, None, None, dtype(7), torch.bfloat16, SIZE, None, False)
-    with pytest.raises(CheckpointError, match="its MXFP8Tensor has neither a rowwise nor a columnwise copy"):
+    with pytest.raises(CheckpointError, match="its MXFP8Tensor has no rowwise or columnwise copy"):
         whole(empty)
-    with pytest.raises(CheckpointError, match=re.escape("has not the shape [8, 8], which the metadata say")):
+    with pytest.raises(CheckpointError, match=re.escape("does not have the shape [8, 8] of the metadata")):
         piece_of(empty, (0, 0), (8, 8))
 
 
@@ -373,4 +366,4 @@ def test_a_scale_that_was_not_saved_as_it_was_used(values: Tensor) -> None:
     """TransformerEngine's own test knows of it: current scaling's scale can be saved in the parameter's dtype."""
     parts = numerics.quantize(values, formats.FP8_E4M3)
     piece = whole(per_tensor(parts["codes"], parts["scale_inv"].reshape(1).bfloat16()))
-    assert piece.notes == ("its scales were saved as torch.bfloat16, not as used",)
+    assert piece.notes == ("its scales were saved as torch.bfloat16",)

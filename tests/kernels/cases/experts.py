@@ -19,7 +19,7 @@ from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.recipe import TensorRole
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
-from quantshard.tools.doctor import recipe_names
+from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import (
     OTHER_BITS,
     TOO_FAR,

@@ -13,7 +13,7 @@ from quantshard import kernel_dispatch, kernels, numerics, recipe
 from quantshard.formats import ALL, FORMATS, Encoding, Format, Orientation, OrientedCodes, Role, Scaling
 from quantshard.gemm import producers
 from quantshard.numerics import RandomBits, quantization_error, swizzled
-from quantshard.tools.doctor import recipe_names
+from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, KernelRow, bytes_of
 
 if kernels.USABLE:

@@ -18,7 +18,7 @@ from quantshard.collectives import delayed_scaling
 from quantshard.optimizers import FusedAdam, Lion, Muon
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
-from quantshard.tools.doctor import recipe_names
+from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import KernelCase, KernelRow, Shape, bytes_of
 
 if kernels.USABLE:

@@ -14,7 +14,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer import launch, restarts
 from quantshard.tools.trainer.restarts import differences
 from quantshard.tools.trainer.settings.config import TrainSettings
-from tests.tools.cli.hostile import told
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -84,11 +83,6 @@ def run_command(line, redirected="", **variables):
     return done.returncode, done.stderr.splitlines()
 
 
-def test_a_full_output_is_a_line():
-    full = "quantshard: cannot write to standard output: No space left on device"
-    assert run_command("plan --help", ">/dev/full") == (1, [full])
-
-
 def test_a_closed_output_is_nowhere():
     assert run_command("--version", ">&-") == (0, [])
 
@@ -99,14 +93,6 @@ def test_a_deleted_working_directory_is_a_line():
     done = subprocess.run(["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "quantshard: the working directory was deleted; change to one that exists"
-
-
-@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
-@pytest.mark.parametrize("size", ["9" * 5000, "1000000000", "1e9", "\u00b2"])
-def test_an_impossible_terminal_size_is_ignored(monkeypatch, name, size):
-    monkeypatch.setenv(name, size)
-    code, lines, _ = told("plan", "--help")
-    assert code == 0 and max(map(len, lines)) == 80
 
 
 def test_a_missing_local_rank_is_the_rank(monkeypatch):

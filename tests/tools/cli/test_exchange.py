@@ -138,7 +138,7 @@ def test_a_converted_model_has_the_names_of_its_files(tmp_path, recipe, layout):
     qs.checkpoints.save(tmp_path / "saved", model, None)
     said = invoke("export", tmp_path / "saved", "--layout", layout, "--config", folder, "--out", tmp_path / "out")
     assert "names are the model's own" in said
-    assert "copied beside the weights: chat_template.jinja, generation_config.json, merges.txt" in said
+    assert "copied: chat_template.jinja, generation_config.json, merges.txt" in said
     assert {name: (tmp_path / "out" / name).read_bytes() for name in BESIDE} == {name: name.encode() for name in BESIDE}
     assert not (tmp_path / "out" / "README.md").exists()
     written = {key for file in (tmp_path / "out").glob("*.safetensors") for key in load_file(file)}
@@ -157,7 +157,7 @@ def test_a_converted_model_has_the_names_of_its_files(tmp_path, recipe, layout):
 def test_a_model_of_our_own_layers_still_needs_a_map(tmp_path):
     """Weights of several matrices have names that no reader knows: they are not written under them."""
     _, saved = models.save(tmp_path, "mxfp8", architecture="gpt", kv_heads=0)
-    with pytest.raises(ConfigurationError, match=r"have no name there .*--names"):
+    with pytest.raises(ConfigurationError, match=r"have no external name .*--names"):
         invoke("export", saved, "--layout", "plain", "--out", tmp_path / "out")
 
 
@@ -185,14 +185,14 @@ def test_import_copies_what_lies_beside_the_weights(run, tmp_path):
     invoke("export", run, "--layout", "sglang-mxfp8", "--config", folder, "--out", tmp_path / "out")
     said = invoke("import", tmp_path / "out", "--out", tmp_path / "back")  # by the recipe of the files
     assert "0 weights quantized" in said and "by recipe 'mxfp8'" in said
-    assert "copied beside the weights: chat_template.jinja, config.json, generation_config.json" in said
+    assert "copied: chat_template.jinja, config.json, generation_config.json" in said
     assert invoke("verify", tmp_path / "back").startswith("whole")
     (tmp_path / "back" / "merges.txt").write_text("changed")
     found = CliRunner().invoke(command_line.app(), ["verify", str(tmp_path / "back")])
     assert found.exit_code == 1 and "merges.txt" in found.output
     (tmp_path / "back" / "merges.txt").write_text("merges.txt")
     said = invoke("export", tmp_path / "back", "--layout", "sglang-mxfp8", "--out", tmp_path / "again")
-    assert "copied beside the weights: chat_template.jinja, generation_config.json" in said
+    assert "copied: chat_template.jinja, generation_config.json" in said
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert {key: config[key] for key in models.CONFIG} == models.CONFIG and "quantization_config" in config
     for name in BESIDE:
@@ -235,7 +235,7 @@ def test_sizes(text, wanted):
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5TB"])
 def test_what_is_no_size(text):
-    with pytest.raises(ConfigurationError, match="is no size"):
+    with pytest.raises(ConfigurationError, match="is not a size"):
         exchange.size(text)
 
 

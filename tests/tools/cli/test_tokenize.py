@@ -268,7 +268,7 @@ def test_bad_options_are_refused(folder, tmp_path):
     )  # fmt: skip
     bare = tokenizer / "tokenizer.json"
     refused("name it with --end-of-document TOKEN; its special tokens are '<|end|>', '<|other|>'", "--tokenizer", bare)
-    refused("--shard-size '0' is no size", "--shard-size", "0")
+    refused("--shard-size '0' is not a size", "--shard-size", "0")
     refused("data_format = 'jsonl': choose one of: auto, text", "--data-format", "jsonl")
     refused("text_field = ''", "--text-field", "")
     refused("has no 'body', only 'id', 'text'", "--text-field", "body", at=folder / "a.parquet")

@@ -219,7 +219,7 @@ def test_bytes_a_parameter_and_the_preset(monkeypatch):
     assert (told.preset, told.weights, told.is_quantized) == ("lean8", 1, True)
     assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 1, 1 + 4 / 128 + 1 + 1 / 128)
     assert told.average == 4 and told.together == told.weight + told.master + told.moments + 4
-    line = "bytes a quantized parameter: weight 1.00 + master 1.00 + moments 2.04 + average 4.00 = 8.04"
+    line = "bytes per quantized parameter: weight 1.00 + master 1.00 + moments 2.04 + average 4.00 = 8.04"
     assert f"{line} (preset lean8)" in str(report)
     assert json.loads(report.to_json())["parameter"]["together"] == told.together
     default = explain(model, qs.optimizers.FusedAdam(model.parameters()))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.disk import ownership
-from quantshard.tools.report.figures import LiveView, RunFigures, Sparkline, step_line
+from quantshard.tools.report.figures import LiveView, RunFigures, RunWatch, sparkline, step_line
 from quantshard.tools.report.history import read_history
 from quantshard.tools.report.page import render
-from quantshard.tools.report.watching import RunWatch
 from quantshard.tools.terminal.screen import Screen
 from tests.tools.report.runs import entry, made_run, sampled, write
 
@@ -76,12 +75,9 @@ def test_names_and_alarms_of_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sparkline_has_all_that_was_added() -> None:
-    line = Sparkline()
-    for step in range(100_000):
-        line.add(float(step))
-    line.add(float("nan"))
-    assert len(line.points) < 256 and line.points == sorted(line.points)
-    assert line.text(8) == "▁▂▃▄▅▆▇█" and line.text(8, ascii_only=True) == "_.,-=+*#" and Sparkline().text(8) == ""
+    values = [*map(float, range(100_000)), float("nan")]
+    assert sparkline(values, 8) == "▁▂▃▄▅▆▇█" and sparkline(values, 8, ascii_only=True) == "_.,-=+*#"
+    assert sparkline([], 8) == "" and sparkline([1.0, 2.0], 8) == "▁█"
 
 
 def test_following_a_run(tmp_path: Path) -> None:

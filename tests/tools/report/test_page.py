@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from quantshard.tools.report.figures import said_seconds
 from quantshard.tools.report.history import read_history
-from quantshard.tools.report.page import is_report, labels, render
-from quantshard.tools.report.summary import differences, final_figures, said_seconds
+from quantshard.tools.report.page import differences, final_figures, is_report, labels, render
 from tests.tools.report.runs import entry, made_run, write
 
 NOW = datetime(2026, 11, 24, 7, 30, tzinfo=timezone.utc)

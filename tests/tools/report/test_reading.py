@@ -18,14 +18,11 @@ import pytest
 
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
-from quantshard.tools.report import history, metrics, records
-from quantshard.tools.report.charts import thinned
-from quantshard.tools.report.history import read_history
-from quantshard.tools.report.metrics import MetricReader, number
-from quantshard.tools.report.records import RecordFile
-from quantshard.tools.report.samples import MOST_SAMPLES, StatisticsReader
-from quantshard.tools.report.source import RunSource
-from quantshard.tools.report.watching import RunWatch
+from quantshard.tools.report import history, records
+from quantshard.tools.report.figures import RunWatch
+from quantshard.tools.report.history import RunSource, read_history
+from quantshard.tools.report.page import thinned
+from quantshard.tools.report.records import MOST_SAMPLES, MetricReader, RecordFile, StatisticsReader, number
 from tests.tools.report.runs import NAMES, entry, made_run, sampled, write
 
 
@@ -74,34 +71,33 @@ def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_figures_of_any_kind() -> None:
-    reader = MetricReader("metrics.jsonl")
-    reader.add([{"step": 1, "loss": 2, "text": "x", "flag": True, "memory": {"weights_bytes": 3}, "big": 10**400}])
+    reader = MetricReader()
+    reader.add([{"step": 1, "loss": 2, "text": "x", "flag": True, "memory.weights_bytes": 3, "big": 10**400}])
     reader.add(
         [{"step": 2, "loss": "nan", "new": 1.5}, {"step": -1, "loss": 1}, {"loss": 1}, {"step": "3"}, {"step": 3}]
     )
     reader.add([{"step": 4, "loss": math.nan, "new": "inf", "big": 1}])
     table = reader.table()
     assert table.steps.tolist() == [1, 2, 3, 4] and set(table.columns) == {"loss", "memory.weights_bytes", "new", "big"}
-    assert table.not_finite("loss").tolist() == [2, 4] and table.there("loss")[1].tolist() == [2.0]
+    assert np.isinf(table.columns["loss"]).tolist() == [False, True, False, True] and table.there("loss")[
+        1
+    ].tolist() == [2.0]
     assert table.there("new")[0].tolist() == [2] and math.isnan(table.columns["new"][2])
     assert number("nan") == number("-inf") == number(math.nan) == math.inf and math.isnan(number([1]))
 
 
 def test_steps_that_were_trained_twice_count_once() -> None:
-    reader = MetricReader("metrics.jsonl")
+    reader = MetricReader()
     for at, steps in enumerate(([1, 2, 3, 4, 5], [3, 4], [4, 5, 6])):
         reader.add([{"step": step, "loss": 10 * at + step} for step in steps])
     table = reader.table()
     assert table.steps.tolist() == [1, 2, 3, 4, 5, 6] and table.columns["loss"].tolist() == [1, 2, 13, 24, 25, 26]
 
 
-def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = MetricReader("metrics.jsonl")
+def test_columns_have_a_bound() -> None:
+    reader = MetricReader()
     reader.add([{"step": 1, **{f"key{number}": 1 for number in range(500)}}])
-    assert len(reader.columns) == metrics.MOST_COLUMNS and reader.table().others
-    monkeypatch.setattr(metrics, "_MOST_VALUES", 1000)
-    with pytest.raises(ConfigurationError, match=r"metrics.jsonl has more than 1 steps of 64 figures"):
-        reader.add([{"step": step} for step in range(100)])
+    assert len(reader.columns) == records.MOST_COLUMNS and reader.table().has_more
 
 
 def test_thinned_curves_keep_their_spikes() -> None:
@@ -119,7 +115,7 @@ def test_samples_are_spread_over_the_run() -> None:
     steps = [step for step, _ in reader.samples]
     assert steps[0] == 10 and len(set(np.diff(steps).tolist())) == 1 and steps[-1] > 98_000
     assert MOST_SAMPLES <= len(steps) < 2 * MOST_SAMPLES
-    assert reader.samples[-1].values["input", "amax"][NAMES[0]] == 1.0 + steps[-1]
+    assert reader.samples[-1][1]["input", "amax"][NAMES[0]] == 1.0 + steps[-1]
 
 
 def test_a_step_that_comes_again_replaces_later_samples() -> None:
@@ -127,7 +123,7 @@ def test_a_step_that_comes_again_replaces_later_samples() -> None:
     reader.add(sampled(step, amax=9.0) for step in range(1, 101))
     reader.add([sampled(50, amax=2.0), sampled(51, amax=2.0)])
     assert [step for step, _ in reader.samples] == [*range(1, 52)]
-    assert [sample.values["input", "amax"][NAMES[0]] for sample in reader.samples[-3:]] == [9.0, 2.0, 2.0]
+    assert [sample[1]["input", "amax"][NAMES[0]] for sample in reader.samples[-3:]] == [9.0, 2.0, 2.0]
 
 
 def test_alarms_and_rows_of_anybody() -> None:
@@ -241,7 +237,7 @@ def test_parts_of_long_statistics_are_read(tmp_path: Path, monkeypatch: pytest.M
     run, alarm = made_run(tmp_path / "run", steps=10), {"kind": "loss", "text": "a spike"}
     write(run / "statistics.jsonl", [sampled(step, (alarm,) if step in (1, 2000) else ()) for step in range(1, 2001)])
     read = read_history(run)
-    assert read.statistics.samples[0].step == 1 and read.statistics.samples[-1].step > 1900
+    assert read.statistics.samples[0][0] == 1 and read.statistics.samples[-1][0] > 1900
     assert [entry.step for entry in read.statistics.alarms()] == [1, 2000]
     (note,) = read.notes
     assert "statistics.jsonl" in note and "evenly over the run, were not read" in note
@@ -255,13 +251,3 @@ def test_a_watch_shows_the_last_alarms(tmp_path: Path) -> None:
     write(run / "statistics.jsonl", [sampled(11, (alarm,))], "a")
     watch.poll(10)
     assert [entry.step for entry in watch.figures.alarms] == [7, 9, 11]
-
-
-def test_records_between_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'\n\n{"step": 1}\n\n\n{"step": 2}\n\n')
-    file = RecordFile(LocalStore(), str(path))
-    assert steps_of(file) == [1, 2] and file.broken == 5
-    with open(path, "ab") as out:
-        out.write(b'\n{"step": 3}\n')
-    assert not file.was_rewritten() and steps_of(file) == [3]

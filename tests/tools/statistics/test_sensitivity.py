@@ -112,8 +112,6 @@ def test_the_fewest_layers_with_a_share_of_the_squared_errors():
     assert (len(both.kept), both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
     assert suggest({name: [0.0] for name in errors}, 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
     assert suggest({"layers.1": [1.0]}, 0.5, {"layers.1": "mxfp8"}, NAMES).recipes == "bf16"
-    with pytest.raises(ConfigurationError, match="share of the error"):
-        suggest(errors, 1.0, {"*": "mxfp8"}, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,6 @@ def test_the_fewest_layers_with_a_share_of_the_squared_errors():
         # the number of GEMMs of a layer, and those in high precision, do not count
         ([[0.03] * 6, [0.03] * 600, [0.03] * 6 + [0.0] * 60], []),
         ([[0.0]] * 5 + [[0.03]], []),
-        ([[1e200]] * 3, []),
-        ([[1e200], [1e150], [1e150]], [0]),
         ([[math.inf], [0.03], [0.03]], [0]),
         ([[0.03], [0.03, math.nan], [0.03]], [1]),
         ([[math.inf], [math.nan], [0.03]], [0, 1]),

@@ -16,15 +16,15 @@ __all__ = ["make_graphed_callables"]
 _REFUSED = {
     "calibrating": "train with delayed scaling instead",
     "fp8_calibrating": "train with delayed scaling instead",
-    "_order": "callables run in the order in which they are given; capture those of each pipeline stage by themselves",
+    "_order": "callables run in the given order; capture each pipeline stage by itself",
     "_num_layers_per_chunk": "leave it out",
-    "retain_graph_in_backward": "a backward runs once for each forward; leave it out",
+    "retain_graph_in_backward": "leave it out",
     "_reuse_graph_input_output_buffers": "leave it out",
     "_input_output_aliases": "leave it out",
     "capture_stream": "leave it out",
     "pre_warmup_hook": "run it before the call",
     "post_warmup_hook": "run it after the call",
-    "capture_time_hooks": "hooks run outside of the graphs; register them after the capture",
+    "capture_time_hooks": "register hooks after the capture",
 }
 _HINTS = ("_clone_param_grads_on_return",)
 """Arguments without effect, because gradients are always cloned. Likewise `cache_quantized_params`: weights stored
@@ -57,10 +57,6 @@ def make_graphed_callables(
     `fp8_enabled`, `fp8_recipe` and `fp8_group` are old names of `enabled`, `recipe` and `amax_reduction_group`. As in
     TransformerEngine, GEMMs run in high precision unless `enabled`, which is a flag for all callables or a tuple of
     flags.
-
-    Raises:
-        ConfigurationError: `quantshard.make_graphed_callables` raises, an argument is not supported, or both names of
-            an argument are given.
     """
     others |= {
         "fp8_calibrating": fp8_calibrating,

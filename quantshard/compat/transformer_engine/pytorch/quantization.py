@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,7 @@ quantized_model_init = fp8_model_init = modules.quantized_model_init
 
 
 class AutocastAdapter(modules.autocast):
-    """`quantshard.autocast` with TransformerEngine's arguments.
-
-    Raises:
-        ConfigurationError: `quantshard.autocast` raises, or `calibrating` is True.
-    """
+    """`quantshard.autocast` with TransformerEngine's arguments."""
 
     def __init__(
         self,
@@ -64,15 +61,9 @@ def fp8_autocast(
     fp8_group: dist.ProcessGroup | None = None,
     _graph: bool = False,
 ) -> autocast:
-    """`autocast` with its old argument names: `fp8_recipe` for `recipe`, `fp8_group` for `amax_reduction_group`.
-
-    Raises:
-        ConfigurationError: `autocast` raises, or `_graph` is True.
-    """
+    """`autocast` with its old argument names: `fp8_recipe` for `recipe`, `fp8_group` for `amax_reduction_group`."""
     if _graph:
-        raise ConfigurationError(
-            "fp8_autocast(_graph=True) is not supported: it is what make_graphed_callables sets; call that"
-        )
+        raise ConfigurationError("fp8_autocast(_graph=True) is not supported; call make_graphed_callables")
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
 
@@ -91,14 +82,11 @@ Availability = tuple[bool, str]
 """Whether a feature is native on the current device, and the reason if not (otherwise an empty string)."""
 
 
-def _native(recipe: str) -> Availability:
+def _native(recipe: str, return_reason: bool) -> bool | Availability:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path, reason = hardware.gemm_path(resolve(recipe).weight, device, resolve(recipe))
-    return (True, "") if path == "native" else (False, reason)
-
-
-def _answer(found: Availability, return_reason: bool) -> bool | Availability:
-    return found if return_reason else found[0]
+    is_native = path == "native"
+    return (is_native, "" if is_native else reason) if return_reason else is_native
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | Availability:
@@ -106,29 +94,29 @@ def is_fp8_available(return_reason: bool = False) -> bool | Availability:
 
     All recipes work on all devices. Without native support, GEMMs are emulated and slower than BF16.
     """
-    return _answer(_native("current"), return_reason)
+    return _native("current", return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | Availability:
     """`is_fp8_available` for MXFP8."""
-    return _answer(_native("mxfp8"), return_reason)
+    return _native("mxfp8", return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Availability:
     """`is_fp8_available` for FP8 in blocks."""
-    return _answer(_native("block"), return_reason)
+    return _native("block", return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | Availability:
     """`is_fp8_available` for NVFP4."""
-    return _answer(_native("nvfp4"), return_reason)
+    return _native("nvfp4", return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | Availability:
     """Return whether BF16 GEMMs are native. On a CPU, this is always True."""
-    if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
-        return _answer((True, ""), return_reason)
-    return _answer((False, f"{torch.cuda.get_device_name()} has no BF16"), return_reason)
+    is_native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    reason = "" if is_native else f"{torch.cuda.get_device_name()} has no BF16"
+    return (is_native, reason) if return_reason else is_native
 
 
 class FP8GlobalStateManager:
@@ -150,22 +138,7 @@ class FP8GlobalStateManager:
         inside = context.in_autocast()
         return context.setting(context.current_setting()).recipe if inside else get_default_recipe()
 
-    @staticmethod
-    def is_fp8_available() -> Availability:
-        """`is_fp8_available(return_reason=True)`."""
-        return _native("current")
-
-    @staticmethod
-    def is_mxfp8_available() -> Availability:
-        """`is_mxfp8_available(return_reason=True)`."""
-        return _native("mxfp8")
-
-    @staticmethod
-    def is_fp8_block_scaling_available() -> Availability:
-        """`is_fp8_block_scaling_available(return_reason=True)`."""
-        return _native("block")
-
-    @staticmethod
-    def is_nvfp4_available() -> Availability:
-        """`is_nvfp4_available(return_reason=True)`."""
-        return _native("nvfp4")
+    is_fp8_available = staticmethod(partial(is_fp8_available, return_reason=True))
+    is_mxfp8_available = staticmethod(partial(is_mxfp8_available, return_reason=True))
+    is_fp8_block_scaling_available = staticmethod(partial(is_fp8_block_scaling_available, return_reason=True))
+    is_nvfp4_available = staticmethod(partial(is_nvfp4_available, return_reason=True))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,12 +27,12 @@ from quantshard.foreign import open_regular
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer.data.shards import (
     TOKEN_DTYPES,
+    TOKENIZER,
     ShardedSource,
     ShardIndex,
     raw_layout,
     read_index,
     token_dtype,
-    tokenizer_copy,
 )
 from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, TextOptions, find, unreadable
 from quantshard.tools.trainer.data.tokenizer import (
@@ -114,11 +114,6 @@ class Corpus:
     tokenizer: str = ""
     vocabulary: int = VOCABULARY
     end_of_document: int = END_OF_DOCUMENT
-
-    @property
-    def is_bytes(self) -> bool:
-        """Whether tokens are bytes and END_OF_DOCUMENT."""
-        return not self.tokenizer and self.end_of_document == END_OF_DOCUMENT
 
     @cached_property
     def sources(self) -> list[tuple[Document, ...]]:
@@ -346,22 +341,6 @@ def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
 # Preparation ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TokenFacts:
-    """The tokenizer of a run's data (None if unknown), the path of its files, and its values in `Corpus`."""
-
-    tokenizer: Tokenizer | None
-    path: str
-    digest: str
-    vocabulary: int
-    end_of_document: int
-
-    @property
-    def is_of_bytes(self) -> bool:
-        """Whether tokens are bytes."""
-        return self.tokenizer is not None and not self.path
-
-
 class Preparation:
     """The data of a new run.
 
@@ -372,99 +351,101 @@ class Preparation:
         options = (settings.data_format, settings.data_split)
         self._sources = find(settings.data, *options)
         self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
-        self._facts = facts = _facts(settings, [*self._sources, *self._heldout])
-        tokens = settings.vocabulary or facts.vocabulary
-        is_default = not settings.vocabulary and facts.is_of_bytes
-        vocabulary = facts.vocabulary
-        # padded if that is faster; byte vocabularies (257) and existing weights are not
-        if not facts.is_of_bytes and settings.is_by_sizes and not settings.init_from:
-            vocabulary = -(-vocabulary // _MULTIPLE) * _MULTIPLE
-        self.settings = replace(
-            settings,
-            tokenizer=facts.path,
-            end_of_document=end_text(facts.tokenizer) if facts.tokenizer is not None else "",
-            vocabulary=0 if is_default else settings.vocabulary or vocabulary,
-        )
-        self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
+        self._tokenizer, path, tokens = _checked_tokenizer(settings, [*self._sources, *self._heldout])
+        vocabulary = settings.vocabulary
+        # 0 for bytes: the default
+        if not vocabulary and (self._tokenizer is None or path):
+            # padded if that is faster; existing weights are not
+            pads = settings.is_by_sizes and not settings.init_from
+            vocabulary = -(-tokens.vocabulary // _MULTIPLE) * _MULTIPLE if pads else tokens.vocabulary
+        end = "" if self._tokenizer is None else end_text(self._tokenizer)
+        self.settings = replace(settings, tokenizer=path, end_of_document=end, vocabulary=vocabulary)
+        weights, vocabulary = settings.weights, settings.vocabulary or tokens.vocabulary
+        self.described = replace(tokens, weights=weights, vocabulary=vocabulary)
 
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
         """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of
         tokens if the settings name none.
         """
-        settings, facts = self.settings, self._facts
+        settings = self.settings
         cache = Path(settings.token_cache) if settings.token_cache else folder
-        readable = [_readable(source, facts, settings, cache) for source in self._sources]
+        readable = [self._readable(source, cache) for source in self._sources]
         is_same = readable == [source.path for source in self._sources]
         data = settings.data if is_same else tuple(map(str, readable))
-        heldout = tuple(str(_readable(source, facts, settings, cache)) for source in self._heldout)
+        heldout = tuple(str(self._readable(source, cache)) for source in self._heldout)
         # shards are not text
         data_format = settings.data_format if is_same else "auto"
         corpus = collect(data, heldout, like=self.described, data_format=data_format)
         return replace(settings, data=data, heldout_data=heldout, data_format=data_format), corpus
 
+    def _readable(self, source: DataSource, cache: Path) -> Path:
+        """Return the path that a run reads for a source: the source itself, or shards made from it."""
+        settings = self.settings
+        if source.kind in (RAW, SHARDS) or (source.kind == TEXT and not settings.tokenizer):
+            return source.path
+        assert self._tokenizer is not None, source
+        options = TextOptions(settings.text_field, settings.data_split)
+        sharded = ShardedSource(source, self._tokenizer, settings.tokenizer, options)
+        stem = re.sub(r"[^\w.-]", "_", source.path.name)[:80]
+        folder = cache.absolute() / f"{stem}-{sharded.key[:_KEY_DIGITS]}"
+        index = sharded.write(folder)
+        screen.say(f"{source.path}: {index.documents:,} documents, {index.tokens:,} tokens, in {folder}")
+        return folder
 
-def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts:
+
+_TokenizerOfData: TypeAlias = tuple[Tokenizer | None, str, Corpus]
+"""A tokenizer (None if unknown), the path of its files, and a corpus without documents."""
+
+
+def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -> _TokenizerOfData:
     indices = [(source.path, read_index(source.path)) for source in sources if source.kind == SHARDS]
-    facts = _named(settings, sources, indices)
-    for path, index in indices:
-        if index.tokenizer != (facts.digest or BYTES_DIGEST) or index.end_of_document != facts.end_of_document:
+    tokenizer, path, tokens = _find_tokenizer(settings, sources, indices)
+    for folder, index in indices:
+        if index.tokenizer != (tokens.tokenizer or BYTES_DIGEST) or index.end_of_document != tokens.end_of_document:
             raise ConfigurationError(
-                f"{path} was made by another tokenizer, or with another end of documents, than "
+                f"{folder} was made by another tokenizer, or with another end of documents, than "
                 f"{settings.tokenizer or indices[0][0]}; make it again by quantshard tokenize --tokenizer"
             )
-    if settings.vocabulary and settings.vocabulary < facts.vocabulary:
+    if settings.vocabulary and settings.vocabulary < tokens.vocabulary:
         raise ConfigurationError(
-            f"vocabulary = {settings.vocabulary}, but the tokenizer has {facts.vocabulary} tokens; leave it out"
+            f"vocabulary = {settings.vocabulary}, but the tokenizer has {tokens.vocabulary} tokens; leave it out"
         )
-    if settings.init_from and facts.is_of_bytes and settings.vocabulary not in (0, facts.vocabulary):
+    is_of_bytes = tokenizer is not None and not path
+    if settings.init_from and is_of_bytes and settings.vocabulary not in (0, tokens.vocabulary):
         raise ConfigurationError(
             f"--init-from {settings.init_from} is a model of {settings.vocabulary} tokens, not of bytes; name its "
             "tokenizer with --tokenizer"
         )
-    return facts
+    return tokenizer, path, tokens
 
 
-def _named(
+def _find_tokenizer(
     settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
-) -> TokenFacts:
-    """Return the properties of the tokenizer from the settings, else from the shards, else unknown or bytes."""
+) -> _TokenizerOfData:
+    """Return the tokenizer of the settings, else that of the shards, else unknown or bytes."""
 
-    def facts_of(path: str, end_of_document: str = "", digest: str = "") -> TokenFacts:
+    def load(path: str, end_of_document: str = "", digest: str = "") -> _TokenizerOfData:
         tokenizer = load_tokenizer(path, end_of_document, digest)
-        digest = tokenizer.digest if path else ""
-        return TokenFacts(tokenizer, path, digest, tokenizer.vocabulary, tokenizer.end_of_document)
+        digest, vocabulary = tokenizer.digest if path else "", tokenizer.vocabulary
+        return tokenizer, path, Corpus((), (), (), 0, digest, vocabulary, tokenizer.end_of_document)
 
     if settings.tokenizer or settings.end_of_document:
-        return facts_of(settings.tokenizer, settings.end_of_document)
+        return load(settings.tokenizer, settings.end_of_document)
     if indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
-        copy = tokenizer_copy(folder)
-        if copy:
-            return facts_of(copy, index.end_text, index.tokenizer)
+        copy = folder / TOKENIZER
+        if copy.is_dir() and not copy.is_symlink():
+            return load(str(copy), index.end_text, index.tokenizer)
         if all(source.kind == SHARDS for source in sources):
-            return TokenFacts(None, "", index.tokenizer, index.vocabulary, index.end_of_document)
+            return None, "", Corpus((), (), (), 0, index.tokenizer, index.vocabulary, index.end_of_document)
         raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")
-    if not indices and any(source.kind == RAW for source in sources):
-        raw = next(source.path for source in sources if source.kind == RAW)
-        if not settings.vocabulary:
-            raise ConfigurationError(
-                f"{raw} holds tokens, and nothing says of which tokenizer; name it with --tokenizer, or --vocabulary N"
-            )
-        if any(source.kind != RAW for source in sources):
-            raise ConfigurationError(f"{raw} holds tokens, and other data are texts; name the tokenizer of both")
-        return TokenFacts(None, "", "", settings.vocabulary, 0)
-    return facts_of("")
-
-
-def _readable(source: DataSource, facts: TokenFacts, settings: TrainSettings, cache: Path) -> Path:
-    """Return the path that a run reads for a source: the source itself, or shards made from it."""
-    if source.kind in (RAW, SHARDS) or (source.kind == TEXT and not facts.path):
-        return source.path
-    assert facts.tokenizer is not None, source
-    options = TextOptions(settings.text_field, settings.data_split)
-    sharded = ShardedSource(source, facts.tokenizer, facts.path, options)
-    stem = re.sub(r"[^\w.-]", "_", source.path.name)[:80]
-    folder = cache.absolute() / f"{stem}-{sharded.key[:_KEY_DIGITS]}"
-    index = sharded.write(folder)
-    screen.say(f"{source.path}: {index.documents:,} documents, {index.tokens:,} tokens, in {folder}")
-    return folder
+    raw = [source.path for source in sources if source.kind == RAW]
+    if not raw or indices:
+        return load("")
+    if not settings.vocabulary:
+        raise ConfigurationError(
+            f"{raw[0]} holds tokens, and nothing says of which tokenizer; name it with --tokenizer, or --vocabulary N"
+        )
+    if len(raw) < len(sources):
+        raise ConfigurationError(f"{raw[0]} holds tokens, and other data are texts; name the tokenizer of both")
+    return None, "", Corpus((), vocabulary=settings.vocabulary, end_of_document=0)

@@ -173,12 +173,6 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     return dtype, header
 
 
-def tokenizer_copy(folder: Path) -> str:
-    """Return the path of the tokenizer's copy; "" if there is no copy."""
-    copy = folder / TOKENIZER
-    return str(copy) if copy.is_dir() and not copy.is_symlink() else ""
-
-
 class ShardedSource:
     """A source as token shards in a folder.
 
@@ -244,9 +238,9 @@ class ShardedSource:
         if not folder.is_dir():
             raise ConfigurationError(f"{folder} exists and is no folder; name another --out")
         names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-        if names and INDEX not in names and names != {"00000.bin"}:
-            raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
         if INDEX not in names:
+            if names - {"00000.bin"}:
+                raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
             return new
         index = read_index(folder, unfinished=True)
         if index.key != self.key:

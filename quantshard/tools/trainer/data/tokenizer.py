@@ -28,7 +28,7 @@ BYTES_DIGEST = hashlib.sha256(b"bytes").hexdigest()
 
 FAST = "tokenizer.json"
 _MOST_TOKENS = 1 << 24
-_SPECIAL = ("tokenizer_config.json", "special_tokens_map.json")
+SPECIAL = ("tokenizer_config.json", "special_tokens_map.json")
 _TOLD = 8
 
 
@@ -99,11 +99,6 @@ Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def has_tokenizer(folder: str) -> bool:
-    """Return True if a folder, e.g. of a model, also contains a tokenizer."""
-    return any((Path(folder) / name).is_file() for name in (FAST, _SPECIAL[0]))
-
-
 def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
     """Return the digest of a tokenizer: of the names and contents of its files."""
     lines = "".join(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in sorted(contents.items()))
@@ -145,7 +140,7 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
 
 def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
     """Return the eos_token in a tokenizer's files."""
-    for name in _SPECIAL:
+    for name in SPECIAL:
         content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
         token = content.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -154,7 +149,7 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
     special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
     hint = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
     raise ConfigurationError(
-        f"--tokenizer {path} has no eos_token in {_SPECIAL[0]}; name it with --end-of-document TOKEN{hint}"
+        f"--tokenizer {path} has no eos_token in {SPECIAL[0]}; name it with --end-of-document TOKEN{hint}"
     )
 
 

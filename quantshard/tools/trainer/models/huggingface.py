@@ -26,9 +26,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from quantshard import checkpoints, foreign, private_torch
 from quantshard.errors import ConfigurationError, meant
 from quantshard.foreign import FieldReader, shown
-from quantshard.interop.conversion.convert import convert
+from quantshard.interop.conversion.convert import ConversionReport, convert
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.conversion.report import ConversionReport
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION

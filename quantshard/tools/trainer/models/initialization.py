@@ -23,7 +23,7 @@ from quantshard.interop.layouts.loading import check as check_safetensors
 from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.interop.layouts.writing import CONFIGURATION, MOST, MOST_HEADS, is_tied
 from quantshard.tools.terminal import inputs
-from quantshard.tools.trainer.data.tokenizer import VOCABULARY, has_tokenizer, tokenizer_contents, tokenizer_digest
+from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, tokenizer_contents, tokenizer_digest
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
@@ -102,7 +102,7 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
                 f"model = {shown_value(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
             )
         result["init_from"] = str(folder)
-    if not given.get("tokenizer") and has_tokenizer(model):
+    if not given.get("tokenizer") and any((Path(model) / name).is_file() for name in (FAST, SPECIAL[0])):
         result["tokenizer"] = model
     return result
 
@@ -149,7 +149,7 @@ def recipe_of_files(folder: Path) -> str | None:
     high precision."""
     config = folder / CONFIGURATION
     quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
-    layout = table.detect(quantized, SafetensorsFiles(folder).names(), str(folder))
+    layout = table.detect(quantized, SafetensorsFiles(folder).tensors, str(folder))
     return None if layout is None else table.recipe_of(layout)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from quantshard import kernel_dispatch, numerics
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
-from quantshard.interop.conversion.report import ConversionReport
+from quantshard.interop.conversion.convert import ConversionReport
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe

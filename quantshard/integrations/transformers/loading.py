@@ -1,51 +1,34 @@
-"""transformers: quantization in `from_pretrained`, saving with `save_pretrained`, and the Trainer.
-
-`quantshard.convert` imports this module if transformers' models are already imported. To load a quantized model in a
-process that does not call `convert`, import this module first.
-"""
+"""Quantization in transformers' `from_pretrained`: layers are converted on the meta device, then filled one by one."""
 
 from __future__ import annotations
 
-import functools
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.interop.conversion import forward, packing
-from quantshard.interop.conversion.convert import check_modules, convert
-from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.conversion.report import ConversionReport
-from quantshard.interop.conversion.selection import ADAPTERS, Filter
-from quantshard.interop.frameworks import transformers_files as files
-from quantshard.interop.frameworks.transformers_files import METHOD, NATIVE, NameFilter, layers_of
-from quantshard.interop.frameworks.transformers_operations import StoredWeightFill, WeightFill, fills
-from quantshard.interop.frameworks.transformers_trainer import ADAPTERS_ALONE, AdamFactory, QuantizedTraining, adam
-from quantshard.interop.layouts import table
-from quantshard.interop.layouts.table import LAYOUTS
+from quantshard.formats import Orientation, Role
+from quantshard.integrations.transformers.saving import LAYOUT, METHOD, NATIVE, check_layout
+from quantshard.interop.conversion.convert import ConversionReport, check_modules, convert
+from quantshard.interop.conversion.linear import ConvertedLinear, is_packed, unpack
+from quantshard.interop.conversion.selection import Filter
+from quantshard.interop.layouts import conversion, table
+from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, concrete_recipes
 from quantshard.recipe import AUTO
 from quantshard.tensor import components
 
-__all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
-
 REPORT: Final = "quantshard_report"
 """Attribute of the model: the conversion report of `from_pretrained`."""
-
-LAYOUT: Final = "quantshard_layout"
-"""Attribute of the model: the layout written by `save_pretrained`, if it is not the native one."""
 
 
 @register_quantization_config(METHOD)
@@ -62,9 +45,6 @@ class QuantshardConfig(QuantizationConfigMixin):
         autocast: make the model's forward enter the recipe.
         preserve_high_precision_init_val: keep the file's values on the CPU for an optimizer's masters.
         layout: default layout of `save_pretrained`: "native", or a layout or family in `quantshard.layouts.LAYOUTS`.
-
-    Raises:
-        ConfigurationError: the recipe, the layout or `modules` is unknown.
     """
 
     def __init__(
@@ -82,7 +62,8 @@ class QuantshardConfig(QuantizationConfigMixin):
         check_modules("QuantshardConfig", modules)
         self.recipe, self.filter, self.modules, self.autocast = concrete_recipes(recipe), filter, modules, autocast
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
-        self.layout = _checked_layout(layout)
+        check_layout(layout)
+        self.layout = layout
         self.stored: dict[str, Any] | None = None
 
     @classmethod
@@ -105,21 +86,13 @@ class QuantshardConfig(QuantizationConfigMixin):
         return getattr(self, key, default)
 
 
-def _checked_layout(layout: str) -> str:
-    if layout != NATIVE and layout not in {*LAYOUTS, *(row.family for row in LAYOUTS.values())}:
-        # raises an error that lists the names
-        table.find(layout, set())
-    return layout
-
-
 def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> QuantshardConfig:
     """Create the configuration described by the native form, which lists layer names."""
     recipe, layers, layer_recipes = saved.get("recipe"), layers_of(saved), saved.get("layer_recipes") or {}
     unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
     if unnamed:
         raise ConfigurationError(
-            f"config.json cannot hold the recipe of {unnamed[0]}, which has arguments of its own; pass config="
-            "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
+            f"config.json cannot hold the custom recipe of {unnamed[0]}; pass config=training_config(path, recipe)"
         )
     default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
     recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
@@ -145,21 +118,12 @@ def training_config(
     Args:
         path: a directory, or a name on the hub.
         recipe, filter, options: see `QuantshardConfig`.
-
-    Raises:
-        ConfigurationError: there is no configuration, or the files are not quantized.
     """
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if os.path.isabs(path) and not os.path.lexists(path):
-            raise ConfigurationError(f"training_config({str(path)!r}): there is no such folder") from None
-        why = str(error).strip().partition("\n")[0]
-        raise ConfigurationError(f"training_config({str(path)!r}): no config.json can be read: {why:.200}") from None
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     file_config = getattr(config, "quantization_config", None)
     if file_config is None:
         raise ConfigurationError(
-            f"training_config({path!r}): its config.json has no quantization_config; pass quantization_config="
+            f"training_config({str(path)!r}): config.json has no quantization_config; pass quantization_config="
             "QuantshardConfig(recipe) to from_pretrained"
         )
     file_config = file_config if isinstance(file_config, dict) else file_config.to_dict()
@@ -185,11 +149,9 @@ class QuantshardQuantizer(HfQuantizer):
         self.failures: dict[str, QuantshardError] = {}
         self.noted: dict[str, str] = {}
         self.report: ConversionReport | None = None
-        self.written: files.SavedForm | None = None
         file_config = quantization_config.stored
         self.stored_layout = None if file_config is None or file_config.get("quant_method") == METHOD else file_config
         self.layout: table.Layout | None = None
-        self.in_layout: set[str] = set()  # layers with scales in the files; the files have values for all others
         self.serialized_names = {"weight": ["weight"]}
 
     # Interface used by transformers
@@ -203,23 +165,12 @@ class QuantshardQuantizer(HfQuantizer):
         """True: quantized weights are trained directly."""
         return True
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        """True: training needs no adapters."""
-        return True
-
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return the tensors and metadata prepared by `_save`."""
-        return (None, {}) if self.written is None else (self.written.tensors, dict(self.written.metadata))
-
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Check that no weights are offloaded to disk.
-
-        Raises:
-            ConfigurationError: `device_map` places weights on disk.
-        """
+        """Check that no weights are offloaded to disk."""
         if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
-            raise ConfigurationError("from_pretrained: device_map puts weights on the disk, where none can be trained")
+            raise ConfigurationError(
+                "from_pretrained: device_map puts weights on the disk, where they cannot be trained"
+            )
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         """Return whether a tensor of a file belongs to a quantized weight."""
@@ -233,17 +184,6 @@ class QuantshardQuantizer(HfQuantizer):
         """Return the operations that fill converted layers with quantized values."""
         return {"deserialize": StoredWeightFill}
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        """Return the load operations with the names in the files, as needed by transformers before 5.21.
-
-        Longer names come first, because they contain "weight".
-        """
-        return [
-            WeightConverter(sorted(names, key=len, reverse=True), target, [StoredWeightFill(self)])
-            for target, names in self.serialized_names.items()
-            if self.pre_quantized
-        ]
-
     # Loading
 
     def _process_model_before_weight_loading(
@@ -251,8 +191,7 @@ class QuantshardQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         if getattr(model.config, "distributed_config", None) is not None:
             raise ConfigurationError(
-                "from_pretrained(distributed_config=...) shards before it loads, and scales of blocks over several "
-                "ranks would need a collective for each weight; load without it, then call fully_shard"
+                "from_pretrained(distributed_config=...) is not supported; load without it, then call fully_shard"
             )
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
@@ -275,21 +214,7 @@ class QuantshardQuantizer(HfQuantizer):
         self.layers = {converted.name: model.get_submodule(converted.name) for converted in self.report.converted}  # type: ignore[misc]
         for layer in self.layers.values():
             setattr(layer.weight, "_is_hf_initialized", True)  # noqa: B010 (else transformers would draw values)
-        loading: Any = model
-        plan = loading._get_dtype_plan
-        loading._get_dtype_plan = lambda dtype: {**self._dtypes_read(dtype), **plan(dtype)}
         return model
-
-    def _dtypes_read(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype in which weights are read, by name pattern: the model's, or the dtype of a layout's codes.
-
-        transformers before 5.23 would otherwise cast what it reads to the dtype of the parameter's entry, which holds
-        codes.
-        """
-        return {
-            re.escape(f"{name}.weight"): torch.float8_e4m3fn if name in self.in_layout else dtype
-            for name in self.layers
-        }
 
     def _read_layout(self, paths: Iterable[str]) -> None:
         """Determine the files' layout, and read the amaxes that our exports record in the headers."""
@@ -300,18 +225,18 @@ class QuantshardQuantizer(HfQuantizer):
                 self.noted.update(file.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
-        scale = f".{self.layout.scale_key}"
-        self.in_layout = {name.removesuffix(scale) for name in names if name.endswith(scale)}
-        self.serialized_names = {"weight": list(dict.fromkeys(["weight", *files.layout_keys(self.layout)]))}
+        second = [] if self.layout.second is None else [self.layout.second.key]
+        keys = {"weight", self.layout.codes_key, self.layout.scale_key, *second}
+        # longer names first, because they contain "weight"
+        self.serialized_names = {"weight": sorted(keys, key=len, reverse=True)}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         # transformers records load conversions to undo them in a save; filled layers need no undoing
         loaded: Any = model
-        conversions = [conversion for conversion in getattr(model, "_weight_conversions", ()) if not fills(conversion)]
+        conversions = [entry for entry in getattr(model, "_weight_conversions", ()) if not _is_fill(entry)]
         # from here on, the model is like any other converted model
         self.remove_quantization_config(model)
-        vars(loaded).pop("_get_dtype_plan", None)  # missing if nothing was quantized
-        # 5.24 removes these with the configuration, but saving reads them
+        # removed with the configuration, but saving reads them
         loaded._weight_conversions = conversions
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")
@@ -320,8 +245,7 @@ class QuantshardQuantizer(HfQuantizer):
         if empty:
             raise CheckpointError(
                 f"from_pretrained: the files have no weight for {len(empty)} of {len(self.layers)} quantized layers "
-                f"(first: {empty[0]}); choose others with filter=, or load in high precision and call "
-                "quantshard.convert"
+                f"(first: {empty[0]}); choose others with filter="
             )
         if self.report is not None:
             setattr(model, REPORT, self.report)
@@ -344,17 +268,16 @@ class QuantshardQuantizer(HfQuantizer):
     def _fill(self, layer: ConvertedLinear, name: str, parts: Mapping[str, Tensor]) -> None:
         weight = parts.get("weight")
         if self.layout is not None and self.layout.scale_key in parts:
-            return files.take_layout(layer, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}.weight"))
+            return take_layout(layer, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}.weight"))
         if weight is None:
-            raise CheckpointError(f"the files have {', '.join(parts)} of it, and no weight")
-        if packing.is_packed(weight):
-            entries = packing.unpack(layer.weight, weight, name)
+            raise CheckpointError(f"the files have {', '.join(parts)}, but no weight")
+        if is_packed(weight):
+            entries = unpack(layer.weight, weight, name)
             layer.leave_meta(weight.device)
             return components.load_components(layer.weight, entries, name)
         if not weight.is_floating_point() or weight.shape != layer.weight.shape or weight.element_size() < 2:
             raise CheckpointError(
-                f"it is {weight.dtype} {list(weight.shape)} in the files, and values {list(layer.weight.shape)} are "
-                "needed"
+                f"the files have {weight.dtype} {list(weight.shape)}, not values {list(layer.weight.shape)}"
             )
         if weight.dtype != layer.weight.dtype:
             layer.to(weight.dtype)  # transformers keeps some modules in float32
@@ -367,99 +290,120 @@ def _own_keys(layer: ConvertedLinear) -> list[str]:
     return [f"weight{suffix}" for suffix in suffixes] + [name for name, _ in layer.named_buffers(recurse=False)]
 
 
-# Saving
+def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tensor], noted: str | None) -> None:
+    """Fill a converted layer on the meta device with a weight in another program's layout, bit for bit.
 
-_WRAPPED = ".base_layer"
-"""Suffix of the names of layers that are wrapped by PEFT adapters."""
-
-
-def _save(
-    model: PreTrainedModel, plain: Callable[..., Any], save_directory: Any, *args: Any, layout: str | None = None,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Implement `save_pretrained` for a converted model. `layout`: see `QuantshardConfig`."""
-    if layout is not None:
-        _check_asked(model, layout)
-    if hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False):  # the former: a PeftModel
-        adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
-        if adapters:
-            raise ConfigurationError(
-                f"save_pretrained: adapters are quantized, the first {adapters[0]}, and PEFT would write their codes "
-                "as values; quantshard.revert the model first, or convert it before it gets adapters"
-            )
-        if layout is not None:
-            raise ConfigurationError(
-                f"save_pretrained(layout={layout!r}): of this {type(model).__name__} adapters alone are written, and "
-                "none is quantized; leave layout= out, or save the model after its merge_and_unload() or unload()"
-            )
-        return plain(save_directory, *args, **kwargs)
-    if wrapped := next((name for name, _ in model.named_modules() if name.endswith(_WRAPPED)), None):
-        raise ConfigurationError(
-            f"save_pretrained: PEFT has put an adapter around {wrapped.removesuffix(_WRAPPED)}, and the name of its "
-            "weight is one that nobody reads; save the adapters by save_pretrained of the PeftModel, and the model "
-            "after its merge_and_unload() or unload()"
-        )
-    if args:
-        raise ConfigurationError("save_pretrained of a quantized model takes all but the directory by name")
-    if kwargs.get("distributed_checkpoint"):
-        raise ConfigurationError(
-            "save_pretrained(distributed_checkpoint=True) would write codes as values; save a sharded model with "
-            "quantshard.checkpoints.save"
-        )
-    state = kwargs.pop("state_dict", None)
-    if state is not None and not state and not kwargs.get("is_main_process", True):
-        # a rank that does not write, after a gather on rank 0
-        return None
-    layout_name = _checked_layout(str(layout or getattr(model, LAYOUT, NATIVE)))
-    form = files.saved_form(model, model.state_dict() if state is None else state, layout_name)
-    with _writing(model, form):
-        return plain(save_directory, **kwargs)
-
-
-@contextmanager
-def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
-    """Temporarily make transformers' `save_pretrained` write a form's tensors and `quantization_config`."""
-    quantizer = QuantshardQuantizer(QuantshardConfig("bf16"))
-    quantizer.written = form
-    config = model.config
-    setattr(model, "hf_quantizer", quantizer)  # noqa: B010 (nn.Module has no such attribute)
-    if form.quantization is not None:
-        config.quantization_config = form.quantization
-    try:
-        yield
-    finally:
-        del model.hf_quantizer
-        if form.quantization is not None:
-            del config.quantization_config
-
-
-def _check_asked(model: nn.Module, layout: str) -> None:
-    _checked_layout(str(layout))
-    layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
-    if not any(components.quantized_local(module.weight) is not None for module in layers):
-        raise ConfigurationError(
-            f"save_pretrained(layout={layout!r}): no weight of this {type(model).__name__} is quantized, so nothing "
-            "would be written in that layout; leave layout= out, or call quantshard.convert(model, recipe) first"
-        )
-
-
-def _hearing_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument `layout` to transformers' `save_pretrained`, and reject it for models that are not converted.
-
-    transformers accepts any keyword argument and would ignore it.
+    `parts`: tensors keyed by the name that replaces "weight". `noted`: the amax in the header of quantshard's exports.
     """
+    cell = components.storage_of(layer.weight).cell
+    verdict = table.import_verdict(cell, layout)
+    rows, cols = layer.weight.shape
+    expected = conversion.shapes(layout, rows, cols)
+    for key, (_, shape) in expected.items():
+        if key not in parts or parts[key].numel() != torch.Size(shape).numel():
+            actual = "missing" if key not in parts else list(parts[key].shape)
+            raise CheckpointError(f"{key} is {actual}; a {layout.name} weight [{rows}, {cols}] has {list(shape)}")
+    if verdict.kind != EXACT:
+        raise CheckpointError(f"it cannot be copied into {cell}: {verdict.why}")
+    layer.leave_meta(parts[layout.codes_key].device)
+    storage = components.storage_of(layer.weight)
+    scale = cell.format.copies[Orientation.ROWWISE].scale
+    scales = conversion.stored_scale(layout, parts[layout.scale_key])
+    by_row = scales[torch.arange(rows, device=scales.device) // min(layout.block[0], max(rows, 1))]
+    try:
+        grid = conversion.our_grid(by_row, layout, cell.format, storage.shard.resident(scale), cols)
+    except InexactConversionError as error:
+        raise CheckpointError(f"it cannot be copied into {cell}: {error}") from None
+    values = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
+    if layout.second is not None:
+        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, noted)
+    pairs = [(storage.components[c.name], values[c.role]) for c in cell.format.components]
+    components.write_components(layer.weight, pairs)
+    storage.forget_amaxes()
 
-    # also copies the guard's mark
-    @functools.wraps(plain)
-    def save(self: PreTrainedModel, *args: Any, layout: str | None = None, **kwargs: Any) -> Any:
-        if layout is not None:
-            _check_asked(self, layout)
-            kwargs["layout"] = layout
-        return plain(self, *args, **kwargs)
 
-    return save
+class WeightFill(ConversionOps):
+    """Fills converted layers with high-precision tensors of a file, and passes through all others."""
+
+    def __init__(self, hf_quantizer: QuantshardQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo: Any) -> WeightFill:
+        """Share the quantizer, because transformers copies the operation for each tensor."""
+        return type(self)(self.hf_quantizer)
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        rest = {}
+        for name, entry in input_dict.items():
+            value = entry[0] if isinstance(entry, list) else entry
+            if self.hf_quantizer.param_needs_quantization(kwargs["model"], name):
+                self.hf_quantizer.fill(name.removesuffix(".weight"), {"weight": value}, missing_keys)
+            else:
+                rest[name] = value
+        return rest
 
 
-forward.SAVERS.append((PushToHubMixin, _save))  # base of PreTrainedModel and of PEFT's models
-forward.guard_saving()
-setattr(PreTrainedModel, forward.SAVE, _hearing_layout(PreTrainedModel.save_pretrained))
+class StoredWeightFill(WeightFill):
+    """Fills converted layers with tensors as stored in the files, and casts all others to the model's dtype."""
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
+    ) -> dict[str, Tensor]:
+        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        name = full_layer_name.removesuffix(".weight")
+        if name in self.hf_quantizer.layers:
+            self.hf_quantizer.fill(name, parts, missing_keys)
+            return {}
+        weight = parts.get("weight")
+        if weight is None or len(parts) > 1 or weight.element_size() < 2:
+            self.hf_quantizer.failures[name] = ConfigurationError(
+                f"quantized in the files ({', '.join(parts)}), but not in this model; let filter= match it"
+            )
+            return {}
+        dtype = kwargs["model"].get_parameter_or_buffer(full_layer_name).dtype
+        return {full_layer_name: weight.to(dtype) if weight.is_floating_point() else weight}
+
+
+def _is_fill(conversion: Any) -> bool:
+    """Return whether an entry of transformers' list of conversions is a `WeightFill`, which saving need not undo."""
+    return any(isinstance(operation, WeightFill) for operation in getattr(conversion, "operations", ()))
+
+
+def layers_of(saved: Mapping[str, Any]) -> list[str]:
+    """Return the layers that the native form of a `quantization_config` lists."""
+    layers = saved.get("layers")
+    if not isinstance(layers, list) or not isinstance(saved.get("layer_recipes") or {}, dict):
+        raise CheckpointError("config.json is damaged: its quantization_config has no list of layers")
+    return layers
+
+
+class NameFilter:
+    """A filter for `convert` that selects layers by exact name."""
+
+    leaves_out = "not quantized in the files"
+    """Reason reported for all other layers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    def __call__(self, module: nn.Module, name: str) -> bool:
+        return name in self.names
+
+    def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, NameFilter]:
+        """Adapt recipes and names to a model that is the saved model's base, or has the saved model as its base.
+
+        A name prefix is then removed or added.
+        """
+        module_names = {name for name, _ in model.named_modules()}
+        prefix = f"{model.base_model_prefix}."
+        names = {}
+        for name in self.names:
+            alternative = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+            if match := next((candidate for candidate in (name, alternative) if candidate in module_names), None):
+                names[name] = match
+        if isinstance(recipes, Mapping):  # layers by name, and * for all others
+            gone = self.names - names.keys()
+            recipes = {names.get(name, name): recipe for name, recipe in recipes.items() if name not in gone}
+        return recipes, NameFilter(names.values())

@@ -1,0 +1,320 @@
+"""`save_pretrained` of converted models, in the native form or in a layout of `layouts/table.py`.
+
+Native: each quantized weight is one tensor of bytes (`linear.pack`), from which training resumes bit for bit. Readers
+without quantshard see a wrong shape and raise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.utils import PushToHubMixin
+
+from quantshard import numerics
+from quantshard.errors import ConfigurationError, warn_user
+from quantshard.formats import ALL, Orientation
+from quantshard.interop.conversion import forward
+from quantshard.interop.conversion.forward import ENTERS, RECIPE
+from quantshard.interop.conversion.fusion import is_fused
+from quantshard.interop.conversion.linear import ConvertedLinear, pack
+from quantshard.interop.conversion.selection import ADAPTERS, stacked_experts
+from quantshard.interop.layouts import conversion, table
+from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS, Layout
+from quantshard.interop.layouts.writing import NOTED_AMAX
+from quantshard.recipe import Recipe, resolve, stock_name
+from quantshard.tensor import components
+from quantshard.tensor.storage import AMAX_HISTORY
+
+NATIVE: Final = "native"
+METHOD: Final = "quantshard"
+"""`quant_method` of the native form."""
+
+LAYOUT: Final = "quantshard_layout"
+"""Attribute of the model: the layout written by `save_pretrained`, if it is not the native one."""
+
+ADAPTERS_ALONE: Final = "_hf_peft_config_loaded"
+"""transformers' private mark on models that save and load only adapters."""
+
+_WRAPPED: Final = ".base_layer"
+"""Suffix of the names of layers that are wrapped by PEFT adapters."""
+
+
+class SavedForm(HfQuantizer):
+    """What a save writes: tensors by name, `quantization_config`, and strings for file headers.
+
+    A quantizer, because transformers' `save_pretrained` asks the model's quantizer for tensors and headers.
+    """
+
+    def __init__(
+        self, tensors: dict[str, Tensor], quantization: dict[str, Any] | None, metadata: dict[str, str] | None = None
+    ) -> None:
+        self.tensors, self.quantization, self.metadata = tensors, quantization, metadata or {}
+
+    def is_serializable(self) -> bool:
+        """Return True: `save_pretrained` may write the form."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: quantized weights are trained directly."""
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Return what transformers writes to the files."""
+        return self.tensors, dict(self.metadata)
+
+
+def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> SavedForm:
+    """Build a converted model's tensors in `layout` from its unsharded state dict."""
+    weights = components.quantized_parameters(model)
+    _check_whole(entries)
+    parts = {name: _parts(param, name, entries) for name, param in weights.items()}
+    part_keys = {name + suffix for name, entry in parts.items() for suffix in entry}
+    plain_entries = {name: value for name, value in entries.items() if name not in part_keys}
+    if layout == NATIVE:
+        packed = {name: pack(entry) for name, entry in parts.items()}
+        return SavedForm({**plain_entries, **packed}, native_config(model, weights))
+    tags = {components.storage_of(param).cell.tag for param in weights.values()}
+    # no layout has amax histories
+    plain_entries = {name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)}
+    row = table.find(layout, tags)
+    if row.is_plain:
+        return _plain_form(model, row, weights, parts, plain_entries)
+    form = _layout_form(model, row, weights, parts, plain_entries)
+    _warn_of_unread(model, row, weights)
+    return form
+
+
+def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]) -> None:
+    """Warn about weights that transformers (5.24) cannot read in this layout, even if other programs can."""
+    if ALL not in row.block and min(row.block) > 1:
+        # transformers handles a single block of any size
+        safe_size = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
+        unaligned = [
+            f"{name} {list(param.shape)}"
+            for name, param in weights.items()
+            if any(size % block and size > safe_size for size, block in zip(param.shape, row.block, strict=True))
+        ]
+        if unaligned:
+            warn_user(
+                f"save_pretrained(layout={row.name!r}): transformers misreads weights whose sides are not multiples of "
+                f"{row.block[0]} ({unaligned[0]}); read them with quantshard's training_config"
+            )
+    experts = stacked_experts(model)
+    if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
+        warn_user(
+            f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) in "
+            "this layout; use 'native' or 'plain-bf16'"
+        )
+
+
+def _check_whole(entries: Mapping[str, Tensor]) -> None:
+    for name, value in entries.items():
+        if isinstance(value, DTensor):
+            raise ConfigurationError(
+                f"save_pretrained: {name} is sharded; pass state_dict=get_model_state_dict(model, options="
+                "StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0"
+            )
+        if value.is_meta:
+            raise ConfigurationError(f"save_pretrained: {name} is on the meta device; load the model first")
+
+
+def _parts(param: Tensor, name: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a weight's state dict entries by key suffix."""
+    return {suffix: entries[name + suffix] for suffix in components.suffixes(param)}
+
+
+def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert entries by key suffix to tensors by component name."""
+    fmt = components.storage_of(param).cell.format
+    return {component.name: parts[component.key_suffix] for component in fmt.components}
+
+
+# Native
+
+
+def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the `quantization_config` of the native form, which lists quantized layers and their recipes.
+
+    A model converted in part is described as a converted model with the most common recipe.
+    """
+    layers = [name.removesuffix(".weight") for name in weights]
+    parts = {name: _converted_part(model, name) for name in layers}
+    enters = {bool(getattr(part, ENTERS)) for part in parts.values() or [model]}
+    if len(enters) > 1:
+        raise ConfigurationError(
+            "save_pretrained: config.json cannot hold both autocast=True and autocast=False; convert all parts alike"
+        )
+    explicit = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
+    recipes: dict[str, Recipe] = {
+        name: resolve(explicit[name] or getattr(part, RECIPE)) for name, part in parts.items()
+    }
+    around = resolve(getattr(model, RECIPE, None) or max(recipes.values(), key=list(recipes.values()).count))
+    return {
+        "quant_method": METHOD,
+        "recipe": stock_name(around),
+        "layers": layers,
+        "layer_recipes": {
+            name: stock_name(recipe) for name, recipe in recipes.items() if explicit[name] or recipe != around
+        },
+        "modules": "fused" if is_fused(model) else "linear",
+        "autocast": enters.pop(),
+    }
+
+
+def _converted_part(model: nn.Module, layer: str) -> nn.Module:
+    """Return the innermost module around a layer that entered a recipe when it was converted."""
+    path = layer.split(".")
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) - 1, -1, -1)]
+    part = next((module for module in around if hasattr(module, RECIPE)), None)
+    if part is None:
+        raise ConfigurationError(f"save_pretrained: {layer} was not converted; save with quantshard.checkpoints.save")
+    return part
+
+
+# Layouts
+
+
+def _plain_form(
+    model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
+    others: dict[str, Tensor],
+) -> SavedForm:  # fmt: skip
+    dtype = next(iter(weights.values())).dtype if weights else row.dtype
+    if row.dtype != dtype:
+        raise ConfigurationError(
+            f"save_pretrained(layout={row.name!r}): the model's dtype is {dtype}; call model.to({row.dtype}) first"
+        )
+    tensors = {}
+    for name, param in weights.items():
+        copy, shape = (
+            components.storage_of(param).cell.format.copies[Orientation.ROWWISE],
+            (param.shape[0], param.shape[1]),
+        )
+        tensors[name] = numerics.dequantize(copy, _components(param, parts[name]), shape).to(row.dtype)
+    return SavedForm({**others, **tensors}, None)
+
+
+def _layout_form(
+    model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
+    others: dict[str, Tensor],
+) -> SavedForm:  # fmt: skip
+    tensors, amaxes = {}, {}
+    for name, param in weights.items():
+        cell, parts_by_name = components.storage_of(param).cell, _components(param, parts[name])
+        verdict = table.verdict(cell, row, has_input_amax=False)
+        shape = (param.shape[0], param.shape[1])
+        try:
+            if verdict.kind != EXACT:
+                raise InexactConversionError(verdict.why)
+            converted = conversion.to_layout(row, cell.format, parts_by_name, shape)
+        except InexactConversionError as error:
+            raise ConfigurationError(
+                f"save_pretrained(layout={row.name!r}): {name} {list(shape)} ({cell.tag}) is not exact: {error}; "
+                "choose another layout"
+            ) from None
+        tensors.update({name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
+        amax = cell.format.copies[Orientation.ROWWISE].amax
+        if amax is not None:
+            amaxes[NOTED_AMAX + name] = float(parts_by_name[amax.name]).hex()
+    params = components.named_parameters(model)
+    ignored = sorted(n.rpartition(".")[0] for n, param in params.items() if param.ndim == 2 and n not in weights)
+    return SavedForm({**others, **tensors}, row.config(ignored), amaxes)
+
+
+# save_pretrained
+
+
+def check_layout(layout: str) -> None:
+    """Check that a layout exists."""
+    if layout != NATIVE and layout not in {*LAYOUTS, *(row.family for row in LAYOUTS.values())}:
+        # raises an error that lists the names
+        table.find(layout, set())
+
+
+def _save(
+    model: PreTrainedModel, plain: Callable[..., Any], save_directory: Any, *, layout: str | None = None, **kwargs: Any
+) -> Any:  # fmt: skip
+    """Implement `save_pretrained` for a converted model. `layout`: see `QuantshardConfig`."""
+    if layout is not None:
+        _check_requested(model, layout)
+    if hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False):  # the former: a PeftModel
+        adapters = [name for name in components.quantized_parameters(model) if f".{ADAPTERS}" in name]
+        if adapters or layout is not None:
+            raise ConfigurationError(
+                f"save_pretrained: PEFT would write the codes of {adapters[0]} as values; call quantshard.revert first"
+                if adapters
+                else f"save_pretrained(layout={layout!r}): only adapters are written, in high precision; omit layout="
+            )
+        return plain(save_directory, **kwargs)
+    if wrapped := next((name for name, _ in model.named_modules() if name.endswith(_WRAPPED)), None):
+        raise ConfigurationError(
+            f"save_pretrained: {wrapped.removesuffix(_WRAPPED)} has a PEFT adapter; save the PeftModel, or the model "
+            "after merge_and_unload()"
+        )
+    if kwargs.get("distributed_checkpoint"):
+        raise ConfigurationError(
+            "save_pretrained(distributed_checkpoint=True) would write codes as values; use quantshard.checkpoints.save"
+        )
+    state = kwargs.pop("state_dict", None)
+    if state is not None and not state and not kwargs.get("is_main_process", True):
+        # a rank that does not write, after a gather on rank 0
+        return None
+    layout_name = str(layout or getattr(model, LAYOUT, NATIVE))
+    form = saved_form(model, model.state_dict() if state is None else state, layout_name)
+    with _writing(model, form):
+        return plain(save_directory, **kwargs)
+
+
+@contextmanager
+def _writing(model: PreTrainedModel, form: SavedForm) -> Iterator[None]:
+    """Temporarily make transformers' `save_pretrained` write a form's tensors and `quantization_config`."""
+    config: Any = model.config
+    setattr(model, "hf_quantizer", form)  # noqa: B010 (nn.Module has no such attribute)
+    if form.quantization is not None:
+        config.quantization_config = form.quantization
+    try:
+        yield
+    finally:
+        del model.hf_quantizer
+        if form.quantization is not None:
+            del config.quantization_config
+
+
+def _check_requested(model: nn.Module, layout: str) -> None:
+    check_layout(str(layout))
+    layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
+    if not any(components.quantized_local(module.weight) is not None for module in layers):
+        raise ConfigurationError(
+            f"save_pretrained(layout={layout!r}): this {type(model).__name__} has no quantized weight; call "
+            "quantshard.convert first"
+        )
+
+
+def _with_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument `layout` to transformers' `save_pretrained`, and reject it for models that are not converted.
+
+    transformers accepts any keyword argument and would ignore it.
+    """
+
+    # also copies the guard's mark
+    @functools.wraps(plain)
+    def save(self: PreTrainedModel, *args: Any, layout: str | None = None, **kwargs: Any) -> Any:
+        if layout is not None:
+            _check_requested(self, layout)
+            kwargs["layout"] = layout
+        return plain(self, *args, **kwargs)
+
+    return save
+
+
+forward.SAVERS.append((PushToHubMixin, _save))  # base of PreTrainedModel and of PEFT's models
+forward.guard_saving()
+setattr(PreTrainedModel, forward.SAVE, _with_layout(PreTrainedModel.save_pretrained))

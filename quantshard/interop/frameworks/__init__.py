@@ -1,1 +1,0 @@
-"""Integrations with training frameworks: one file each, imported by the user."""
