@@ -35,7 +35,7 @@ from benchmarks import convergence_table
 from benchmarks.convergence import corpus_hash
 from benchmarks.convergence_corpus import END_OF_DOCUMENT
 from benchmarks.convergence_runs import record
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.tools.cli.demo import facts, last_step, records, started
 from quantshard.tools.trainer.run_dir import RunDir
 

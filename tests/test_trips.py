@@ -21,8 +21,8 @@ LIMITS = {
     "forward, mxfp8": (19, 92),
     "backward, mxfp8": (16, 105),
     "step": (18, 210),
-    "save": (26, 400),
-    "load": (29, 1200),
+    "save": (22, 360),
+    "load": (27, 1100),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

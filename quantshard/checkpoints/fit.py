@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from quantshard import private_torch, state_storage
 from quantshard.checkpoints import optimizer_states
+from quantshard.checkpoints.conversions import is_history
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.requantize import is_history
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
@@ -62,18 +62,15 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
     Args:
         stored, wanted: the checkpoint's entries and the live entries to load, by key, both without converted entries.
         casts: the keys of plain tensors that can be cast; None for all.
-
-    Raises:
-        CheckpointError: names the first entry, shape or dtype that differs, and a remedy.
     """
     missing, unexpected = _differing(stored, wanted, _MODEL)
     pairs = [item for item in _tensors(stored, wanted, _MODEL) if isinstance(item[2], Tensor)]
     mismatched = [*missing, *unexpected, *[key for key, entry, value in pairs if entry.size != value.shape]]
     if mismatched and all(map(is_history, mismatched)):
         raise CheckpointError(
-            f"{path} is of another recipe: {len(mismatched)} amax histories are there and not in this model, or the "
-            f"reverse, or of another length (first: {mismatched[0]}); build the model with the recipe that the "
-            "checkpoint was written with, or load it with requantize=True, which begins these histories anew"
+            f"{path} is of another recipe: {len(mismatched)} amax histories are on one side only, or of another length "
+            f"(first: {mismatched[0]}); build the model with the checkpoint's recipe, or load with requantize=True, "
+            "which clears them"
         )
     if missing or unexpected:
         raise CheckpointError(
@@ -82,13 +79,12 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
         )
     if item := next(_objects_for_tensors(stored, wanted, _MODEL), None):
         raise CheckpointError(f"{path} is of another model: {item}")
-    for key, _, value in pairs:
+    for key, entry, value in pairs:
         if private_torch.local_tensor(value).is_meta:
             raise CheckpointError(
                 f"{path}: {key} is on the meta device here, where loading does nothing; call reset_parameters() or "
                 "to_empty() first"
             )
-    for key, entry, value in pairs:
         if entry.size != value.shape:
             raise CheckpointError(
                 f"{path} is of another model: {key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
@@ -115,11 +111,11 @@ def check_optimizer(
     differences = list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer)))
     if not differences:
         return
-    if reason := _averages_difference(stored, wanted) or _frozen_difference(stored, wanted, optimizer):
+    if reason := _averages_difference(stored, wanted):
         raise CheckpointError(f"{path} has {reason}; or {remedy}")
     raise CheckpointError(
         f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved with, "
-        + ("load it with requantize=True, which takes states of other dtypes, " if can_convert() else "")
+        + ("load it with requantize=True, which converts states of other dtypes, " if can_convert() else "")
         + f"or {remedy}"
     )
 
@@ -129,27 +125,21 @@ def names_parameters(key: str) -> bool:
     return key.startswith(GROUPS) and key.split(".", 3)[3] in state_storage.PARAMETER_ENTRIES
 
 
-def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Check that the checkpoint's states belong to the optimizer's parameters, in the same order.
 
-    Parameters are compared by name, or by their number if one side has no names.
-
-    Args:
-        theirs: the checkpoint's values of entries, at least of those that name parameters.
-        groups: the optimizer's groups.
-
-    Raises:
-        CheckpointError: names the first group or parameter that differs.
+    Parameters are compared by name, or by their number if one side has no names. `stored_values`: the checkpoint's
+    values of entries, at least of those that name parameters.
     """
     for number, group in enumerate(groups):
-        params = theirs.get(f"{GROUPS}{number}.params", ())
+        params = stored_values.get(f"{GROUPS}{number}.params", ())
         if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
             count = len(params) if isinstance(params, list | tuple) else "no list of"
             raise CheckpointError(
                 f"{path} is of another optimizer: its group {number} has {count} parameters and this one's "
                 f"{len(group['params'])}; build it over the same model, or load the model alone"
             )
-        names = theirs.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
+        names = stored_values.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
         for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
             if not components.is_same_name(str(old), new):
                 raise CheckpointError(
@@ -158,26 +148,21 @@ def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mappin
                 )
 
 
-def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_settings(path: Path_, settings: Mapping[str, Any], wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Check that a step can run with the checkpoint's group options: each must have the type of the live one.
 
-    Args:
-        theirs: the checkpoint's entries of the optimizer that are not tensors.
-        wanted: the entries of the optimizer's state dict under the same keys.
-
-    Raises:
-        CheckpointError: names the first option that does not fit.
+    `wanted`: the entries of the optimizer's state dict.
     """
     own_names = state_storage.own_settings(optimizer)
-    for key, value in theirs.items():
+    for key, value in settings.items():
         if not key.startswith(GROUPS):
             continue
         _, _, number, name = key.split(".", 3)
         live = optimizer.param_groups[int(number)].get(name, wanted[key])  # the state dict can differ from the group
         if not state_storage.can_take(name.partition(".")[0] in own_names, value, live):
             raise CheckpointError(
-                f"{path} is of another optimizer, or damaged: its group {number} says {name} = {shown(value)}, where "
-                f"this optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
+                f"{path} is of another optimizer, or damaged: its group {number} has {name} = {shown(value)}, and this "
+                f"optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
             )
 
 
@@ -187,59 +172,16 @@ def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
         any(key.startswith(STATES) and key.endswith(f".{AVERAGE}") for key in keys) for keys in (stored, wanted)
     )
     if live_has and not stored_has:
-        return (
-            f"no averages of weights ({AVERAGE}), which this optimizer keeps; build it without ema_decay, load, and "
-            "then call its begin_average(decay), so that they begin with the masters of now"
-        )
+        return f"no averages of weights ({AVERAGE}); build the optimizer without ema_decay, load, begin_average(decay)"
     if stored_has and not live_has:
-        return (
-            f"averages of weights ({AVERAGE}), which this optimizer does not keep; build it with the ema_decay that it "
-            "was saved with, load, and then call its drop_average() to go on without them"
-        )
+        return f"averages of weights ({AVERAGE}); build the optimizer with ema_decay, load, then call drop_average()"
     return ""
-
-
-def _frozen_difference(stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> str:
-    """The rest of an error message if the sides differ only in frozen parameters; otherwise ""."""
-    stored_numbers, live_numbers = map(_numbers, (stored, wanted))
-    shapes = ((entry.size, getattr(value, "shape", None)) for _, entry, value in _tensors(stored, wanted, STATES))
-    names = _parameter_names(optimizer)
-    only_stored, only_live = sorted(stored_numbers - live_numbers), sorted(live_numbers - stored_numbers)
-    prefixes = tuple(f"{STATES}{number}." for number in stored_numbers ^ live_numbers)
-    mismatched = [key for keys in _differing(stored, wanted, _OPTIMIZER) for key in keys]
-    if not all(key.startswith(prefixes) for key in mismatched) or any(
-        live_shape != size for size, live_shape in shapes
-    ):
-        return ""
-    if bool(only_stored) == bool(only_live) or max(only_stored + only_live) >= len(names):
-        return ""
-    if only_live:
-        return (
-            f"no states of {len(only_live)} parameters that this optimizer trains (first: {names[only_live[0]][0]!r}); "
-            "they were frozen there, or not given to it; freeze them with requires_grad_(False) before you build the "
-            "optimizer, load, and to train them then unfreeze each and call initialize_state(parameter)"
-        )
-    if any(names[number][1].requires_grad for number in only_stored):
-        return ""
-    return (
-        f"states of {len(only_stored)} parameters that were frozen before this optimizer was built (first: "
-        f"{names[only_stored[0]][0]!r}); build it while they are trained, load, and freeze them then"
-    )
 
 
 def _numbers(keys: Iterable[str]) -> set[int]:
     """The numbers of the parameters that have states among these keys."""
     numbers = {key.split(".")[2] for key in keys if key.startswith(STATES)}
     return {int(number) for number in numbers if number.isdecimal()}
-
-
-def _parameter_names(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """(name, parameter) by number; "parameter N" for a parameter without a name."""
-    named: list[tuple[str, Tensor]] = []
-    for group in optimizer.param_groups:
-        names = group.get("param_names") or [f"parameter {len(named) + index}" for index in range(len(group["params"]))]
-        named += zip(names, group["params"], strict=True)
-    return named
 
 
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
@@ -251,7 +193,7 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
     num_stored, num_live = len(_numbers(stored)), len(_numbers(wanted))
     if allocates and num_stored != num_live:
-        yield f"it has states of {num_stored} parameters and this one of {num_live}"
+        yield f"it has states of {num_stored} parameters and this one of {num_live} (frozen ones have none)"
     missing_keys, unexpected = _differing(stored, wanted, _OPTIMIZER)
     missing_options = [key for key in missing_keys if key.startswith(GROUPS)]
     if missing_options and stored_groups == live_groups:
@@ -264,7 +206,7 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates:
     for key, entry, value in _tensors(stored, wanted, _OPTIMIZER):
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or entry.properties.dtype != value.dtype or entry.size != value.shape:
-            live_kind = _described(value.dtype, value.shape) if is_tensor else "no tensor"
+            live_kind = _described(value.dtype, value.shape) if is_tensor else "not a tensor"
             yield f"{key} is {_described(entry.properties.dtype, entry.size)} there and {live_kind} here"
             return
     yield from islice(_objects_for_tensors(stored, wanted, STATES), 1)
@@ -292,7 +234,7 @@ def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str)
     for key in sorted(stored.keys() & wanted.keys()):
         value = wanted[key]
         if key.startswith(prefix) and isinstance(value, Tensor) and isinstance(stored[key], BytesStorageMetadata):
-            yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"
+            yield f"{key} is not a tensor there and {_described(value.dtype, value.shape)} here"
 
 
 # Tied weights
@@ -307,9 +249,6 @@ def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) 
     Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
     optimizer states are loaded too. They need no check: if the weights were not tied in the checkpoint, the number of
     states differs.
-
-    Raises:
-        CheckpointError: two names that share one weight in this model have different values in the checkpoint.
     """
     first_names: dict[nn.Parameter, str] = {}
     stepped_ids = {id(param) for param in stepped}
@@ -329,7 +268,7 @@ def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) 
         )
         if values and alias_values and not _are_equal(values, alias_values):
             raise CheckpointError(
-                f"{reader.path} has other values for {alias} than for {first}, one tied weight in this model; load it "
+                f"{reader.path} has different values for {alias} and {first}, which are tied in this model; load it "
                 "into a model where they are not tied"
             )
 

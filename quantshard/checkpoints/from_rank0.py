@@ -51,7 +51,6 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     Raises:
         CheckpointError: an entry of rank 0 is missing, unknown, not a plain tensor, or has another shape, dtype or
             format than the model's. The same on every rank, and nothing was written.
-        ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
     components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))
@@ -77,15 +76,8 @@ def _loaded(model: nn.Module, parts: Mapping[str, Any], strict: bool) -> Any:
 
 
 def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """A state dict with the values of format tags, and meta tensors in place of all other tensors.
-
-    Raises:
-        CheckpointError: the state dict cannot be sent.
-    """
-    remedy = (
-        "pass on rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-        "cpu_offload=True)) returns there, or a file of it"
-    )
+    """A state dict with the values of format tags, and meta tensors in place of all other tensors."""
+    remedy = "pass get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise CheckpointError(f"{_CALL}rank 0 has no state dict; {remedy}")
     description = {}
@@ -105,9 +97,6 @@ def _fitting(
     """This rank's live state dict, checked against the description of rank 0's.
 
     `sent`: the state dict itself on rank 0, {} on the others.
-
-    Raises:
-        CheckpointError: a state dict with this description cannot be loaded into the model.
     """
     live = model.state_dict()
     for key, live_value in live.items():
@@ -142,11 +131,7 @@ def _kind(value: object) -> str:
 def _check_weights(
     model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor]
 ) -> None:
-    """Check the format and the completeness of each weight that is quantized in the model or on rank 0.
-
-    Raises:
-        CheckpointError: the formats differ, or components are missing.
-    """
+    """Check the format and the completeness of each weight that is quantized in the model or on rank 0."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)

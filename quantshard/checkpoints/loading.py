@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch, state_storage
-from quantshard.checkpoints import fit, optimizer_states, rank_state
-from quantshard.checkpoints import requantize as requantization
+from quantshard.checkpoints import conversions, fit, optimizer_states
+from quantshard.checkpoints.conversions import HIGH_PRECISION, ParameterConversion, RequantizedWarning, StateConversion
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.extras import EXTRA
+from quantshard.checkpoints.disk.store import Path_, why
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
-from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion, RequantizedWarning, StateConversion
-from quantshard.checkpoints.safe_read import SafeReader, warn_without_manifest
+from quantshard.checkpoints.safe_read import SafeReader, decoded, warn_without_manifest
+from quantshard.checkpoints.saving import EXTRA, RANDOM, keys_by_rank
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
 
@@ -61,9 +60,7 @@ def load(
         CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
             every rank. The model and the optimizer are unchanged, unless the message says that the model is partly
             loaded (no manifest, a failing disk).
-        ConfigurationError: a shard of a parameter is not at the offset where PyTorch would load it, or the optimizer's
-            parameters are not the model's.
-        UnsupportedOperationError: see `save`.
+        ConfigurationError, UnsupportedOperationError: see `save`.
     """
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
 
@@ -85,11 +82,7 @@ class LoadRequest:
 
     @cached_property
     def numbers(self) -> ParameterNumbers | None:
-        """The checkpoint's numbers for the optimizer's parameters; None if they are the optimizer's own.
-
-        Raises:
-            UnsupportedOperationError: see `ParameterNumbers.of`.
-        """
+        """The checkpoint's numbers for the optimizer's parameters; None if they are the optimizer's own."""
         return None if self.optimizer is None else ParameterNumbers.of(self.model, self.optimizer)
 
 
@@ -97,13 +90,13 @@ class LoadRequest:
 class CheckpointContents:
     """The parts of a checkpoint that a rank reads to plan its load.
 
-    `tags`: the format tag of each quantized weight. `other_scales`: weights with scales that are not powers of two
-    although this model requires such scales; only those that this rank read.
+    `format_tags`: the format of each quantized weight. `weights_with_other_scales`: weights whose scales are not powers
+    of two although this model requires such scales; a rank reads only some of them.
     """
 
     reader: SafeReader
-    tags: Mapping[str, str]
-    other_scales: Collection[str]
+    format_tags: Mapping[str, str]
+    weights_with_other_scales: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -111,32 +104,37 @@ class LoadPlan:
     """The action of a load for each entry. Keys are the checkpoint's keys.
 
     Args:
-        state: the state dicts of the model and the optimizer; their tensors are the live ones, or replace live ones.
-        places: the path of each entry in `state`.
-        reading: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs
+        state_dicts: those of the model and the optimizer; their tensors are the live ones, or replace live ones.
+        paths: the path of each entry in `state_dicts`.
+        targets: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs
             (only with `lossy`). Other values are replaced by objects.
-        extra: the caller's entries by name: an empty tensor, or None for an object.
+        extra_targets: the caller's entries by name: an empty tensor, or None for an object.
         settings: the new values of the optimizer's entries that are not tensors.
-        conversions: the parameters to requantize, with both formats and the source of their values.
-        states: the optimizer states that this optimizer keeps in another dtype.
-        ignored: keys of either side that are not read: the results of conversions, and entries that keep their live
-            value.
+        weight_conversions: the parameters to requantize, with both formats and the source of their values.
+        state_conversions: the optimizer states that this optimizer stores in another dtype.
+        ignored_keys: keys of either side that are not read: the results of conversions, and entries that keep their
+            live value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
-        unloaded: the names of the objects that keep their state.
+        unloaded_objects: the names of the objects that keep their state.
     """
 
     request: LoadRequest
     reader: SafeReader
-    state: dict[str, Any]
-    places: Mapping[str, Sequence[str | int]]
-    reading: Mapping[str, Any]
-    extra: Mapping[str, Tensor | None]
+    state_dicts: dict[str, Any]
+    paths: Mapping[str, Sequence[str | int]]
+    targets: Mapping[str, Any]
+    extra_targets: Mapping[str, Tensor | None]
     settings: Mapping[str, Any]
-    conversions: list[ParameterConversion]
-    states: list[StateConversion]
-    ignored: Collection[str]
-    rank_states: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    unloaded: tuple[str, ...] = ()
+    weight_conversions: list[ParameterConversion]
+    state_conversions: list[StateConversion]
+    ignored_keys: Collection[str]
+    rank_states: Mapping[str, tuple[str, Any]]
+    unloaded_objects: tuple[str, ...]
+
+    @property
+    def converts(self) -> bool:
+        """Whether some entries are not loaded as they are stored."""
+        return bool(self.weight_conversions or self.state_conversions)
 
 
 @dataclass(frozen=True)
@@ -153,32 +151,25 @@ class LoadResult:
 
 
 def load_checkpoint(request: LoadRequest) -> LoadResult:
-    """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call.
-
-    Raises:
-        CheckpointError, ConfigurationError, UnsupportedOperationError: see `load`.
-    """
+    """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call."""
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
     if plan.reader.manifest is None:
-        warn_without_manifest(plan.reader)
+        warn_without_manifest(request.path)
     with agreement.writing_into("the model"):
         extra = _apply(plan)
     requantized = ""
-    if plan.conversions or plan.states:
-        notices = requantization.notices(plan.conversions, plan.states)
-        requantized = f"{request.path}: {'; '.join(notices)}" if notices else ""
-    if requantized:
+    if plan.converts and (notices := conversions.notices(plan.weight_conversions, plan.state_conversions)):
+        requantized = f"{request.path}: {'; '.join(notices)}"
         warn_user(requantized, RequantizedWarning)
-    return LoadResult(extra, plan.unloaded, requantized)
+    return LoadResult(extra, plan.unloaded_objects, requantized)
+
+
+# Agreement
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
-    """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes.
-
-    Raises:
-        CheckpointError: the error of the first rank that failed; the same on every rank.
-    """
+    """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes."""
     contents = _shared_contents(request) if _plans_together(request) else None
 
     def own() -> tuple[LoadPlan, str | None]:
@@ -189,10 +180,10 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         own, lambda result: (result[0].reader.manifest is not None, result[1])
     )
     optimizer_states.check_alike([digest for _, digest in summaries], request.optimizer)
-    have_manifest = [has for has, _ in summaries]
+    have_manifest = [has_manifest for has_manifest, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
-            f"{request.path}: rank {have_manifest.index(False)} finds no {MANIFEST} there and others do; load from a "
+            f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST} there and others do; load from a "
             "directory that all ranks share"
         )
     return plan
@@ -210,22 +201,18 @@ def _plans_together(request: LoadRequest) -> bool:
 
 
 def _shared_contents(request: LoadRequest) -> CheckpointContents:
-    """This rank's `CheckpointContents`, with the `other_scales` of all ranks. A collective call."""
+    """This rank's `CheckpointContents`, with the `weights_with_other_scales` of all ranks. A collective call."""
     contents, names_by_rank = agreement.exchange_results(
-        lambda: read_contents(request), lambda contents: contents.other_scales
+        lambda: read_contents(request), lambda contents: contents.weights_with_other_scales
     )
-    return replace(contents, other_scales=[name for names in names_by_rank for name in names])
+    return replace(contents, weights_with_other_scales=[name for names in names_by_rank for name in names])
 
 
 # Reading
 
 
 def read_contents(request: LoadRequest) -> CheckpointContents:
-    """Read what planning needs from a checkpoint. Each rank reads for itself.
-
-    Raises:
-        CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
-    """
+    """Read what planning needs from a checkpoint. Each rank reads for itself."""
     reader = SafeReader(request.path)
     entries = reader.entries
     params = components.named_parameters(request.model)
@@ -243,9 +230,6 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
     """The weights of the same format whose stored scales are not powers of two, although this model requires that.
 
     Only the values show the difference, so scales must be read. Each rank reads some of them.
-
-    Raises:
-        DamagedError: a scale cannot be read.
     """
     weight_names = {
         f"model.{name}{suffix}": name
@@ -253,7 +237,7 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
         for suffix in components.power_of_two_scales(param)
         if tags.get(name) == components.storage_of(param).cell.tag
     }
-    float32 = [key for key in sorted(weight_names) if requantization.dtype_of(reader.entries.get(key)) == torch.float32]
+    float32 = [key for key in sorted(weight_names) if conversions.dtype_of(reader.entries.get(key)) == torch.float32]
     scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
     return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
 
@@ -264,91 +248,101 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
 def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank.
 
-    Checks that need only metadata come first, then checksums, then those that decode entries. `contents` includes the
-    `other_scales` of all ranks.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded; a DamagedError if a file differs from the manifest, or an
-            entry cannot be read.
+    Checks that need only metadata come first, then checksums, then those that decode entries.
     """
-    reader, model, optimizer, numbers = contents.reader, request.model, request.optimizer, request.numbers
-    state = {"model": model.state_dict()}
-    if optimizer is not None:
-        optimizer_states.check_members("load", model, optimizer)
-        state["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, numbers)
-    conversions = _conversions(request, contents, state["model"])
-    states = requantization.state_conversions(reader, optimizer, numbers) if request.requantize else []
-    live, places = private_torch.flatten_state_dict(state)
-    of_other_ranks = fit.elsewhere(reader.entries, model, numbers)
-    entries = {
+    reader, optimizer = contents.reader, request.optimizer
+    state_dicts = _state_dicts_to_fill(request, reader)
+    weight_conversions = _weight_conversions(request, contents, state_dicts["model"])
+    state_conversions = _state_conversions(request, reader) if request.requantize else []
+    live, paths = private_torch.flatten_state_dict(state_dicts)
+    stored = _entries_of_this_rank(request, reader)
+    ignored = fit.kept(stored, live, optimizer, own_seed=request.requantize)
+    ignored |= {key for conversion in state_conversions for key in conversion.keys}
+    if request.requantize:
+        ignored |= conversions.converted_keys(weight_conversions, stored, live)
+    stored = {key: entry for key, entry in stored.items() if key not in ignored}
+    live = {key: value for key, value in live.items() if key not in ignored}
+    _check_fit(request, reader, stored, live, weight_conversions)
+    if request.verify:
+        reader.check_files(_files(request, reader))
+    params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+    fit.check_ties(reader, request.model, params)
+    object_keys, settings = _settings(request, reader, live)
+    rank_states, unloaded_objects = _rank_states(request, reader)
+    return LoadPlan(
+        request,
+        reader,
+        state_dicts,
+        paths,
+        targets={key: value for key, value in live.items() if key not in object_keys},
+        extra_targets=_extra_targets(reader),
+        settings=settings,
+        weight_conversions=weight_conversions,
+        state_conversions=state_conversions,
+        ignored_keys=ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
+        rank_states=rank_states,
+        unloaded_objects=unloaded_objects,
+    )
+
+
+def _state_dicts_to_fill(request: LoadRequest, reader: SafeReader) -> dict[str, Any]:
+    state_dicts = {"model": request.model.state_dict()}
+    if request.optimizer is not None:
+        optimizer_states.check_members("load", request.model, request.optimizer)
+        state_dicts["optimizer"] = optimizer_states.to_load(request.optimizer, reader.entries, request.numbers)
+    return state_dicts
+
+
+def _entries_of_this_rank(request: LoadRequest, reader: SafeReader) -> dict[str, STORAGE_TYPES]:
+    """The entries of the model and the optimizer, without those of other ranks' experts."""
+    of_other_ranks = fit.elsewhere(reader.entries, request.model, request.numbers)
+    return {
         key: entry
         for key, entry in reader.entries.items()
         if key.startswith(("model.", "optimizer.")) and key not in of_other_ranks
     }
-    ignored = fit.kept(entries, live, optimizer, own_seed=request.requantize)
-    ignored |= {key for change in states for key in change.keys}
-    if request.requantize:
-        ignored |= {
-            key for key in entries | live if requantization.left_out(conversions, key, entries.get(key), live.get(key))
-        }
-    entries = {key: entry for key, entry in entries.items() if key not in ignored}
-    live = {key: value for key, value in live.items() if key not in ignored}
-    casts = {f"model.{change.name}" for change in conversions if change.sets_master}
-    fit.check_model(request.path, entries, live, None if request.requantize and request.lossy else casts)
-    if optimizer is not None:
-        fit.check_optimizer(
-            request.path,
-            entries,
-            live,
-            optimizer,
-            can_convert=lambda: not states and bool(requantization.state_conversions(reader, optimizer, numbers)),
-        )
-    if request.verify:
-        reader.check_files(_files(request, reader))
-    params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
-    fit.check_ties(reader, model, params)
-    objects, settings = _settings(request, reader, live)
-    rank_states, unloaded = _rank_states(request, reader)
-    return LoadPlan(
-        request,
-        reader,
-        state,
-        places,
-        reading={key: value for key, value in live.items() if key not in objects},
-        extra=_extra_targets(reader),
-        settings=settings,
-        conversions=conversions,
-        states=states,
-        ignored=ignored | (entries.keys() - live.keys()) | (objects - settings.keys()),
-        rank_states=rank_states,
-        unloaded=unloaded,
-    )
 
 
-def _conversions(
+def _check_fit(
+    request: LoadRequest,
+    reader: SafeReader,
+    stored: Mapping[str, STORAGE_TYPES],
+    live: Mapping[str, Any],
+    weight_conversions: list[ParameterConversion],
+) -> None:
+    casts = {f"model.{conversion.name}" for conversion in weight_conversions if conversion.sets_master}
+    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
+    if request.optimizer is not None:
+
+        def can_convert() -> bool:
+            return not request.requantize and bool(_state_conversions(request, reader))
+
+        fit.check_optimizer(request.path, stored, live, request.optimizer, can_convert)
+
+
+def _weight_conversions(
     request: LoadRequest, contents: CheckpointContents, own: Mapping[str, Tensor]
 ) -> list[ParameterConversion]:
-    """The parameters to convert; none without `requantize`.
-
-    Raises:
-        CheckpointError: a format differs, and `requantize` is false; or see `requantize.changes`.
-    """
+    """The parameters to convert. Without `requantize` there are none, and another format is an error."""
     formats = _formats(contents, request.model, own)
     if not request.requantize:
         for weight, (old, new) in formats.items():
             if old != new:
                 raise CheckpointError(
                     f"{request.path} is of another recipe: {weight} is stored as {old} there and as {new} in this "
-                    "model; build the model with the recipe that the checkpoint was written with, or load it with "
-                    "requantize=True"
+                    "model; build the model with the checkpoint's recipe, or load with requantize=True"
                 )
         return []
     try:
-        return requantization.changes(
+        return conversions.parameter_conversions(
             contents.reader, request.model, request.optimizer, request.numbers, formats, request.lossy
         )
     except CheckpointError as error:
         raise CheckpointError(f"{request.path}: {error}") from None
+
+
+def _state_conversions(request: LoadRequest, reader: SafeReader) -> list[StateConversion]:
+    return conversions.state_conversions(reader, request.optimizer, request.numbers)
 
 
 def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
@@ -357,12 +351,12 @@ def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, T
     live_formats = {
         key.removesuffix(suffix): components.read_format_tag(own[key]) for key in own if key.endswith(suffix)
     }
-    for name in sorted({*contents.tags, *live_formats}):
+    for name in sorted({*contents.format_tags, *live_formats}):
         # a weight on one side only belongs to another model, which `fit.check_model` reports
         if f"model.{name}" in contents.reader.entries and name in own:
-            formats[name] = contents.tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
-    params = components.named_parameters(model) if contents.other_scales else {}
-    for name in contents.other_scales:
+            formats[name] = contents.format_tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
+    params = components.named_parameters(model) if contents.weights_with_other_scales else {}
+    for name in contents.weights_with_other_scales:
         cell = components.storage_of(params[name]).cell
         formats[name] = cell.tag, str(cell)
     return formats
@@ -382,9 +376,6 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
     """The keys of the optimizer's entries that are not tensors, and the new values of those that are loaded.
 
     The groups keep their parameters.
-
-    Raises:
-        CheckpointError: an entry does not fit, or belongs to other parameters; a DamagedError if it cannot be read.
     """
     optimizer, entries = request.optimizer, reader.entries
     if optimizer is None:
@@ -399,15 +390,30 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
 
 
 def _rank_states(request: LoadRequest, reader: SafeReader) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:
-    """The states that this rank's objects load, and the names of the objects that keep theirs."""
+    """The key and the state that each of this rank's objects loads, and the names of the objects that keep theirs.
+
+    If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded, on every
+    rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
+    """
     if not request.objects:
         return {}, ()
-    keys = rank_state.wanted_keys(reader.entries)
+    by_rank = keys_by_rank(reader.entries)
+    skipped = {RANDOM} if len(by_rank) == 1 and agreement.rank_count() > 1 else set()
+    if len(by_rank) == agreement.rank_count():
+        own = str(agreement.rank())
+        by_rank = {own: by_rank.get(own, {})}
+    keys = [key for keys_by_name in by_rank.values() for key in keys_by_name.values()]
     for key in keys:
-        entry = reader.entries[key]
-        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != torch.uint8:
-            raise CheckpointError(f"{request.path} is damaged: {key} is no tensor of bytes; choose another checkpoint")
-    return rank_state.to_load(request.objects, reader.read(keys), rank_state.writers(reader.entries))
+        if conversions.dtype_of(reader.entries[key]) != torch.uint8:
+            raise CheckpointError(f"{request.path} is damaged: {key} is not a tensor of bytes; choose another")
+    values, states, unloaded = reader.read(keys), {}, []
+    for name in request.objects:
+        candidates = [names[name] for names in by_rank.values() if name in names and name not in skipped]
+        if not candidates or not all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
+            unloaded.append(name)
+            continue
+        states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
+    return states, tuple(unloaded)
 
 
 def _extra_targets(reader: SafeReader) -> dict[str, Tensor | None]:
@@ -430,17 +436,18 @@ def _apply(plan: LoadPlan) -> dict[str, Any]:
     """Carry out a plan, and return the caller's entries. A collective call."""
     # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
     # requantized weights does the same, and checks its values on all ranks before it writes weights.
-    reading = {**plan.reading, **{f"{EXTRA}.{name}": target for name, target in plan.extra.items()}}
-    plan.reader.read_into(reading)
-    objects = {key: reading[key] for key, target in plan.reading.items() if reading[key] is not target}
+    values = {**plan.targets, **{f"{EXTRA}.{name}": target for name, target in plan.extra_targets.items()}}
+    plan.reader.read_into(values)
+    objects = {key: values[key] for key, target in plan.targets.items() if values[key] is not target}
     for key, value in {**plan.settings, **objects}.items():
-        _put(plan.state, plan.places[key], value)
-    masters = list(requantization.write_weights(plan.reader, plan.conversions)) if plan.conversions else []
-    if plan.states:
-        requantization.write_states(plan.reader, plan.states, plan.request.optimizer)
+        _put(plan.state_dicts, plan.paths[key], value)
+    masters: list[tuple[ParameterConversion, Tensor]] = []
+    if plan.converts:
+        masters = list(conversions.write_weights(plan.reader, plan.weight_conversions))
+        conversions.write_states(plan.reader, plan.state_conversions, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
-    return {name: reading[f"{EXTRA}.{name}"] for name in plan.extra}
+    return {name: values[f"{EXTRA}.{name}"] for name in plan.extra_targets}
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
@@ -455,14 +462,22 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
     """Load what was read into the model, the optimizer and this rank's objects."""
     request = plan.request
     try:
-        request.model.load_state_dict(plan.state["model"])
+        request.model.load_state_dict(plan.state_dicts["model"])
     except RuntimeError as error:
         raise CheckpointError(f"{request.path}: {error}") from error
     if request.requantize:
-        requantization.begin_histories(request.model, plan.ignored)
+        conversions.begin_histories(request.model, plan.ignored_keys)
     if request.optimizer is not None:
-        optimizer_states.load_optimizer(request.optimizer, plan.state["optimizer"], request.numbers)
-    if masters:
-        requantization.set_masters(request.optimizer, masters)
-    if plan.rank_states:
-        rank_state.load_states(request.objects, plan.rank_states)
+        optimizer_states.load_optimizer(request.optimizer, plan.state_dicts["optimizer"], request.numbers)
+    seed_master: Any = getattr(request.optimizer, "seed_master", None)
+    for conversion, master in masters:
+        seed_master(conversion.param, master)
+    _load_rank_states(request.objects, plan.rank_states)
+
+
+def _load_rank_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
+    for name, (key, state) in states.items():
+        try:
+            objects[name].load_state_dict(state)
+        except Exception as error:  # user code can raise anything, and the other ranks wait
+            raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error

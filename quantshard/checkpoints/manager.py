@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
@@ -21,19 +21,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.checkpoints import extras, loading, rank_state, saving
-from quantshard.checkpoints.background import CopiedStateStager, PendingSave, SaveReport, Stager, wait_for_process
+from quantshard.checkpoints import loading, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
-from quantshard.checkpoints.disk.manifest import MANIFEST
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.loading import LoadRequest
-from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -42,6 +41,8 @@ _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
 CLOSE_SECONDS = 60.0
 """How long `close` waits for a running save, which might never end because other ranks are gone."""
+POLL_SECONDS, POLLS_AFTER_FAILURE = 10.0, 3
+"""Time between polls of the other ranks during a save, and number of polls after a failure before giving up."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Restored:
     left: tuple[str, ...] = ()
     skipped: tuple[int, ...] = ()
     requantized: str = ""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The cost of a save on this rank.
+
+    `bytes`: size of this rank's tensors. `held_seconds`: time that training was blocked. `background_seconds`: time
+    that the save then ran in the background; None while it runs.
+    """
+
+    step: int
+    path: str
+    bytes: int
+    held_seconds: float
+    background_seconds: float | None = 0.0
 
 
 class Manager:
@@ -79,7 +95,6 @@ class Manager:
 
     Raises:
         CheckpointError: another run writes there, or the directory cannot be created; the same on every rank.
-        ConfigurationError: an argument is invalid.
     """
 
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
@@ -102,7 +117,7 @@ class Manager:
         if async_ == "process" and world() is None:
             raise ConfigurationError('async_ = "process" needs a process group; take "thread" in a single process')
         self.directory, self.keep_last, self.keep_every, self.async_ = directory, keep_last, keep_every, async_
-        self.state = rank_state.with_generators(state or {})
+        self.state = saving.with_generators(state or {})
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: PendingSave | None = None
@@ -123,18 +138,12 @@ class Manager:
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
 
-    # Listing ---------------------------------------------------------------------------------------------------------
-
     def path(self, step: int) -> str:
         """The path of a step's checkpoint, whether it exists or not."""
         return self._store.join(self._folder, f"step-{step:06d}")
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint that this process sees now, in ascending order. Not a collective call.
-
-        Raises:
-            CheckpointError: the directory cannot be read.
-        """
+        """The sorted steps with a complete checkpoint that this process sees now. Not a collective call."""
         try:
             return [step for step in self._named() if commit.is_complete(self.path(step))]
         except OSError as error:
@@ -148,8 +157,6 @@ class Manager:
         """The last step with a complete checkpoint that this process sees now. Not a collective call."""
         return max(self.steps(), default=None)
 
-    # Saving ----------------------------------------------------------------------------------------------------------
-
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
     ) -> SaveReport:
@@ -160,11 +167,8 @@ class Manager:
 
         Raises:
             CheckpointError: the step is saved already (unless `restore` went back to an earlier step), or cannot be
-                written; or a failed save is still running on some rank. The same on every rank, and earlier checkpoints
-                are unchanged.
-            ConfigurationError, RankMismatchError: the step is not an int >= 0, `extra` or a state is not plain data,
-                `extra` is not equal on all ranks, or the Manager is read_only or closed. Raised by this call in any
-                mode, on every rank.
+                written; or a failed save is still running. The same on every rank; earlier checkpoints are unchanged.
+            ConfigurationError, RankMismatchError: see `checkpoints.save`; raised by this call in any mode.
         """
         start = time.perf_counter()
         agreement.run_on_all_ranks(lambda: self._check_save(step))
@@ -173,7 +177,7 @@ class Manager:
         if self.async_ == "process":
             wait_for_process(Manager._by_process)
         state = saving.checkpoint_state(model, optimizer, extra)
-        state[rank_state.RANKS] = agreement.run_on_all_ranks(lambda: rank_state.entries(self.state))
+        state[saving.RANKS] = agreement.run_on_all_ranks(lambda: saving.rank_states(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**saving.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
@@ -190,17 +194,16 @@ class Manager:
         return report
 
     def _check_save(self, step: object) -> None:
-        if self._read_only:
-            raise ConfigurationError(f"this Manager of {self.directory} is read_only, so it cannot save")
-        if self._closed:
-            raise ConfigurationError(f"this Manager of {self.directory} is closed, so it cannot save; make another")
+        if self._read_only or self._closed:
+            reason = "read_only" if self._read_only else "closed"
+            raise ConfigurationError(f"this Manager of {self.directory} is {reason}, so it cannot save; make another")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
         if self._failed is not None and not self._failed.future.done():
             # it shares memory and collectives with a new save
             raise CheckpointError(
-                f"the save of {self._failed.report.path} failed and has not ended on this rank, which may wait for "
-                "others until the timeout of its process group; save again when it has, or restart the run"
+                f"the failed save of {self._failed.report.path} is still running on this rank; save again when the "
+                "process group has timed out, or restart the run"
             )
 
     def _prepare(self, step: int) -> SaveTarget:
@@ -225,7 +228,7 @@ class Manager:
         future = dcp.async_save(
             copy,
             storage_writer=writer,
-            planner=extras.ExtraSavePlanner(),
+            planner=saving.ExtraSavePlanner(),
             async_stager=CopiedStateStager(),
             process_group=self._group,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
@@ -237,8 +240,7 @@ class Manager:
     def wait(self) -> SaveReport | None:
         """Wait for the background save, if there is one, and return its report. A collective call.
 
-        Raises:
-            CheckpointError: the save failed on some rank; the same on every rank.
+        If the save failed on some rank, every rank raises its CheckpointError.
         """
         pending = self._pending
         if pending is None:
@@ -260,8 +262,8 @@ class Manager:
         self._damaged.discard(last)
         if not commit.is_complete(self.path(last)):
             raise CheckpointError(
-                f"{self.path(last)} was saved and is not to be seen from the process that trains; save to a place that "
-                "all processes share, which the memory of one is not"
+                f"{self.path(last)} was saved, and the training process does not see it; save to a place that all "
+                "processes share"
             )
         if self.keep_last is None or self._closed:
             return
@@ -270,7 +272,7 @@ class Manager:
         good_steps = [
             step
             for step in self.steps()
-            if step <= last and step not in self._damaged and (step == last or self._has_all_files(step))
+            if step <= last and step not in self._damaged and (step == last or not self._problems(step, contents=False))
         ]
         kept_steps = {
             *good_steps[-self.keep_last :],
@@ -283,11 +285,6 @@ class Manager:
                 except CheckpointError as error:
                     warnings.warn(str(error), stacklevel=4)
 
-    def _has_all_files(self, step: int) -> bool:
-        return not self._problems(step, contents=False)
-
-    # Restoring -------------------------------------------------------------------------------------------------------
-
     def restore(
         self,
         model: nn.Module,
@@ -299,23 +296,17 @@ class Manager:
     ) -> Restored | None:
         """Verify and load the checkpoint of `step`, by default the last good one. A collective call.
 
-        All ranks load the same checkpoint, and each verifies a part of its files. A damaged checkpoint is skipped with
-        a warning that names the file, and the previous one is tried. A checkpoint without a manifest (from plain
-        `dcp.save`) is loaded unverified. For `requantize` and `lossy` see `checkpoints.load`.
+        Each rank verifies a part of the files. A damaged checkpoint is skipped with a warning that names the file, and
+        the previous one is tried. A checkpoint without a manifest (from plain `dcp.save`) is loaded unverified. For
+        `requantize` and `lossy` see `checkpoints.load`.
 
         Returns:
             None if the directory holds no complete checkpoint and `step` is None.
-
-        Raises:
-            CheckpointError: the step's checkpoint (or every checkpoint) is missing or damaged, or of another model,
-                recipe or optimizer; the same on every rank.
         """
         self.wait()
         steps = agreement.from_rank0(self.steps)
         if step is not None and step not in steps:
-            raise CheckpointError(
-                f"{self.path(step)} is not a complete checkpoint; there are those of {steps or 'none'}"
-            )
+            raise CheckpointError(f"{self.path(step)} is not a complete checkpoint; choose a step of {steps or 'none'}")
         problem_by_step: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
             with being_read(self._store, self._store.join(self.path(candidate), MANIFEST)):
@@ -327,7 +318,7 @@ class Manager:
                         result = loading.load_checkpoint(request)
                         self._left_behind = {n for n in steps if n > candidate}
                         return Restored(candidate, path, skipped=tuple(problem_by_step), **vars(result))
-                    except DamagedError as error:  # if a rank is gone, `gathered` raises that instead
+                    except DamagedError as error:  # if a rank is gone, all_gather_object raises that instead
                         problem = agreement.all_gather_object(str(error))[0]
             problem_by_step[candidate] = problem
             self._damaged.add(candidate)
@@ -360,18 +351,13 @@ class Manager:
         except CheckpointError as error:
             return [str(error)]
         entries = sorted(saved_manifest.files.items())[part]
-        results = (manifest.wrong_file(path, name, entry, contents) for name, entry in entries)
-        return [problem for problem in results if problem is not None]
-
-    # Closing ---------------------------------------------------------------------------------------------------------
+        return [p for name, entry in entries if (p := manifest.wrong_file(path, name, entry, contents)) is not None]
 
     def close(self) -> None:
         """Release the directory and the resources of background saves. Not a collective call.
 
         A running save is waited for, up to `CLOSE_SECONDS`. After that it continues on its own, and the directory stays
-        locked until the save ends; `wait` then returns its report, but removes no old checkpoints.
-
-        Raises no error of the save; call `wait` first.
+        locked until the save ends. Errors of the save are not raised; call `wait` first.
         """
         self._closed = True
         if self._thread is not None:
@@ -396,12 +382,9 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save on all ranks, then close.
-
-        After an error, only close: the other ranks might not call `wait`.
-        """
+        """Wait for the last save on all ranks, then close."""
         try:
-            if kind is None:
+            if kind is None:  # after an error the other ranks might not call `wait`
                 self.wait()
         finally:
             self.close()
@@ -413,3 +396,101 @@ def _held_bytes(state: Any) -> int:
     if isinstance(state, list | tuple):
         return sum(_held_bytes(value) for value in state)
     return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
+
+
+# Background saves
+
+
+class Stager:
+    """Copies states to host memory. When `stage` returns, the copy is complete.
+
+    The memory is pinned if there is a GPU, and reused by the next copy. So the previous copy must be written before the
+    next `stage`. `shared`: put the copy in shared memory, for another process.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self._gpu = torch.cuda.is_available()
+        self._copier = private_torch.state_dict_stager(pin_memory=self._gpu, share_memory=shared)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the copy; entries keep their types (a DTensor keeps its placements)."""
+        copy: dict[str, Any] = self._copier.stage(state_dict, non_blocking=self._gpu)
+        if self._gpu:
+            torch.cuda.synchronize()
+        return copy
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._copier.close()
+
+
+class CopiedStateStager(AsyncStager):
+    """Stager for a state that is already a copy."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state itself."""
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: the memory belongs to the `Stager`."""
+
+
+@dataclass
+class PendingSave:
+    """A background save. Its future keeps its `owner` alive until the save ends, even if the Manager is gone.
+
+    `running`: the ranks that were still writing at the last poll.
+    """
+
+    report: SaveReport
+    target: SaveTarget
+    future: Future[Any]
+    owner: Ownership | None
+    began: float
+    ended: float | None = None
+    running: tuple[int, ...] = ()
+
+    def end(self, _: object) -> None:
+        """Record the end of the save; the callback of `future`."""
+        self.ended, self.owner = time.perf_counter(), None
+
+    def failures(self) -> list[agreement.Failure | None]:
+        """Each rank's failure, or None, once all ranks have written or soon after one has failed. A collective call.
+
+        A rank cannot simply wait for its own write: if another rank has failed, the saving process waits half an hour
+        for the rest of its group.
+        """
+        polls_after_failure = 0
+        while True:
+            done = bool(wait_for([self.future], POLL_SECONDS).done)
+            error = self.future.exception() if done else None
+            reason = None if error is None else commit.save_failure(self.report.path, error)
+            failure: agreement.Failure | None = None if reason is None else (CheckpointError, reason)
+            ranks = agreement.all_gather_object((done, failure))
+            errors = [rank_error for _, rank_error in ranks]
+            polls_after_failure += any(errors)
+            self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)
+            if not self.running or polls_after_failure > POLLS_AFTER_FAILURE:
+                return errors
+
+
+def wait_for_process(saves: Collection[Future[Any]]) -> None:
+    """Wait on every rank until the saving process is free. A collective call.
+
+    Ranks end a save within moments of each other. If a save still runs on some ranks only, it failed on the others, and
+    every rank raises.
+    """
+    polls_after_failure = 0
+    while True:
+        ranks = agreement.all_gather_object(bool(wait_for(saves, POLL_SECONDS).not_done))
+        if not any(ranks):
+            return
+        polls_after_failure += not all(ranks)
+        if polls_after_failure > POLLS_AFTER_FAILURE:
+            raise CheckpointError(
+                f"on rank {ranks.index(True)}: a save of another Manager has failed and is still running; call that "
+                "Manager's wait() to see the error"
+            )

@@ -5,9 +5,7 @@ into. They are created here for the parameters that have states in the checkpoin
 zero parameter that stands for the model's.
 
 PyTorch's optimizers number their parameters, separately on each rank. Under expert parallelism a checkpoint uses the
-numbers of one process that holds all experts (`ParameterNumbers`). Each rank can compute them locally, because a layer
-knows its number of experts and holds its local experts in global order. So a checkpoint does not depend on how the
-experts were distributed.
+numbers of one process that holds all experts (`ParameterNumbers`), so it does not depend on how they were distributed.
 """
 
 from __future__ import annotations
@@ -47,9 +45,6 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
 
     An optimizer is rejected if it has none of the model's parameters, and either has quantized weights, or has only
     unsharded parameters while the model is sharded. Otherwise it can be an optimizer of hand-made masters.
-
-    Raises:
-        ConfigurationError: the optimizer has other weights than the model.
     """
     model_params = list(model.parameters())
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -60,31 +55,22 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
     )
     if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
         raise ConfigurationError(
-            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} (the first of shape "
-            f"{list(params[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made "
-            "before convert, revert or fully_shard put others in their place; make it of this model's parameters, or "
-            "give the module that holds its own"
+            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} is in this "
+            f"{type(model).__name__}; build the optimizer over this model's parameters, after convert, revert or "
+            "fully_shard"
         )
 
 
 def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict, with the parameter names and numbers of a checkpoint.
-
-    Raises:
-        ConfigurationError: the optimizer's `step()` needs a closure, so a load could not create its states.
-    """
-    _check_step(optimizer)
+    """The optimizer's state dict, with the parameter names and numbers of a checkpoint."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:  # then a load could not create its states
+        raise ConfigurationError(limits.refusal("closure optimizer", type(optimizer).__name__))
     state: dict[str, Any] = optimizer.state_dict()
     for group in state["param_groups"]:
         if "param_names" in group:
             group["param_names"] = [components.canonical_name(name) for name in group["param_names"]]
     return state if numbers is None else numbers.to_checkpoint(state)
-
-
-def _check_step(optimizer: Optimizer) -> None:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(limits.refusal("closure optimizer", type(optimizer).__name__))
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
@@ -106,7 +92,7 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     for number, (param, group) in numbered:
         stored_state = by_number.get(number, {})
         if not _covers(state["state"].get(number, {}), stored_state):
-            state["state"][number] = _made(optimizer, group, param, stored_state)
+            state["state"][number] = _new_state(optimizer, group, param, stored_state)
     return state
 
 
@@ -136,21 +122,20 @@ def allocates(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "initialize_state")
 
 
-def _covers(own: Mapping[str, Any], theirs: Entries) -> bool:
+def _covers(live: Mapping[str, Any], stored: Entries) -> bool:
     """Whether a live state has an entry for each stored one, by flattened key."""
-    flat = private_torch.flatten_state_dict(dict(own))[0]
-    return all(key in flat and (not _is_tensor(entry) or flat[key] is not None) for key, entry in theirs.items())
+    flat = private_torch.flatten_state_dict(dict(live))[0]
+    return all(
+        key in flat and (not isinstance(entry, TensorStorageMetadata) or flat[key] is not None)
+        for key, entry in stored.items()
+    )
 
 
-def _is_tensor(entry: STORAGE_TYPES) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
-
-
-def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs: Entries) -> dict[str, Any]:
+def _new_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, stored: Entries) -> dict[str, Any]:
     """A new state for a parameter: the result of a first step, and later entries whose layout can be inferred."""
-    state = _first(optimizer, group, param)
+    state = _first_state(optimizer, group, param)
     flat = private_torch.flatten_state_dict(state)[0]
-    for key, entry in theirs.items():
+    for key, entry in stored.items():
         if not isinstance(entry, TensorStorageMetadata):
             if flat.get(key) is None and "." not in key:
                 state[key] = None  # placeholder for an object
@@ -162,7 +147,7 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs:
     return state
 
 
-def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """The state after a first step; {} if this optimizer cannot run a step on its own."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return {}  # a step of the inner optimizer would change the model
@@ -222,8 +207,9 @@ class ParameterNumbers:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
-        """The numbers for a model and its optimizer; None without expert parallelism (the optimizer's numbers are
-        right).
+        """The numbers for a model and its optimizer; None without expert parallelism.
+
+        A layer knows its number of experts and holds its local experts in global order, so no communication is needed.
 
         Raises:
             UnsupportedOperationError: the optimizer creates its states in its first step; a parameter is not the
@@ -241,13 +227,9 @@ class ParameterNumbers:
             all_names, local_set = list(_of_all_ranks(local_names, layers)), {*local_names}
             offset = sum(map(len, names_by_group))
             number_of = {name: offset + index for index, name in enumerate(all_names)}
-            previous_names = {name for names in names_by_group for name in names}
-            if (
-                not hasattr(optimizer, "initialize_state")
-                or [name for name in all_names if name in local_set] != local_names
-            ):
-                raise _refused(optimizer)
-            if previous_names & number_of.keys():  # e.g. one group per expert
+            is_in_order = [name for name in all_names if name in local_set] == local_names
+            is_split = any(name in number_of for names in names_by_group for name in names)  # e.g. a group per expert
+            if not allocates(optimizer) or not is_in_order or is_split:
                 raise _refused(optimizer)
             numbers += [number_of[name] for name in local_names]
             name_entry = {"param_names": all_names} if "param_names" in group else {}
@@ -289,8 +271,7 @@ class ParameterNumbers:
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
     """Check that the digests of all ranks' parameter names are equal.
 
-    Raises:
-        UnsupportedOperationError: the digests differ, e.g. because one rank's experts of a layer are all frozen.
+    They differ e.g. if one rank's experts of a layer are all frozen.
     """
     if optimizer is not None and len({*digests}) > 1:
         raise _refused(optimizer)

@@ -1,19 +1,18 @@
 """Reads the entries of checkpoints that anyone can have written: no code in a file runs, and sizes are bounded.
 
 Tensors and objects are `torch.save` archives, which `torch.load(weights_only=True)` reads after a check that no record
-expands. `metadata` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
+expands. `manifest` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
 checksums of the manifest only.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -32,10 +31,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from quantshard import private_torch
-from quantshard.checkpoints.disk import agreement, manifest, transfer
-from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
-from quantshard.checkpoints.disk.store import LocalStore, Path_, locate, why
-from quantshard.checkpoints.metadata import DamagedError, read_metadata
+from quantshard.checkpoints.disk import agreement, manifest
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError, read_metadata
+from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
 
@@ -47,9 +45,6 @@ OBJECT_BYTES = 16 << 20
 OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
 """Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
 than bytes."""
-
-_LATER = 10**9
-"""Nanoseconds; clocks of hosts that share a file system differ."""
 
 _SMALL_BYTES = 1 << 20
 """An entry of at most this length is read at once, which saves calls of Python."""
@@ -95,14 +90,13 @@ class _FileSlice(io.RawIOBase):
 def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
     """Load the `torch.save` archive in a range of a file, without running code from it.
 
-    Raises:
-        CheckpointError: the archive is damaged, claims more than its bytes hold, or needs code to be read.
-        OSError: the file cannot be read.
+    An archive that is damaged, claims more than its bytes hold, or needs code to be read raises a CheckpointError.
     """
-    part: Any = _FileSlice(file, offset, length)
     if length <= _SMALL_BYTES:
         file.seek(offset)
-        part = io.BytesIO(file.read(length))
+        part: Any = io.BytesIO(file.read(length))
+    else:
+        part = _FileSlice(file, offset, length)
     try:
         total = 0
         for record in zipfile.ZipFile(part).infolist():
@@ -121,16 +115,12 @@ def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
         if isinstance(error, pickle.UnpicklingError) and name is not None:
             reason = f"it names {printable(name[1][:120])}, which needs code to be read; nothing was run"
         else:
-            reason = f"it is no whole archive of plain data ({type(error).__name__})"
+            reason = f"it is not a complete archive of plain data ({type(error).__name__})"
         raise CheckpointError(reason) from error
 
 
 def decoded(key: str, content: bytes) -> Any:
-    """Decode the plain object in an entry that is not a tensor.
-
-    Raises:
-        CheckpointError: the entry is damaged, or needs code to be read; the message names the entry.
-    """
+    """Decode the plain object in an entry that is not a tensor. Errors name the entry."""
     with named(key):
         return _plain_object(content)
 
@@ -150,27 +140,21 @@ def _plain_object(content: bytes) -> Any:
         elif isinstance(part, Tensor):
             plain_tensor(part)
         elif not isinstance(part, int | float | complex | str | bytes | torch.dtype | torch.device | None):
-            raise CheckpointError(f"it has a {type(part).__name__}, which is no plain data")
+            raise CheckpointError(f"it has a {type(part).__name__}, which is not plain data")
     return value
 
 
 def plain_tensor(value: Any) -> Tensor:
-    """Return a value that is a plain tensor; `torch.load` has checked that it lies within its bytes.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Check that a value is a plain tensor; `torch.load` has checked that it lies within its bytes."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
-        raise CheckpointError(f"it has a {type(value).__name__}, which is no plain tensor")
+        raise CheckpointError(f"it has a {type(value).__name__}, which is not a plain tensor")
     return cast(Tensor, value)
 
 
 def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
     """Return the bytes of an entry to write, and the value that will be read from them.
 
-    Raises:
-        ConfigurationError: the value could not be read back; the message locates the part of `what` that cannot be
-            saved.
+    If the value could not be read back, a ConfigurationError locates the part of `what` that cannot be saved.
     """
     try:
         return _written_and_read(value)
@@ -178,8 +162,8 @@ def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
     except Exception as error:
         what, part, cause = _culprit(what, value, error)
         raise ConfigurationError(
-            f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); save what says the same "
-            "in numbers, strings, tensors, lists, tuples and dicts (a DTensor as an entry of `extra` itself)"
+            f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); convert it to numbers, "
+            "strings, tensors, lists, tuples and dicts (a DTensor must be an entry of `extra` itself)"
         ) from error
 
 
@@ -219,7 +203,6 @@ class SafeReader(FileSystemReader):
     Raises:
         MissingError: there is no checkpoint, or it is incomplete.
         DamagedError: the metadata cannot be read, or contradict themselves, the manifest or the files.
-        CheckpointError: the manifest cannot be read, or has a newer version.
     """
 
     def __init__(self, path: Path_, packed: bool = False) -> None:
@@ -241,14 +224,14 @@ class SafeReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan. Objects are kept in `objects`, because DCP's planner would unpickle them."""
         items = [(item.storage_index, item) for item in plan.items]
-        transfer.expect(sum([self.metadata.storage_data[index].length for index, _ in items]))
+        expect_transfer(sum([self.metadata.storage_data[index].length for index, _ in items]))
         chunks = self._chunks_at({index.fqn for index, _ in items})
         for file, index, item in self._located(items):
-            transfer.moved(self.metadata.storage_data[index].length)
+            report_transfer(self.metadata.storage_data[index].length)
             if item.type == LoadItemType.BYTE_IO:
                 self.objects[index.fqn] = self._object(file, index)
                 continue
-            chunk = self.checked(index.fqn, chunks[index], self._value(file, index))
+            chunk = self._tensor(file, index, chunks[index])
             target = planner.resolve_tensor(item).detach()
             part = chunk[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             if part.shape != target.shape:
@@ -269,7 +252,6 @@ class SafeReader(FileSystemReader):
         Raises:
             DamagedError: an entry could not be read; raised on every rank, with the first failure of any rank.
             CheckpointError: a rank ran out of memory, or was lost or interrupted.
-            KeyboardInterrupt, SystemExit: this rank was interrupted.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         is_local = no_dist or process_groups.world() is None
@@ -286,19 +268,15 @@ class SafeReader(FileSystemReader):
         reason = agreement.first_failure(error)
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
-            return CheckpointError(f"{self.path} cannot be read into the memory that there is: {reason}")
+            return CheckpointError(f"{self.path} cannot be read, because memory is exhausted: {reason}")
         if agreement.is_loss_of_a_rank(error):
-            return LostRankError(f"{self.path} could not be read: another rank ended, or did not come: {reason}")
+            return LostRankError(f"{self.path} could not be read: another rank exited or never joined: {reason}")
         return DamagedError(
             f"{self.path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"
         )
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself.
-
-        Raises:
-            DamagedError: an entry cannot be read; the message names it.
-        """
+        """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself."""
         values: dict[str, Any] = {}
         indices: list[tuple[MetadataIndex, None]] = []
         for key in keys:
@@ -316,7 +294,7 @@ class SafeReader(FileSystemReader):
                     continue
                 chunk = chunks[index]
                 part = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                values[index.fqn][part] = self.checked(index.fqn, chunk, self._value(file, index))
+                values[index.fqn][part] = self._tensor(file, index, chunk)
         except CheckpointError as error:
             raise DamagedError(f"{self.path} is damaged: {error}") from error
         return values
@@ -326,51 +304,38 @@ class SafeReader(FileSystemReader):
         return self.read([key])[key]
 
     def chunks(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Any]]:
-        """Iterate over the chunks of a tensor with what is stored, which can be anything; one is in memory at a time.
-
-        Raises:
-            CheckpointError: a chunk cannot be read; the message names the entry.
-        """
+        """Iterate over the chunks of a tensor with the stored objects; one is in memory at a time."""
         for chunk in cast(TensorStorageMetadata, self.entries[key]).chunks:
             for file, index, _ in self._located([(MetadataIndex(key, chunk.offsets), None)]):
-                yield chunk, self._value(file, index)
+                with named(key):
+                    value = self._value(file, index)
+                yield chunk, value
 
     def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Iterate over the chunks of a tensor with their values; see `chunks`.
-
-        Raises:
-            CheckpointError: a chunk is damaged or contradicts the metadata; the message names the entry.
-        """
+        """Iterate over the chunks of a tensor with their values; see `chunks`."""
         for chunk, value in self.chunks(key):
-            yield chunk, self.checked(key, chunk, value)
+            with named(key):
+                tensor = self.checked(key, chunk, value)
+            yield chunk, tensor
 
     def checked(self, key: str, chunk: ChunkStorageMetadata, value: Any) -> Tensor:
-        """Check a value of `chunks` against the metadata; DCP would cast or slice a different tensor.
-
-        Raises:
-            CheckpointError: it is not a tensor of the chunk's shape and dtype; the message names the entry.
-        """
+        """Check that a value of `chunks` has the chunk's shape and dtype; DCP would cast or slice other tensors."""
         dtype = cast(TensorStorageMetadata, self.entries[key]).properties.dtype
-        with named(key):
-            tensor = plain_tensor(value)
-            if tensor.dtype != dtype or tensor.shape != chunk.sizes:
-                raise CheckpointError(
-                    f"it is {tensor.dtype} {list(tensor.shape)}, and the metadata say {dtype} {list(chunk.sizes)}"
-                )
+        tensor = plain_tensor(value)
+        if tensor.dtype != dtype or tensor.shape != chunk.sizes:
+            raise CheckpointError(
+                f"it is {tensor.dtype} {list(tensor.shape)}, and the metadata say {dtype} {list(chunk.sizes)}"
+            )
         return tensor
 
     def check_files(self, names: Collection[str]) -> None:
-        """Compare this rank's share of files (`names` is the same on all ranks) with the manifest, if there is one.
-
-        Raises:
-            DamagedError: a file of the share differs from the manifest; the message names the first one.
-        """
+        """Compare this rank's share of files (`names` is the same on all ranks) with the manifest, if there is one."""
         if self.manifest is None:
             return
         files = self.manifest.files
-        sizes = {name: files[name].bytes for name in names}
-        share = share_of_files(sizes, agreement.rank(), agreement.rank_count())
-        transfer.expect(sum([sizes[name] for name in share]))
+        # Under FSDP2, a rank then loads mostly the files that it compared, and finds them in the page cache.
+        share = sorted(names, key=_writer)[agreement.rank() :: agreement.rank_count()]
+        expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
             if problem is not None:
@@ -401,8 +366,11 @@ class SafeReader(FileSystemReader):
 
     def _value(self, file: BinaryIO, index: MetadataIndex) -> Any:
         location = self.metadata.storage_data[index]
+        return read_entry(file, location.offset, location.length)
+
+    def _tensor(self, file: BinaryIO, index: MetadataIndex, chunk: ChunkStorageMetadata) -> Tensor:
         with named(index.fqn):
-            return read_entry(file, location.offset, location.length)
+            return self.checked(index.fqn, chunk, self._value(file, index))
 
     def _object(self, file: BinaryIO, index: MetadataIndex) -> Any:
         location = self.metadata.storage_data[index]
@@ -411,52 +379,16 @@ class SafeReader(FileSystemReader):
             return _plain_object(file.read(location.length))
 
 
-def share_of_files(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
-    """Files that one of `count` ranks compares: each file falls to one rank, and each rank gets about as many bytes.
-
-    Files are assigned in the order of the ranks that wrote them. Under FSDP2, a rank then loads mostly the files that
-    it compared, on the same or a different number of ranks, and finds them in the page cache.
-    """
-    total = max(1, sum(sizes.values()))
-    names, offset = [], 0
-    for name in sorted(sizes, key=_by_writer):
-        # The middle of a file decides its rank.
-        if min((2 * offset + sizes[name]) * count // (2 * total), count - 1) == rank:
-            names.append(name)
-        offset += sizes[name]
-    return names
-
-
-def _by_writer(name: str) -> tuple[list[int], str]:
+def _writer(name: str) -> tuple[list[int], str]:
     """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
-def warn_without_manifest(reader: SafeReader) -> None:
-    """Warn on rank 0 that a checkpoint has no manifest, and name files that look like another save's."""
-    path = reader.path
+def warn_without_manifest(path: Path_) -> None:
+    """Warn on rank 0 that a checkpoint has no manifest."""
     if agreement.rank() == 0:
-        hints = "".join(f"; {hint}" for hint in _of_another_save(reader))
         warn_user(
-            f"{path} has no {MANIFEST}: its files may be damaged or from several saves{hints}; "
-            f"`quantshard verify {path}` checks what it can, and checkpoints.save writes a manifest",
+            f"{path} has no {MANIFEST}: its files may be damaged or from several saves; `quantshard verify {path}` "
+            "checks what it can, and checkpoints.save writes a manifest",
             NoManifestWarning,
         )
-
-
-def _of_another_save(reader: SafeReader) -> list[str]:
-    """Describe files that the metadata do not name, and files written after the metadata."""
-    store, folder = locate(reader.path)
-    if not isinstance(store, LocalStore):
-        return []
-    expected = {info.relative_path for info in reader.metadata.storage_data.values()}
-    try:
-        unnamed = sorted(name for name in store.names(folder) if name.endswith(".distcp") and name not in expected)
-        metadata_time = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns
-        later = sorted(
-            name for name in expected if os.stat(store.join(folder, name)).st_mtime_ns > metadata_time + _LATER
-        )
-    except OSError:
-        return []
-    findings = [(unnamed, f"are not named in its {METADATA_FILE}"), (later, f"were written after its {METADATA_FILE}")]
-    return [f"{len(names)} of its files (first: {names[0]}) {description}" for names, description in findings if names]

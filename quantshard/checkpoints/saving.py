@@ -1,29 +1,42 @@
 """Saves a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
 
-`save` does the same as state dicts and `dcp.save`, but checks everything first, before a file is overwritten.
+`save` does the same as state dicts and `dcp.save`, but checks everything first, before a file is overwritten. The
+caller's own entries are plain data, equal on all ranks. The Manager also saves states that each rank has on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.checkpoints import extras, optimizer_states
+from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
+from quantshard.checkpoints.safe_read import checked_entry
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, LostRankError
+from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, RankMismatchError
 from quantshard.tensor import components
+
+EXTRA = "extra"
+"""Prefix of the keys of the caller's entries."""
+
+RANKS, RANDOM = "ranks", "random"
+"""Prefix of the keys of rank states, and the name of the RNG states among them."""
 
 
 def save(
@@ -64,12 +77,9 @@ def checkpoint_state(
     """The entries of a checkpoint: the state dicts of model and optimizer, and `extra`. A collective call.
 
     The state dicts hold the live tensors, not copies.
-
-    Raises:
-        ConfigurationError, RankMismatchError, UnsupportedOperationError: see `save`.
     """
     components.check_offsets(model.named_parameters())
-    state = {"model": agreement.run_on_all_ranks(model.state_dict), EXTRA: extras.checked_extra(extra)}
+    state = {"model": agreement.run_on_all_ranks(model.state_dict), EXTRA: checked_extra(extra)}
     return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
 
 
@@ -104,16 +114,14 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
 def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
     """Write and commit a checkpoint synchronously. A collective call of `group`, or of all ranks.
 
-    Raises:
-        CheckpointError: the write failed; the same on every rank.
-        KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise a CheckpointError.
+    If the write fails or a rank is interrupted, every rank raises.
     """
     alone = process_groups.world() is None
     try:
         private_torch.save_checkpoint(
             state,
             storage_writer=writer,
-            planner=extras.ExtraSavePlanner(),
+            planner=ExtraSavePlanner(),
             process_group=group,
             no_dist=alone,
         )
@@ -122,3 +130,134 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
             agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
         kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
         raise kind(commit.save_failure(writer.target.path, error)) from error
+
+
+# The caller's entries
+
+
+def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entries as they will be read: live tensors, and copies of everything else. A collective call.
+
+    Each entry is stored whole under `extra.KEY`: a tensor as a tensor, anything else, even if nested, as one object.
+    """
+    items, digests = agreement.run_on_all_ranks(lambda: _readable(extra or {}))
+    first, *other_digests = agreement.all_gather_object(digests)
+    for rank, rank_digests in enumerate(other_digests, 1):
+        differing = [key for key in sorted({*first, *rank_digests}) if first.get(key) != rank_digests.get(key)]
+        if differing:
+            raise RankMismatchError(
+                f"extra[{differing[0]!r}] is not the same on rank {rank} as on rank 0; save what is equal on all "
+                "ranks, and what each has for itself through Manager(state=)"
+            )
+    return items
+
+
+def _readable(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    items = {key: _read_again(key, value) for key, value in extra.items()}
+    return items, {key: _digest(value) for key, value in items.items()}
+
+
+def _read_again(key: object, value: Any) -> Any:
+    if type(key) is not str:
+        raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings")
+    # Whether a tensor can be read depends on its kind only, so check an empty one.
+    if isinstance(value, Tensor):
+        checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
+        return value if isinstance(value, DTensor) else value.resolve_conj().resolve_neg()
+    return checked_entry(f"extra[{key!r}]", value)[1]
+
+
+def _digest(value: Any) -> bytes:
+    """Hash a value, independent of the order of sets and dicts; for a DTensor only its dtype and global shape."""
+    if isinstance(value, DTensor):
+        parts = [repr((value.dtype, value.shape)).encode()]
+    elif isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        parts = [repr((value.dtype, value.shape)).encode(), content]
+    elif isinstance(value, dict):
+        parts = sorted(_digest(key) + _digest(item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set):
+        parts = [_digest(item) for item in value]
+        parts = sorted(parts) if isinstance(value, set) else parts
+    else:
+        parts = [repr(value).encode()]
+    return xxhash.xxh3_128(b"".join([type(value).__name__.encode(), *parts])).digest()
+
+
+class ExtraSavePlanner(DefaultSavePlanner):
+    """DCP's default planner, except that each entry of `extra` is saved whole.
+
+    DCP would flatten dicts and lists, convert their keys to strings and drop empty ones.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See DCP's planner."""
+        without_extra = {key: value for key, value in state_dict.items() if key != EXTRA}
+        super().set_up_planner(without_extra, storage_meta, is_coordinator)
+        for key, value in state_dict.get(EXTRA, {}).items():
+            self.state_dict[f"{EXTRA}.{key}"] = value
+            self.mappings[f"{EXTRA}.{key}"] = (EXTRA, key)
+
+
+# States of single ranks
+
+
+class RandomGenerators:
+    """The random generators of this process: torch's on the CPU and its GPU, Python's and NumPy's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The RNG states, in plain types."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": (str(name), [int(key) for key in keys], *(x.item() if hasattr(x, "item") else x for x in rest)),
+        }
+        return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the RNG states. A generator without a state keeps its own."""
+        name, keys, position, *rest = state_dict["numpy"]
+        if not 0 <= position <= len(keys):  # NumPy would read out of bounds
+            raise ValueError(f"position {position} is not within NumPy's {len(keys)} keys")
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, *rest))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])
+
+
+def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """The caller's objects and the random generators, by name. Names must be identifiers."""
+    for name, value in objects.items():
+        if not name.isidentifier() or name == RANDOM:
+            raise ConfigurationError(f"state: {name!r} cannot be the name of an entry; take an identifier that is free")
+        if not isinstance(value, Stateful):
+            raise ConfigurationError(f"state: {name!r} is a {type(value).__name__}, which has no state_dict to save")
+    return {RANDOM: RandomGenerators(), **objects}
+
+
+def rank_states(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
+    """The states of this rank's objects, to be stored under `ranks.RANK.NAME`.
+
+    Each state is one uint8 tensor that holds a torch.save file, so DCP and `load` read it without executing code.
+    """
+    return {str(agreement.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
+
+
+def _packed(name: str, state: Any) -> Tensor:
+    content, _ = checked_entry(f"the state of {name!r}", state)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def keys_by_rank(stored: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The keys of a checkpoint's rank states: {rank: {name: key}}."""
+    result: dict[str, dict[str, str]] = {}
+    for key in stored:
+        head, _, tail = key.partition(".")
+        rank, _, name = tail.partition(".")
+        if head == RANKS and rank.isdecimal() and name:
+            result.setdefault(rank, {})[name] = key
+    return result

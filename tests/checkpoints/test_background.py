@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.checkpoints import Manager, background
+from quantshard.checkpoints import Manager
 from quantshard.checkpoints import manager as managers
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -68,14 +68,14 @@ def raising(manager: Manager) -> None:
 
 def interrupted(manager: Manager) -> None:
     """At the end of the `with`, where the save is waited for."""
-    wait, interrupts = background.wait_for, [KeyboardInterrupt()]
+    wait, interrupts = managers.wait_for, [KeyboardInterrupt()]
 
     def interrupted_once(*args: Any) -> Any:
         if interrupts:
             raise interrupts.pop()
         return wait(*args)
 
-    with mock.patch.object(background, "wait_for", interrupted_once), pytest.raises(KeyboardInterrupt), manager:
+    with mock.patch.object(managers, "wait_for", interrupted_once), pytest.raises(KeyboardInterrupt), manager:
         pass
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from quantshard.checkpoints import Manager, extras, load, save
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints import Manager, load, save, saving
+from quantshard.checkpoints.inspection import verify
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
 from tests.checkpoints.small import built
 
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a defaultdict": (collections.defaultdict(int), r"extra\['x'\], a defaultdict, "),
     "a function": ({"f": lambda: 0}, r"extra\['x'\]\['f'\], a function, .*pickle"),
     "a sequence": (collections.UserList([1]), r"extra\['x'\], a UserList, "),
-    "a sparse tensor": (torch.eye(3).to_sparse(), r"extra\['x'\], a Tensor, .*no plain tensor"),
+    "a sparse tensor": (torch.eye(3).to_sparse(), r"extra\['x'\], a Tensor, .*not a plain tensor"),
     "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\]\[0\], a QuantizedTensor, "),
     "a quantized weight by itself": (built("mxfp8")[0][0].weight, r"extra\['x'\], a QuantizedTensor, "),
     "too deep": (eval("[" * 40 + "]" * 40), "nested too deeply"),
@@ -157,9 +157,9 @@ def test_an_entry_that_needs_code_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.object(extras.agreement, "all_gather_object", lambda own: [extras._readable(first)[1], own]):
-        with mock.patch.object(extras.agreement, "run_on_all_ranks", lambda find: find()):
-            return extras.checked_extra(second)
+    with mock.patch.object(saving.agreement, "all_gather_object", lambda own: [saving._readable(first)[1], own]):
+        with mock.patch.object(saving.agreement, "run_on_all_ranks", lambda find: find()):
+            return saving.checked_extra(second)
 
 
 def test_equal_values_are_equal_however_they_were_made() -> None:

@@ -191,7 +191,7 @@ def test_what_has_no_values(key):
     """Of parameters and of buffers."""
     state = high_precision()
     for value in (state[key].numpy(), state[key].to("meta")):
-        refused(model("mxfp8"), state | {key: value}, rf"{key} is no tensor with values")
+        refused(model("mxfp8"), state | {key: value}, rf"{key} is not a tensor with values")
 
 
 @pytest.mark.parametrize("key", ["0.weight", "1.weight", "0.bias", "2.bias"])

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 import quantshard as qs
 from quantshard.checkpoints import save
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import inspect_checkpoint, verify
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
@@ -199,7 +198,7 @@ def test_with_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     (path / "more").write_text("x")
     assert [line.endswith(f"more is not named in {manifest.MANIFEST}") for line in verify(path).problems] == [True]
     (path / manifest.MANIFEST).write_text(json.dumps({"quantshard": 9}))
-    assert "is of version 9" in verify(path).problems[0]
+    assert "has version 9" in verify(path).problems[0]
 
 
 def forged(path: Path, **tensors: torch.Tensor) -> None:
@@ -247,7 +246,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another shape": (lambda p: forged(p, _scale_inv=torch.ones(1, 2, dtype=torch.uint8)), r"of \[18, 24\] has"),
     "another dtype": (lambda p: forged(p, _scale_inv=torch.ones(2, 2)), "is torch.float32"),
     "a newer version": (lambda p: forged(p, _format=NEWER), "format version 2, this release .* reads version 1"),
-    "an unknown format": (lambda p: forged(p, _format=UNKNOWN), "its format 'xvfp4_16x16' is none"),
+    "an unknown format": (lambda p: forged(p, _format=UNKNOWN), "does not know its format 'xvfp4_16x16'"),
 }
 
 

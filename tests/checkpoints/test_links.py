@@ -11,7 +11,7 @@ import pytest
 
 from quantshard.checkpoints import Manager, save
 from quantshard.checkpoints.disk import commit
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
 

@@ -11,9 +11,8 @@ import xxhash
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import commit, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
+from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError, FileEntry, Manifest
 from quantshard.checkpoints.disk.store import FsspecStore, locate
-from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
 from tests.checkpoints.small import built
@@ -116,7 +115,7 @@ def test_fields_that_are_unknown_or_null_are_read():
         ("{" * 100_000, "is not JSON"),
         ('{"a":' * 100_000, "is not JSON"),
         ("[]", "it is not a JSON object"),
-        (altered(quantshard=2), "is of version 2, and this quantshard reads version 1"),
+        (altered(quantshard=2), "has version 2, and this quantshard reads version 1"),
         (altered(world_size="leave out"), "world_size is None"),
         (altered(step=True), "step is True"),
         (altered(mesh={"dp": "2"}), "mesh"),

@@ -54,7 +54,7 @@ def converted() -> nn.Sequential:
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
     model, other = converted(), converted()
     own, others = (kind(each.parameters(), lr=1e-3) for each in (model, other))
-    refused = rf"none of the 4 parameters of this {kind.__name__} .*is one of this Sequential"
+    refused = rf"none of the 4 parameters of this {kind.__name__} is in this Sequential"
     with pytest.raises(QuantshardError, match=rf"save: {refused}"):
         checkpoints.save(tmp_path / "c", model, others)
     assert not (tmp_path / "c").exists()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import checkpoints, numerics
 from quantshard.checkpoints import Manager
-from quantshard.checkpoints.metadata import DamagedError
+from quantshard.checkpoints.disk.manifest import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe

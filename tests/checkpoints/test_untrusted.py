@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from quantshard.checkpoints import load
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.comparison import compare
+from quantshard.checkpoints.inspection import verify
 from quantshard.checkpoints.safe_read import SafeReader, decoded
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
@@ -319,26 +319,26 @@ CODES = torch.zeros(18, 12, dtype=torch.uint8)
 FORGED_TENSORS: dict[str, tuple[Callable[[], bytes], str]] = {
     "another dtype": (lambda: saved(torch.zeros(18, 12)), r"it is torch.float32 \[18, 12\], and the metadata say"),
     "another shape": (lambda: saved(torch.zeros(12, 18, dtype=torch.uint8)), r"it is torch.uint8 \[12, 18\]"),
-    "no tensor": (lambda: saved([1] * 300), r"it has a list, which is no plain tensor"),
-    "sparse": (lambda: saved(torch.eye(300, dtype=torch.uint8).to_sparse()), "it has a Tensor, which is no plain"),
-    "on no device": (lambda: padded(saved(CODES.to("meta"))), "it has a Tensor, which is no plain tensor"),
+    "no tensor": (lambda: saved([1] * 300), r"it has a list, which is not a plain tensor"),
+    "sparse": (lambda: saved(torch.eye(300, dtype=torch.uint8).to_sparse()), "it has a Tensor, which is not a plain"),
+    "on no device": (lambda: padded(saved(CODES.to("meta"))), "it has a Tensor, which is not a plain tensor"),
     "outside its storage": (
         lambda: changed_pickle(CODES, b"K\x12K\x0c\x86", b"K\xffK\xff\x86"),
-        "no whole archive",
+        "not a complete archive",
     ),
     "a negative stride": (
         lambda: changed_pickle(CODES, b"K\x0cK\x01\x86", b"J\xff\xff\xff\xffK\x01\x86"),
-        "no whole archive",
+        "not a complete archive",
     ),
     "all of one element": (
         lambda: changed_pickle(CODES, b"K\x12K\x0c\x86", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86").replace(
             b"K\x0cK\x01\x86", b"K\x00K\x00\x86"
         ),
-        "no whole archive",
+        "not a complete archive",
     ),
-    "no archive": (lambda: b"\0" * 400, "it is no whole archive"),
-    "no pickle": (lambda: zipped(data_0=b"1" * 300), "no whole archive"),
-    "no storage": (lambda: zipped(pkl=tensor_pickle(CODES), x=b"1" * 300), "no whole archive"),
+    "no archive": (lambda: b"\0" * 400, "it is not a complete archive"),
+    "no pickle": (lambda: zipped(data_0=b"1" * 300), "not a complete archive"),
+    "no storage": (lambda: zipped(pkl=tensor_pickle(CODES), x=b"1" * 300), "not a complete archive"),
     "compressed": (
         lambda: zipped(zipfile.ZIP_DEFLATED, pkl=tensor_pickle(CODES), data_0=os.urandom(216)),
         "claim more than",

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from quantshard.checkpoints import Manager, load, rank_state, save
+from quantshard.checkpoints import Manager, load, save, saving
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
-from quantshard.checkpoints.rank_state import RandomGenerators
 from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import RandomGenerators
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
 from tests.checkpoints.small import built, written
@@ -41,12 +41,15 @@ FORGED_STATES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda mark: bytes_of(Call(os.mkdir, str(mark))),
         r"ranks\.0\.random cannot be read: it names posix\.mkdir",
     ),
-    "no archive": (lambda mark: torch.zeros(400, dtype=torch.uint8), r"random cannot be read: it is no whole archive"),
-    "nothing": (lambda mark: torch.zeros(0, dtype=torch.uint8), r"random cannot be read: it is no whole archive"),
-    "other numbers": (lambda mark: torch.zeros(4), r"is damaged: ranks\.0\.random is no tensor of bytes"),
+    "no archive": (
+        lambda mark: torch.zeros(400, dtype=torch.uint8),
+        r"random cannot be read: it is not a complete archive",
+    ),
+    "nothing": (lambda mark: torch.zeros(0, dtype=torch.uint8), r"random cannot be read: it is not a complete archive"),
+    "other numbers": (lambda mark: torch.zeros(4), r"is damaged: ranks\.0\.random is not a tensor of bytes"),
     "a matrix": (lambda mark: bytes_of(1).unsqueeze(0), r"ranks\.0\.random cannot be loaded into 'random'"),
-    "no tensor": (lambda mark: "text", r"is damaged: ranks\.0\.random is no tensor of bytes"),
-    "an object that runs code": (lambda mark: Call(os.mkdir, str(mark)), r"ranks\.0\.random is no tensor of bytes"),
+    "no tensor": (lambda mark: "text", r"is damaged: ranks\.0\.random is not a tensor of bytes"),
+    "an object that runs code": (lambda mark: Call(os.mkdir, str(mark)), r"ranks\.0\.random is not a tensor of bytes"),
     "another state": (lambda mark: bytes_of({"numpy": 1}), r"ranks\.0\.random cannot be loaded into 'random'"),
     "no state": (lambda mark: bytes_of([1]), r"ranks\.0\.random cannot be loaded into 'random'"),
     "a far position": (lambda mark: bytes_of(generators(1 << 20)), "position 1048576 is not within NumPy's 624 keys"),
@@ -60,7 +63,7 @@ def test_forged_states_of_a_rank(tmp_path: Path, forgery: str) -> None:
     mark = tmp_path / "ran"
     model, optimizer = built("mxfp8")
     with Manager(tmp_path / "run") as manager:
-        with mock.patch.object(rank_state, "_packed", lambda name, state: make(mark)):
+        with mock.patch.object(saving, "_packed", lambda name, state: make(mark)):
             manager.save(1, model, optimizer)
         before = repr(RandomGenerators().state_dict())
         with pytest.raises(CheckpointError, match=said) as raised:
@@ -149,7 +152,7 @@ def test_settings_of_another_type(tmp_path: Path, name: str, value: Any) -> None
     optimizer.param_groups[0]["initial_lr"] = 0.25
     before = whole(model, optimizer)
     change_object(path, f"optimizer.param_groups.0.{name}", value)
-    with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
+    with pytest.raises(CheckpointError, match=rf"has {name} = .* and this optimizer has"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
@@ -163,7 +166,7 @@ def test_settings_of_another_type_for_stock_optimizers(tmp_path: Path, kind: str
     change_object(path, f"optimizer.param_groups.0.{name}", value)
     model, optimizer = stepped(STOCK[kind], 3)
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"says {name} = .* where this optimizer has"):
+    with pytest.raises(CheckpointError, match=rf"has {name} = .* and this optimizer has"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
@@ -200,7 +203,7 @@ def test_settings_that_stay_on_the_device(tmp_path: Path, value: Any) -> None:
     change_object(path, "optimizer.param_groups.0.lr", value)
     model, optimizer = built("mxfp8", seed=4, capturable=True)
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"says lr = .* where this optimizer has tensor"):
+    with pytest.raises(CheckpointError, match=r"has lr = .* and this optimizer has tensor"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
     change_object(path, "optimizer.param_groups.0.lr", torch.tensor([0.25]))
@@ -244,7 +247,7 @@ def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, name:
     make_object(path, key, SafeReader(path).value(key))
     model, optimizer = stepped(STOCK["AdamW"], steps)
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch.float32 .* here"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is not a tensor there and torch.float32 .* here"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
@@ -255,6 +258,6 @@ def test_a_tensor_in_an_object_is_not_passed_over(tmp_path: Path, key: str) -> N
     model, optimizer = built("mxfp8", seed=4)
     make_object(path, key, SafeReader(path).value(key))
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch\.\S+ \[.*\] here"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is not a tensor there and torch\.\S+ \[.*\] here"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from quantshard.checkpoints import load
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.checkpoints.safe_read import checked_entry, decoded
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.inspection import inspect

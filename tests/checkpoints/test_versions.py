@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.errors import CheckpointError
 from quantshard.tensor.components import CHECKPOINT_VERSION
 from tests.checkpoints.small import built, written
@@ -89,7 +89,7 @@ def test_a_newer_format_is_refused_by_number(tmp_path: Path) -> None:
 def test_a_newer_manifest_is_refused_by_number(tmp_path: Path) -> None:
     path = written(tmp_path / "c", "mxfp8")
     (path / MANIFEST).write_text(json.dumps({"quantshard": 2, "what": "nobody knows yet"}))
-    with pytest.raises(CheckpointError, match=r"is of version 2, and this quantshard reads version 1; install"):
+    with pytest.raises(CheckpointError, match=r"has version 2, and this quantshard reads version 1; install"):
         checkpoints.load(path, *built("mxfp8"))
 
 

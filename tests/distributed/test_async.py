@@ -25,12 +25,12 @@ from torch.distributed.checkpoint import FileSystemWriter, _async_process_execut
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
-from quantshard.checkpoints import Manager, background
+from quantshard.checkpoints import Manager
 from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.loop import make_optimizer
 from quantshard.tools.trainer.models import model as models
@@ -259,7 +259,7 @@ def one_cannot_begin(folder: str) -> list[str]:
 
     with Manager(folder, async_="thread") as manager, mock.patch.object(managers.saving, "write_checkpoint", write):
         manager.save(1, run.model, run.optimizer)
-        with mock.patch.object(background, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
+        with mock.patch.object(managers, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
             manager.wait()
         ended.set()
         return [str(raised.value), str(manager.steps())]

@@ -98,7 +98,7 @@ def test_extra_entries_of_ranks_that_do_not_agree(tmp_path: Path) -> None:
     unequal, on_one_rank, cut, good = first[:4]
     assert unequal.startswith("extra['losses'] is not the same on rank 1 as on rank 0; ")
     assert on_one_rank.startswith("on rank 1: extra['best'], a PosixPath, cannot be saved as plain data")
-    assert cut.startswith("extra['mean']['weight'], a DTensor, ") and "as an entry of `extra` itself" in cut
+    assert cut.startswith("extra['mean']['weight'], a DTensor, ") and "must be an entry of `extra` itself" in cut
     schedule = "{'last': 3, 'seen': {}, 4: [tensor([1., 1.]), (1, None)]}"
     assert good == f"{{'step': 1, 'schedule': {schedule}, 'cut': tensor([0., 1., 2., 3., 4., 5.])}}"
     assert first[4:] == first[:4]

@@ -17,8 +17,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.data import collect, from_table
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer

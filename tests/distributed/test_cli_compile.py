@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.modules.graphs import step_graph
 from quantshard.modules.graphs.recorder import GraphRecorder
 from quantshard.tools.trainer import loop, worker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.determinism import VARIABLES
 from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.interop.layouts.source import CheckpointModel
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.tools.trainer.measurements import flops_of_token
 from quantshard.tools.trainer.models.model import ModelSpec, build
 from quantshard.tools.trainer.settings.config import TrainSettings

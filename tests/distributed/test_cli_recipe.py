@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from quantshard import checkpoints
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.checkpoints.comparison import compare
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.tools.trainer.data import from_table
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
 from quantshard.tools.trainer.models import model as models

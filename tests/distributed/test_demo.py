@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.errors import ConfigurationError
 from quantshard.tools.cli import demo
 from quantshard.tools.trainer import launch

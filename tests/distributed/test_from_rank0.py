@@ -264,7 +264,7 @@ def expected_refusals(ranks: int) -> dict[str, tuple[str, ...]]:
         "shape of a tag": ("1.weight_format: uint8 of shape (15,)", "uint8 of shape (16,)"),
         "dtype": ("1.bias: float32 of shape (33,) in rank 0's", "bfloat16 of shape (33,) in this model"),
         "version": ("the checkpoint has format version 2",),
-        "none": ("rank 0 has no state dict; pass on rank 0 what get_model_state_dict(",),
+        "none": ("rank 0 has no state dict; pass get_model_state_dict(",),
         "empty": ("rank 0 has no state dict",),
         "no tensor": ("1.bias is a list on rank 0, not a plain tensor; pass",),
         "sharded": ("0.weight is a DTensor on rank 0, not a plain tensor; pass",),

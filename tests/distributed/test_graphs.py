@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import quantshard as qs
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.collectives import delayed_scaling
 from quantshard.errors import RankMismatchError
 from quantshard.optimizers import FusedAdam

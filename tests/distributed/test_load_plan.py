@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from quantshard import checkpoints
-from quantshard.checkpoints import Manager, rank_state
+from quantshard.checkpoints import Manager, loading
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.loading import LoadRequest, plan_load, read_contents
 from quantshard.errors import CheckpointError
@@ -156,7 +156,7 @@ def from_disks_with_and_without(path: str) -> str:
 def test_a_manifest_that_one_rank_lacks_is_told_on_all(tmp_path: Path) -> None:
     """3 ranks."""
     for message in run_ranks(3, from_disks_with_and_without, str(tmp_path / "c")):
-        assert "rank 2 finds no manifest.json there and others do; load from a directory that all" in message
+        assert "rank 2 sees no manifest.json there and others do; load from a directory that all" in message
 
 
 # Of one process -------------------------------------------------------------------------------------------------------
@@ -173,15 +173,16 @@ def test_a_plan_says_of_every_entry_what_becomes_of_it(recipe: str, tmp_path: Pa
     request = LoadRequest(tmp_path / "c", model, optimizer, requantize=recipe != "mxfp8")
     plan = plan_load(request, read_contents(request))
     assert not differing(before, model.state_dict())
-    parts = [set(plan.reading), set(plan.settings), set(plan.ignored), {f"extra.{key}" for key in plan.extra}]
-    assert set().union(*parts) == plan.reader.entries.keys() | plan.places.keys()
+    extra = {f"extra.{key}" for key in plan.extra_targets}
+    parts = [set(plan.targets), set(plan.settings), set(plan.ignored_keys), extra]
+    assert set().union(*parts) == plan.reader.entries.keys() | plan.paths.keys()
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert plan.settings["optimizer.param_groups.0.lr"] == states.param_groups[0]["lr"]
     assert plan.settings["optimizer.param_groups.0.initial_lr"] == 0.5
-    assert "optimizer.param_groups.0.params" in plan.ignored
-    anew = {change.name for change in plan.conversions}
-    assert {name for name in components.named_parameters(model) if f"model.{name}" in plan.ignored} == anew
-    assert bool(anew) == request.requantize
+    assert "optimizer.param_groups.0.params" in plan.ignored_keys
+    converted = {conversion.name for conversion in plan.weight_conversions}
+    assert {name for name in components.named_parameters(model) if f"model.{name}" in plan.ignored_keys} == converted
+    assert bool(converted) == request.requantize
 
 
 def test_a_state_of_a_rank_that_cannot_be_read_is_found_before_anything_is_written(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_state_of_a_rank_that_cannot_be_read_is_found_before_anything_is_writt
         with torch.no_grad():
             model[0].bias.fill_(7.0)
         with (
-            mock.patch.object(rank_state, "decoded", side_effect=CheckpointError("it is cut")),
+            mock.patch.object(loading, "decoded", side_effect=CheckpointError("it is cut")),
             pytest.raises(CheckpointError, match="it is cut"),
         ):
             manager.restore(model, optimizer)

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.manager import Manager
 from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard

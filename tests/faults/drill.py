@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.ownership import LOCK_FILE
-from quantshard.checkpoints.inspect.compare import compare
 from tests.distributed.forked import fork_server
 from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, rank_main
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
-from quantshard.checkpoints import loading, manager, rank_state, saving
-from quantshard.checkpoints.background import Stager
+from quantshard.checkpoints import loading, manager, saving
 from quantshard.checkpoints.disk import commit, manifest, store
+from quantshard.checkpoints.manager import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.forked import forked_savers
 from tests.distributed.models import Case, build, optimizer_of
@@ -82,7 +82,7 @@ class Fault:
 POINTS: dict[str, tuple[Any, str, str]] = {
     "step: before the optimizer": (FusedAdam, "step", "before"),
     "step: after the optimizer": (FusedAdam, "step", "after"),
-    "staging: what each rank has": (rank_state, "entries", "after"),
+    "staging: what each rank has": (saving, "rank_states", "after"),
     "staging: before the copy": (Stager, "stage", "before"),
     "staging: after the copy": (Stager, "stage", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),

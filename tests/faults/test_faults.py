@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.compare import compare
 from tests.faults.drill import BOUND_SECONDS, Drill, attempt, differences, errors
 from tests.faults.job import Fault, Job
 

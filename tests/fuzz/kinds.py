@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import quantshard as qs
 from quantshard import checkpoints, layouts, transformer_engine
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import METADATA_FILE
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import verify
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.interop.layouts import names
 from quantshard.interop.layouts.inspection import inspect

@@ -32,13 +32,13 @@ def all_gather_object(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
     values = [value] * rank_count()
     if process_groups.world() is not None:
-        with _told():
+        with _lost_rank_errors():
             dist.all_gather_object(values, value)
     return values
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _lost_rank_errors() -> Iterator[None]:
     """Convert the failure of a collective call to a LostRankError: another rank exited or never joined."""
     try:
         yield
@@ -46,7 +46,7 @@ def _told() -> Iterator[None]:
         if not is_loss_of_a_rank(error):
             raise
         raise LostRankError(
-            f"another rank ended, was interrupted or did not come ({first_failure(error)}); look at what it said"
+            f"another rank exited, was interrupted or never joined ({first_failure(error)}); see its output"
         ) from error
 
 
@@ -59,14 +59,12 @@ def is_loss_of_a_rank(error: BaseException) -> bool:
 def from_rank0(find: Callable[[], T]) -> T:
     """The result of `find` on rank 0, on all ranks. A collective call.
 
-    Raises:
-        CheckpointError, ConfigurationError: `find` failed; on every rank. Other errors are converted to
-            CheckpointError.
+    If `find` fails, every rank raises; errors of other libraries become CheckpointErrors.
     """
     result, failure, error = _attempt(find) if rank() == 0 else (None, None, None)
     payload: list[Any] = [result, failure]
     if process_groups.world() is not None:
-        with _told():
+        with _lost_rank_errors():
             dist.broadcast_object_list(payload, src=0)
     raise_first([payload[1]], error)
     return cast(T, payload[0])
@@ -84,25 +82,21 @@ def writing_into(what: str) -> Iterator[None]:
 def run_on_all_ranks(own: Callable[[], T], prefix: str = "") -> T:
     """Return the result of `own` on this rank if it succeeds on all ranks. A collective call.
 
-    Error messages start with `prefix`.
-
-    Raises:
-        CheckpointError, ConfigurationError: the first rank's error, on every rank. Other errors are converted to
-            CheckpointError.
-        KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise a CheckpointError.
+    Otherwise every rank raises the error of the first rank that failed, after `prefix`; errors of other libraries
+    become CheckpointErrors. A rank that was interrupted raises its interrupt.
     """
     return exchange_results(own, lambda _: None, prefix)[0]
 
 
-def exchange_results(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
-    """Return the result of `own` on this rank, and `tell(result)` of every rank in order of ranks.
+def exchange_results(own: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
+    """Return the result of `own` on this rank, and `summarize(result)` of every rank in order of ranks.
 
     One collective call; see `run_on_all_ranks` for `prefix` and errors.
     """
 
     def own_and_summary() -> tuple[T, U]:
         result = own()
-        return result, tell(result)
+        return result, summarize(result)
 
     results, failure, error = _attempt(own_and_summary)
     by_rank = all_gather_object((failure, None if results is None else results[1]))
@@ -147,12 +141,7 @@ def _interrupted(number: int, error: BaseException) -> str:
 
 
 def raise_interrupt(error: CheckpointException, own: int) -> None:
-    """Raise the interrupt of a rank that DCP has wrapped in a failure. `own`: this rank's number in the call.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: this rank was interrupted.
-        CheckpointError: another rank was interrupted.
-    """
+    """Raise the interrupt of a rank that DCP has wrapped in a failure. `own`: this rank's number in the call."""
     interrupts = {rank: cause for rank, (cause, _) in error.failures.items() if isinstance(cause, INTERRUPTS)}
     if own in interrupts:
         raise interrupts[own] from error

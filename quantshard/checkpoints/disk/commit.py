@@ -32,15 +32,24 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import agreement, transfer
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import FsspecStore, LocalStore, Path_, Store, locate, why
+from quantshard.checkpoints.disk.store import (
+    FsspecStore,
+    LocalStore,
+    Path_,
+    Store,
+    expect_transfer,
+    locate,
+    report_transfer,
+    why,
+)
 from quantshard.errors import CheckpointError, warn_user
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(tmp|old)")
-_OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
+_CHECKPOINT_FILE = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
 _BUFFER_BYTES = 1 << 20
 
 
@@ -77,11 +86,7 @@ class SaveTarget:
 def is_complete(path: Path_) -> bool:
     """Whether a checkpoint was written completely, by quantshard or by plain DCP.
 
-    DCP writes `.metadata` last. Of a checkpoint that is written in place by quantshard, the manifest is empty until the
-    end.
-
-    Raises:
-        CheckpointError: the path cannot be accessed.
+    DCP writes `.metadata` last. If quantshard writes a checkpoint in place, its manifest is empty until the end.
     """
     store, store_path = locate(path)
     try:
@@ -94,11 +99,7 @@ def is_complete(path: Path_) -> bool:
 
 
 def begin(path: Path_) -> SaveTarget:
-    """Check that a checkpoint can be written to `path`, and remove the files of killed saves. A collective call.
-
-    Raises:
-        CheckpointError: the directory holds a complete checkpoint or other files; the same on every rank.
-    """
+    """Check that a checkpoint can be written to `path`, and remove the files of killed saves. A collective call."""
     return agreement.from_rank0(lambda: prepare_target(path))
 
 
@@ -123,14 +124,15 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
 def _check_place(path: Path_, replace: bool) -> None:
     """Check that a save to `path` would replace nothing but an incomplete checkpoint, or with `replace` any."""
     store, store_path = locate(path)
-    if not replace and is_complete(path):
+    names = store.names(store_path)
+    if not replace and METADATA_FILE in names and is_complete(path):
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
     # with a trailing slash, the link would be followed
     if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
-        raise CheckpointError(f"{path} is a symbolic link; remove it, or save to the place that it leads to")
-    foreign_names = [name for name in store.names(store_path) if not _OURS.fullmatch(name)]
+        raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")
+    foreign_names = [name for name in names if not _CHECKPOINT_FILE.fullmatch(name)]
     if foreign_names:
-        raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a directory of its own")
+        raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
 
 
 def clean(folder: Path_, only: str = "") -> None:
@@ -149,7 +151,7 @@ def clean_in_place(paths: Iterable[str]) -> None:
         store, store_path = locate(path)
         if store.renames:
             return
-        if not is_complete(path) and all(_OURS.fullmatch(name) for name in store.names(store_path)):
+        if not is_complete(path) and all(_CHECKPOINT_FILE.fullmatch(name) for name in store.names(store_path)):
             with suppress(OSError):  # harmless if it stays
                 _remove_folder(store, store_path)
 
@@ -166,9 +168,6 @@ def remove(path: Path_) -> None:
     """Remove a checkpoint atomically, or at least make it incomplete first.
 
     A symbolic link is removed instead of its target.
-
-    Raises:
-        CheckpointError: not everything could be removed.
     """
     store, store_path = locate(path)
     try:
@@ -240,7 +239,7 @@ class CommitWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Their checksums are sent to the coordinator with the results."""
-        transfer.expect(sum(map(_tensor_bytes, plan.items)))
+        expect_transfer(sum(map(_tensor_bytes, plan.items)))
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
@@ -268,11 +267,14 @@ class CommitWriter(FileSystemWriter):
         store, folder = self.recorder.store, self.target.written_in
         for name, entry in files.items():
             path = store.join(folder, name)
-            size = store.size(path) if store.is_file(path) else None
+            try:
+                size: int | None = store.size(path)
+            except FileNotFoundError:
+                size = None
             if size != entry.bytes:
                 raise CheckpointError(
-                    f"{path} was written with {entry.bytes} bytes and has {size} as the first rank sees it; save to a "
-                    "directory that all ranks share"
+                    f"{path} was written with {entry.bytes} bytes, and the first rank sees {size}; save to a directory "
+                    "that all ranks share"
                 )
 
 
@@ -288,7 +290,7 @@ def commit(target: SaveTarget, manifest: Manifest) -> None:
     if parent is not None and not parent.is_alive():
         if target.store.renames:  # otherwise a newer run might already write to this place
             abandon(target)
-        raise CheckpointError(f"{target.path} is not committed: the process that trains is gone")
+        raise CheckpointError(f"{target.path} is not committed: the training process has exited")
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in
@@ -386,7 +388,7 @@ class _DigestingFile(io.RawIOBase):
         self.digest.update(data)
         size = memoryview(data).nbytes
         self.length += size
-        transfer.moved(size)
+        report_transfer(size)
         return size
 
     def tell(self) -> int:

@@ -1,28 +1,55 @@
-"""The manifest of a checkpoint: its files with their lengths and checksums.
+"""The two files that describe a checkpoint: quantshard's `manifest.json` and DCP's `.metadata`.
 
-`manifest.json` is written last, after DCP's `.metadata`. So the manifest also marks a complete checkpoint in stores
-that cannot rename folders. Checkpoints of plain `dcp.save` have no manifest, and can be loaded too.
+`manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. So it also marks
+a complete checkpoint in stores that cannot rename folders. Checkpoints of plain `dcp.save` have no manifest, and can be
+loaded too.
 
     {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
      "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
      "zero_centered": []}
 
 Checksums are 128-bit XXH3 (Y. Collet). They detect damage at the speed of memory, but do not prevent forgery.
+
+`.metadata` is a pickle that anyone can have written. It is read without running code from it: only plain values and
+instances of DCP's classes are created. They are then checked, against each other and against the files: file names
+cannot leave the directory, and no tensor is larger than its stored bytes.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import pickle
+import pickletools
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import xxhash
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from quantshard.checkpoints.disk import transfer
-from quantshard.checkpoints.disk.store import Path_, is_inside, locate, why
-from quantshard.errors import CheckpointError
+from quantshard import private_torch
+from quantshard.checkpoints.disk.store import (
+    Path_,
+    Store,
+    expect_transfer,
+    is_inside,
+    locate,
+    report_transfer,
+    why,
+)
+from quantshard.errors import CheckpointError, QuantshardError, printable
 from quantshard.foreign import FILE_BYTES, json_object
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
@@ -72,18 +99,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
-        """Parse the text of a manifest. `where`: its path, for errors.
-
-        Raises:
-            CheckpointError: the manifest is damaged, or has another version, which the message names.
-        """
+        """Parse the text of a manifest, which must be of this version. `where`: its path, for errors."""
         if not text:
             raise CheckpointError(f"{where} is empty: the save has not ended; choose another checkpoint")
         content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", CheckpointError)
         version = content.get("quantshard")
         if version != VERSION:
             raise CheckpointError(
-                f"{where} is of version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
+                f"{where} has version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
                 "quantshard"
             )
         if wrong := _wrong_field(content):
@@ -131,27 +154,19 @@ def digest(content: bytes) -> tuple[int, str]:
 
 
 def digest_of(path: Path_) -> tuple[int, str]:
-    """The length and the checksum of a file, which is read in pieces.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The length and the checksum of a file, which is read in pieces."""
     digest, length = xxhash.xxh3_128(), 0
     store, store_path = locate(path)
     with store.create_stream(store_path, "rb") as file:
         while piece := file.read(_AT_ONCE):
             digest.update(piece)
             length += len(piece)
-            transfer.moved(len(piece))
+            report_transfer(len(piece))
     return length, digest.hexdigest()
 
 
 def read_manifest(path: Path_) -> Manifest | None:
-    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, is damaged, or has another version.
-    """
+    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest."""
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
@@ -182,7 +197,7 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
     if manifest is None:
         return []
     if contents:
-        transfer.expect(manifest.bytes)
+        expect_transfer(manifest.bytes)
     store, folder = locate(path)
     results = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
     lines = [wrong for wrong in results if wrong]
@@ -213,3 +228,242 @@ def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) 
     if digest != entry.xxh3_128:
         return f"{file} is damaged: its checksum is {digest}, and {MANIFEST} says {entry.xxh3_128}"
     return None
+
+
+# Metadata of DCP
+
+
+class DamagedError(CheckpointError):
+    """The files of a checkpoint cannot be read by any model."""
+
+
+class MissingError(DamagedError):
+    """A checkpoint does not exist or is incomplete. As for a damaged one, the next older checkpoint is tried."""
+
+
+_DCP = "torch.distributed.checkpoint."
+_CLASSES: Mapping[str, Any] = {
+    f"{_DCP}metadata.{kind.__name__}": kind
+    for kind in (
+        Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
+    )
+}  # fmt: skip
+"""The public classes of DCP's metadata by full name, except TensorProperties."""
+
+_CALLS = {
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+    *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
+}
+"""Other names in DCP's metadata. A call of one becomes the tuple of its arguments."""
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_NO_TENSORS = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"torch\.(q\w+|u?int[1-7])", name)}
+"""Dtypes that a plain copy of a tensor does not support: quantized integers, and integers below 8 bits."""
+
+_OPCODES = frozenset(
+    "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
+    "SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM "
+    "SETITEMS STACK_GLOBAL NEWOBJ REDUCE BUILD".split()
+)
+"""The pickle opcodes in DCP's metadata. Some others request memory that the file does not fill."""
+
+_MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 62
+_EMPTY_EXTENT = 1 << 24
+"""Upper bound on the product of the nonzero dims of a tensor without elements."""
+
+
+class _Properties:
+    """Stands for TensorProperties, whose `__setstate__` fails for what another version of PyTorch saved."""
+
+    def __setstate__(self, values: Any) -> None:
+        self.values = values
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles `.metadata`. It creates plain values and instances of DCP's classes, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name in _CLASSES:
+            return _factory(_CLASSES[full_name])
+        if full_name == f"{_DCP}filesystem._StorageInfo":
+            return _factory(type(private_torch.storage_info("", 0, 0)))  # raises if this PyTorch has no such class
+        if full_name == f"{_DCP}metadata.TensorProperties":
+            return _factory(_Properties)
+        if full_name in _DTYPES:
+            return _DTYPES[full_name]
+        if full_name == "torch.Size":
+            return torch.Size
+        if full_name in _CALLS:
+            return lambda *args: args
+        raise CheckpointError(f"it names {printable(full_name[:120])}, which no checkpoint needs; nothing was run")
+
+
+def _factory(kind: type) -> type:
+    """A stand-in whose calls create instances of `kind`, so that a pickle cannot set attributes of `kind` itself."""
+    return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
+
+
+def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> Metadata:
+    """Read and check the metadata of the checkpoint at `path`, a directory or URL.
+
+    `described`: the checkpoint's manifest, if it has one. See `SafeReader` for `packed` and errors.
+    """
+    store, folder = locate(path)
+    what = f"its {METADATA_FILE} cannot be read: "
+    try:
+        content = store.read(store.join(folder, METADATA_FILE), FILE_BYTES["metadata"])
+        entry = None if described is None else described.files.get(METADATA_FILE)
+        if described is not None and (entry is None or (entry.bytes, entry.xxh3_128) != digest(content)):
+            raise CheckpointError(f"it is damaged: it is not the file that {MANIFEST} describes")
+        metadata, what = _unpickled(content), ""
+        _check_pieces(metadata, _file_sizes(path, metadata, described), packed)
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingError(f"{path} is not a complete checkpoint: {_why_missing(store, folder)}") from None
+    except (CheckpointError, OSError) as error:
+        reason = why(error) if isinstance(error, OSError) else error
+        raise DamagedError(f"{path}: {what}{reason}; restore its files or choose another checkpoint") from error
+    return metadata
+
+
+def _why_missing(store: Store, folder: str) -> str:
+    """Explain why a place has no metadata; for a folder of checkpoints, suggest its last one."""
+    try:
+        if not store.exists(folder):
+            return "there is no such directory"
+        # Listing names is cheap only in stores that can rename.
+        for parent in (folder, store.join(folder, "checkpoints")) if store.renames else ():
+            for name in reversed(store.names(parent)):
+                inner = store.join(parent, name)
+                if not name.startswith(".") and store.is_file(store.join(inner, METADATA_FILE)):
+                    return f"it is a folder of checkpoints; name one of them, e.g. {inner}"
+    except OSError:
+        # A file, or a folder that cannot be listed.
+        pass
+    return f"it has no {METADATA_FILE}, which is written last; choose another"
+
+
+def _unpickled(content: bytes) -> Metadata:
+    try:
+        unknown = next((code.name for code, *_ in pickletools.genops(content) if code.name not in _OPCODES), None)
+        if unknown is not None:
+            raise CheckpointError(f"it has the pickle operation {unknown}, which no checkpoint needs")
+        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        _check_types(metadata)
+        return metadata
+    except (QuantshardError, MemoryError):
+        raise
+    except Exception as error:  # pickle raises many kinds, and a class can lack any attribute
+        raise CheckpointError(f"it is damaged ({type(error).__name__})") from error
+
+
+def _check_types(metadata: Metadata) -> None:
+    """Check everything that is read of the metadata, and replace `_Properties` by TensorProperties."""
+    entries, paths = metadata.state_dict_metadata, metadata.planner_data
+    if type(metadata) is not Metadata or {type(key) for key in entries} - {str}:
+        raise CheckpointError("it has no entries")
+    tensors = [entry for entry in entries.values() if type(entry) is TensorStorageMetadata]
+    # Many entries could refer to one long list.
+    if sum(len(entry.chunks) for entry in tensors) + len(entries) - len(tensors) != len(metadata.storage_data):
+        raise CheckpointError("it has more or fewer pieces of entries than it says where they are")
+    for key, entry in entries.items():
+        if type(entry) is TensorStorageMetadata:
+            _check_tensor_entry(key, entry)
+        elif type(entry) is not BytesStorageMetadata:
+            raise CheckpointError(f"{key!r:.120} is a {type(entry).__name__}")
+    for index, location in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(location) is not private_torch.storage_info:
+            raise CheckpointError("it does not say where entries are")
+        if not is_inside(location.relative_path):
+            raise CheckpointError(f"it names the file {location.relative_path!r:.120}, which is not in the directory")
+        if not _are_counts((location.offset, location.length)):
+            raise CheckpointError("a piece has no place in its file")
+        if location.transform_descriptors:
+            raise CheckpointError("its files are compressed by an extension of DCP, which is not supported here")
+    for key, parts in ({} if paths is None else paths).items():
+        if type(key) is not str or type(parts) is not tuple or {type(part) for part in parts} - {str, int}:
+            raise CheckpointError("its planner data do not say where entries are")
+    metadata.storage_meta = StorageMeta()
+
+
+def _check_tensor_entry(key: str, entry: TensorStorageMetadata) -> None:
+    size, elements, starts = entry.size, 0, set()
+    # (dtype, layout, requires_grad, memory format, pinned), and from torch 2.15 the strides
+    values = entry.properties.values  # type: ignore[attr-defined]
+    if len(values) not in (5, 6) or not isinstance(values[0], torch.dtype) or values[1] != ("torch.strided",):
+        raise CheckpointError(f"{key!r:.120} is sparse, or has no dtype")
+    if values[0] in _NO_TENSORS or not is_shape(size):
+        raise CheckpointError(f"{key!r:.120} is {values[0]} {list(size)}, which no tensor here is")
+    entry.properties = TensorProperties(dtype=values[0])
+    for chunk in entry.chunks:
+        offsets, sizes = chunk.offsets, chunk.sizes
+        is_chunk = type(chunk) is ChunkStorageMetadata and _are_counts(offsets) and _are_counts(sizes)
+        if not is_chunk or any(start + n > end for start, n, end in zip(offsets, sizes, size, strict=True)):
+            raise CheckpointError(f"{key!r:.120} {list(size)}: a chunk is not inside it")
+        elements += sizes.numel()
+        if sizes.numel() and offsets in starts:
+            raise CheckpointError(f"{key!r:.120}: two chunks begin at {list(offsets)}")
+        starts.add(offsets)
+    if elements != size.numel():
+        raise CheckpointError(f"{key!r:.120}: its chunks hold {elements} of its {size.numel()} elements")
+
+
+def _are_counts(values: Any) -> bool:
+    if not isinstance(values, tuple) or len(values) > _MOST_DIMS or not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < _MOST_ELEMENTS)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether sizes of any type are a valid tensor shape.
+
+    The number of elements must be countable. Without elements, the other dims must be small enough to iterate over.
+    """
+    if not _are_counts(value):
+        return False
+    extent = math.prod(filter(None, value))
+    return extent <= (_EMPTY_EXTENT if 0 in value else _MOST_ELEMENTS)
+
+
+def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> dict[str, int]:
+    """Sizes in bytes of the files that the metadata name, after a comparison with the manifest."""
+    store, folder = locate(path)
+    sizes = {}
+    for name in sorted({location.relative_path for location in metadata.storage_data.values()}):
+        problem = None
+        if described is not None and name not in described.files:
+            problem = f"{MANIFEST} does not name its file {name}"
+        elif described is not None:
+            problem = wrong_file(path, name, described.files[name], contents=False)
+        if problem is not None:
+            raise CheckpointError(problem)
+        try:
+            sizes[name] = store.size(store.join(folder, name))
+        except OSError as error:
+            problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({why(error)})"
+            raise CheckpointError(f"its file {name} {problem}") from error
+    return sizes
+
+
+def _check_pieces(metadata: Metadata, sizes: Mapping[str, int], packed: bool) -> None:
+    """Check that every piece has a range of its own, inside its file and large enough."""
+    locations, ends = metadata.storage_data, dict.fromkeys(sizes, 0)
+    for key, entry in metadata.state_dict_metadata.items():
+        pieces: list[tuple[torch.Size | None, int]] = [(None, 0)]
+        if isinstance(entry, TensorStorageMetadata):
+            itemsize = 0.5 if packed else entry.properties.dtype.itemsize
+            pieces = [(chunk.offsets, int(chunk.sizes.numel() * itemsize)) for chunk in entry.chunks]
+        for offsets, minimum in pieces:
+            location = locations.get(MetadataIndex(key, offsets))
+            if location is None:
+                raise CheckpointError(f"it does not say where {key!r:.120} is")
+            if location.length < minimum:
+                raise CheckpointError(f"{key!r:.120} takes {minimum} bytes, and {location.length} are stored")
+    for location in sorted(locations.values(), key=lambda one: (one.relative_path, one.offset, one.length)):
+        name, end = location.relative_path, location.offset + location.length
+        if location.offset < ends[name] and location.length:
+            raise CheckpointError(f"two pieces lie in the same bytes of {name}")
+        ends[name] = max(ends[name], end)
+        if end > sizes[name]:
+            raise CheckpointError(f"its file {name} is cut short: {sizes[name]} bytes of {end}")

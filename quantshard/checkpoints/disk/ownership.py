@@ -45,11 +45,7 @@ class OwnershipToken:
     token: str
 
     def check(self) -> None:
-        """Check that no other run has taken the directory, and that it is still the same directory.
-
-        Raises:
-            CheckpointError: a newer run owns the directory, it was removed or replaced, or the owner cannot be read.
-        """
+        """Check that no other run has taken the directory, and that it is still the same directory."""
         try:
             owner = _read_owner(self.folder)
         except OSError as error:
@@ -63,11 +59,7 @@ class OwnershipToken:
 
 
 class Ownership:
-    """The ownership of a directory, from construction to `release` or the end of the process.
-
-    Raises:
-        CheckpointError: another run owns the directory.
-    """
+    """The ownership of a directory, from construction to `release` or the end of the process."""
 
     def __init__(self, store: Store, folder: str) -> None:
         store.make(folder)
@@ -75,8 +67,8 @@ class Ownership:
             self._lock = lock(folder) if isinstance(store, LocalStore) else None
         except TimeoutError:
             raise CheckpointError(
-                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop that one, or give each a "
-                "directory of its own"
+                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop that run, or use another "
+                "directory"
             ) from None
         self.proof = OwnershipToken(folder, secrets.token_hex(8))
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -106,11 +98,8 @@ def _described(owner: dict[str, object]) -> str:
 def lock(folder: Path_) -> BaseFileLock | None:
     """Lock a local folder until the result is released or garbage, or this process ends.
 
-    A file system without locks is warned about, and the result is None.
-
-    Raises:
-        TimeoutError: another process holds the lock, and did not end within `LOCK_SECONDS`.
-        OSError: the folder cannot be written.
+    If another process holds the lock for `LOCK_SECONDS`, a TimeoutError is raised. A file system without locks is
+    warned about, and the result is None.
     """
     # not thread-local: a background save releases it from its own thread
     file_lock = FileLock(os.path.join(folder, LOCK_FILE), timeout=LOCK_SECONDS, thread_local=False)

@@ -2,7 +2,7 @@
 
 Both classes implement the file operations that quantshard needs, and the interface of DCP's writer. They differ in
 whether a folder can be renamed atomically, which is how a local checkpoint is committed. Transient errors of a remote
-store are retried by its client (s3fs, gcsfs, adlfs).
+store are retried by its client (s3fs, gcsfs, adlfs). Watchers, such as a progress bar, get the number of bytes moved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
@@ -138,9 +138,9 @@ def _os_errors(path: Path_) -> Iterator[None]:
 
 
 def _remote(method: F) -> F:
-    """Decorate a method on a remote path: it raises only OSErrors, although clients raise their own classes.
+    """Decorate a method on a remote path: it raises only OSErrors, and drops cached listings first.
 
-    Cached listings are dropped first, because other ranks and runs write to the same place.
+    Other ranks and runs write to the same place.
     """
 
     @functools.wraps(method)
@@ -153,11 +153,7 @@ def _remote(method: F) -> F:
 
 
 class FsspecStore(FileSystemBase):
-    """A remote place behind a URL, such as s3://bucket/run or memory://run. Failures are OSErrors with the path.
-
-    Raises:
-        CheckpointError: fsspec cannot reach the place, or lacks the package for it.
-    """
+    """A remote place behind a URL, such as s3://bucket/run or memory://run. Failures are OSErrors with the path."""
 
     renames = False
 
@@ -281,12 +277,7 @@ Store = LocalStore | FsspecStore
 
 
 def locate(path: Path_) -> tuple[Store, str]:
-    """The store of a path or URL, and the path within that store.
-
-    Raises:
-        CheckpointError: fsspec cannot reach the URL.
-        ConfigurationError: the path is a URL that pathlib has damaged.
-    """
+    """The store of a path or URL, and the path within that store."""
     local_path = _local_path(path)
     if local_path is not None:
         return LocalStore(), local_path
@@ -296,11 +287,7 @@ def locate(path: Path_) -> tuple[Store, str]:
 
 
 def is_taken(path: Path_) -> bool:
-    """Whether a file, a folder or a symbolic link (even a dangling one) exists at a path or URL.
-
-    Raises:
-        CheckpointError: the store cannot be reached.
-    """
+    """Whether a file, a folder or a symbolic link (even a dangling one) exists at a path or URL."""
     store, store_path = locate(path)
     try:
         return os.path.lexists(store_path) if isinstance(store, LocalStore) else store.exists(store_path)
@@ -314,11 +301,7 @@ def is_local(path: Path_) -> bool:
 
 
 def local(path: Path_, what: str) -> Path:
-    """A local path. `what`: the name of the argument in the error.
-
-    Raises:
-        ConfigurationError: the path is the URL of a remote store.
-    """
+    """A local path; the URL of a remote store raises. `what`: the name of the argument in the error."""
     local_path = _local_path(path)
     if local_path is None:
         raise ConfigurationError(f"{path}: {what} cannot be behind a URL; name a path on this machine")
@@ -334,3 +317,41 @@ def _local_path(path: Path_) -> str | None:
     # pathlib turns s3://bucket into s3:/bucket
     is_url = re.match(r"[a-z][a-z0-9+.-]+:/", text) if isinstance(path, PurePath) else "://" in text
     return None if is_url else text
+
+
+# Progress in bytes
+
+
+class TransferWatch(Protocol):
+    """A receiver of progress, called from any thread."""
+
+    def expect(self, count: int) -> None:
+        """Add bytes that are about to be moved, as far as known."""
+
+    def moved(self, count: int) -> None:
+        """Add bytes that were moved."""
+
+
+_watches: list[TransferWatch] = []
+
+
+@contextmanager
+def watch_transfers(watch: TransferWatch) -> Iterator[None]:
+    """Report the bytes moved by any thread of this process to `watch`, for the duration of the context."""
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+
+
+def expect_transfer(count: int) -> None:
+    """Report bytes that are about to be moved."""
+    for watch in _watches:
+        watch.expect(count)
+
+
+def report_transfer(count: int) -> None:
+    """Report bytes that were moved."""
+    for watch in _watches:
+        watch.moved(count)

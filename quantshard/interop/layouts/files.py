@@ -21,9 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantshard import foreign
-from quantshard.checkpoints.disk import transfer
-from quantshard.checkpoints.disk.store import is_inside, why
-from quantshard.checkpoints.metadata import is_shape
+from quantshard.checkpoints.disk.manifest import is_shape
+from quantshard.checkpoints.disk.store import expect_transfer, is_inside, report_transfer, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
 
@@ -82,13 +81,13 @@ def write_safetensors(
         shards[-1].append(group)
     weight_map = {}
     total = sum(group.nbytes for group in groups)
-    transfer.expect(total)
+    expect_transfer(total)
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for group in shard:
             tensors |= {key: value.contiguous() for key, value in group.make().items()}
-            transfer.moved(group.nbytes)
+            report_transfer(group.nbytes)
         save_file(tensors, folder / name, {"format": "pt", **metadata})
         weight_map.update(dict.fromkeys(tensors, name))
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -194,7 +193,7 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {why(error)}") from None
         assert isinstance(values, Tensor)
-        transfer.moved(values.nbytes)
+        report_transfer(values.nbytes)
         return values
 
     def nbytes(self) -> int:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+from quantshard.checkpoints import inspection
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.store import Path_, local, locate, why
-from quantshard.checkpoints.inspect import inspection
-from quantshard.checkpoints.inspect.contents import TensorStatistics, count_codes
-from quantshard.checkpoints.inspect.inspection import WEIGHT, Inspection, TensorSummary
+from quantshard.checkpoints.inspection import WEIGHT, Inspection, TensorStatistics, TensorSummary, count_codes
 from quantshard.errors import CheckpointError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, Encoding
 from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles

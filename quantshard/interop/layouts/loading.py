@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.checkpoints.disk import agreement, transfer
-from quantshard.checkpoints.disk.store import local
+from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk.store import expect_transfer, local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import Orientation, Role
 from quantshard.interop.layouts import conversion, files, table
@@ -304,7 +304,7 @@ class _LayoutLoader:
 
     def write(self) -> None:
         """Copy weights, then quantize the others in batches. A collective call."""
-        transfer.expect(self.files.nbytes())
+        expect_transfer(self.files.nbytes())
         batch: list[_ParameterSlices] = []
         for item in agreement.run_on_all_ranks(self._copy_what_may_be):
             # numel of a DTensor is global, so all ranks form the same batches for this collective call

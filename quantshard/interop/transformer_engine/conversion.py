@@ -21,8 +21,8 @@ from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.inspect.contents import TensorGroup
+from quantshard.checkpoints.inspection import TensorGroup
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.interop.layouts.conversion import InexactConversionError

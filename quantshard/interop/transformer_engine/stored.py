@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from quantshard.checkpoints import inspection
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.inspect import contents
-from quantshard.checkpoints.inspect.contents import TensorGroup
+from quantshard.checkpoints.inspection import TensorGroup
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import are_named
@@ -202,7 +202,7 @@ class TargetCheckpoint:
     def __init__(self, path: Path_) -> None:
         self.path, self.reader = path, SafeReader(path)
         self.entries = self.reader.entries
-        self.groups: Mapping[str, TensorGroup] = {group.name: group for group in contents.groups(self.reader)}
+        self.groups: Mapping[str, TensorGroup] = {group.name: group for group in inspection.groups(self.reader)}
         problems = [line for group in self.groups.values() for line in group.wrong]
         self.paths: Mapping[str, tuple[str | int, ...]] = self.reader.metadata.planner_data or {}
         if not problems and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):

@@ -12,9 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
-from quantshard.checkpoints.inspect.inspection import (
+from quantshard.checkpoints.comparison import Comparison, Difference, compare, largest_difference
+from quantshard.checkpoints.inspection import (
     HISTORY,
     RANDOM,
     RANK,
@@ -22,10 +21,11 @@ from quantshard.checkpoints.inspect.inspection import (
     WEIGHT,
     Inspection,
     TensorSummary,
+    Verification,
     kind_of,
 )
-from quantshard.checkpoints.inspect.verify import Verification
-from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
+from quantshard.checkpoints.inspection import verify as verify_checkpoint
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError, printable
 from quantshard.interop.layouts.inspection import inspect as inspect_path
 from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
@@ -283,8 +283,6 @@ def _with_values(comparison: Comparison) -> Comparison:
 
 def _of_values(difference: Difference, keys: Container[str]) -> Difference:
     """Drop the largest difference if it compares codes or scales of an optimizer state instead of values."""
-    if difference.by_value:
-        return difference
     is_scaled = scaled_state(difference.key) or any(difference.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
     return replace(difference, largest=None) if difference.key.startswith(OPTIMIZER) and is_scaled else difference
 

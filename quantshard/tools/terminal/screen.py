@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from quantshard.checkpoints.disk import transfer
+from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import printable
 from quantshard.tools.terminal.outputs import null_stream
 
@@ -125,6 +125,6 @@ def transfer_bar(what: str) -> Iterator[None]:
         progress.Progress(
             text, progress.BarColumn(), *rest, console=screen, transient=True, disable=not screen.is_terminal
         ) as bar,
-        transfer.watched(TransferBar(bar, bar.add_task(what, total=None))),
+        watch_transfers(TransferBar(bar, bar.add_task(what, total=None))),
     ):
         yield

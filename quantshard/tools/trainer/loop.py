@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
-from quantshard.checkpoints.requantize import RequantizedWarning
+from quantshard.checkpoints.conversions import RequantizedWarning
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.live import Live
 
-from quantshard.checkpoints.disk import transfer
+from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.observe.table import Report
 from quantshard.tools.report.figures import LiveView, RunFigures, TransferFigures, step_line
@@ -76,7 +76,7 @@ class Progress:
             yield
         elif self._is_live:
             self.figures.transfer = TransferFigures(what)
-            with transfer.watched(self.figures.transfer):
+            with watch_transfers(self.figures.transfer):
                 yield
             self.figures.transfer = None
         else:

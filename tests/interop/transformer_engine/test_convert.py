@@ -27,10 +27,9 @@ from typer.testing import CliRunner
 import quantshard as qs
 import quantshard.tools.cli as command_line
 from quantshard import checkpoints, numerics, recipe, transformer_engine
+from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.inspection import inspect_checkpoint, verify
 from quantshard.errors import CheckpointError
 from quantshard.formats import E4M3, FP32, Orientation
 from quantshard.interop.transformer_engine.pieces import CopyPiece, WeightPiece, rows_of

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import quantshard as qs
 import quantshard.tools.cli as command_line
-from quantshard.checkpoints.inspect.compare import compare
-from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
+from quantshard.checkpoints.comparison import compare
+from quantshard.checkpoints.inspection import inspect_checkpoint
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.cli import exchange
 from quantshard.tools.trainer.models import initialization

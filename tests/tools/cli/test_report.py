@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.checkpoints.disk import ownership, transfer
+from quantshard.checkpoints.disk import ownership, store
 from quantshard.tools import cli
 from quantshard.tools.report.page import is_report
 from quantshard.tools.terminal.screen import transfer_bar
@@ -199,8 +199,8 @@ def test_training_shows_the_live_view_in_a_terminal(monkeypatch: pytest.MonkeyPa
             progress.step(entry(21) | {"heldout_loss": 3.5})
             progress.step(entry(22))
             with progress.moving("saving"):
-                transfer.expect(1 << 20)
-                transfer.moved(1 << 19)
+                store.expect_transfer(1 << 20)
+                store.report_transfer(1 << 19)
                 progress.console.print("")  # which draws it anew
             progress.saved(22)
             progress.note("a note")
@@ -222,12 +222,12 @@ def test_bars_are_for_terminals(run: Path, monkeypatch: pytest.MonkeyPatch, stre
     monkeypatch.setattr(sys, "stderr", err := stream())
     monkeypatch.setenv("TERM", "xterm-256color")
     with transfer_bar("reading"):
-        transfer.expect(4_000_000)
-        worker = threading.Thread(target=transfer.moved, args=(3_000_000,))
+        store.expect_transfer(4_000_000)
+        worker = threading.Thread(target=store.report_transfer, args=(3_000_000,))
         worker.start()
         worker.join()
         time.sleep(0.2 if stream is Terminal else 0)
-    transfer.moved(1)  # nobody is told
+    store.report_transfer(1)  # nobody is told
     assert (stream is Terminal) == ("3.0/4.0 MB" in err.getvalue()) and (stream is Terminal or not err.getvalue())
 
 

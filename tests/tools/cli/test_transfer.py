@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import quantshard as qs
-from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.manifest import read_manifest
-from quantshard.checkpoints.inspect.verify import verify
+from quantshard.checkpoints.disk.store import watch_transfers
+from quantshard.checkpoints.inspection import verify
 from quantshard.tools.report.figures import TransferFigures
 from tests.interop.layouts import models
 from tests.tools.cli.hostile import told
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def watched(work: Callable[[], Any]) -> TransferFigures:
-    with transfer.watched(figures := TransferFigures("work")):
+    with watch_transfers(figures := TransferFigures("work")):
         work()
     return figures
 

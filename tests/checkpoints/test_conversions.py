@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import quantshard as qs
 from quantshard import checkpoints, numerics
-from quantshard.checkpoints.requantize import RequantizedWarning, is_history
+from quantshard.checkpoints.conversions import RequantizedWarning, is_history
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import DelayedScaling, Recipe
@@ -205,7 +205,7 @@ def test_masters_beside_codes_and_whole_ones(tmp_path: Path, whole: dict[str, An
     elif there == {}:
         pytest.skip("a float32 master has no seed of rounding")
     told = load_loudly(path, model, optimizer)
-    assert told.endswith("c: masters are kept otherwise here, and were made of the stored ones: 4")
+    assert told.endswith("c: masters were made: 4 of the stored masters")
     before = built("block", **there)[0].state_dict()
     assert not differing(model.state_dict(), before)
     for name, master in masters_of(model, optimizer).items():
@@ -273,7 +273,7 @@ def test_moments_of_another_dtype(tmp_path: Path, old: str, new: str) -> None:
         with pytest.raises(CheckpointError, match="of another optimizer"):
             checkpoints.load(path, model, optimizer)
         told = load_loudly(path, model, optimizer)
-        assert re.search(r": states are kept in other dtypes here: \d exp_avg", told)
+        assert re.search(r": states were converted: \d exp_avg", told)
     else:
         assert load_loudly(path, model, optimizer) == ""
     likewise, kept = built("current", seed=9, **others)
@@ -299,9 +299,9 @@ def test_states_of_another_preset(tmp_path: Path, old: str | None, new: str | No
     path, wanted = written(tmp_path / "c", "current", preset=old), states_of(source, states)
     model, optimizer = built("mxfp8", seed=9, preset=new)
     told = load_loudly(path, model, optimizer)
-    of_biases = "masters are kept otherwise here, and were made of the stored ones: 2; " if None in (old, new) else ""
-    anew = "weights were requantized: 2 from fp8_e4m3 to mxfp8_32x32 by their masters; "
-    assert f"{anew}{of_biases}states are kept in other dtypes here: " in told
+    of_biases = "masters were made: 2 of the stored masters; " if None in (old, new) else ""
+    weights = "weights were requantized: 2 from fp8_e4m3 to mxfp8_32x32 by their masters; "
+    assert f"{weights}{of_biases}states were converted: " in told
     for name, now in states_of(model, optimizer).items():
         off = (now - wanted[name]).abs()
         assert (off <= wanted[name].abs() / 16 + wanted[name].abs().amax() * 2.0**-18).all(), name
@@ -325,13 +325,14 @@ def test_masters_that_were_not_there_are_told(tmp_path: Path) -> None:
     """And not taken for the stored ones'; the refusal before it names what would take other states."""
     options = {"master_weights": False, "exp_avg_dtype": torch.bfloat16}
     path = written(tmp_path / "c", "current", **options)
-    with pytest.raises(CheckpointError, match="load it with requantize=True, which takes states of other dtypes, or"):
+    with pytest.raises(
+        CheckpointError, match="load it with requantize=True, which converts states of other dtypes, or"
+    ):
         checkpoints.load(path, *built("current"))
     told = load_loudly(path, *built("current", seed=9))
-    says = "weights have masters here that had none, made of their codes:"
-    assert f": {says} 2; states are kept in other dtypes" in told
+    assert ": masters were made: 2 of their dequantized codes; states were converted: " in told
     told = load_loudly(path, *built("mxfp8", seed=9), lossy=True)
-    assert "by their dequantized codes, WITHOUT masters; states are kept in other dtypes" in told
+    assert "by their dequantized codes, WITHOUT masters; states were converted: " in told
 
 
 def test_states_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -3,33 +3,25 @@
 One process reads both, one entry at a time. Tensors are assembled from their shards as by stock DCP, and compared by
 their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
 (an optimizer's groups, the step) are compared by value, and their floats by bits; no code of the files is executed.
-
-Optimizer states that are stored as codes of different formats are compared by value. States of single ranks (RNG
-states) are compared only if the same number of ranks wrote both checkpoints.
+States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quantshard import numerics
-from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import RANKS, keys_by_rank
 from quantshard.errors import CheckpointError
-from quantshard.formats import Orientation
-from quantshard.recipe import QuantSpec
-from quantshard.state_storage import scaled_state, stored_state_cell
-
-_STATES = "optimizer.state."
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, which limits the memory needed in addition to the two tensors."""
@@ -42,8 +34,7 @@ class Difference:
     `what`: description, with the first index that differs and both of its values. `index`: the first index that differs
     in the global tensor, for tensors of one shape and dtype. `count`: number of differing elements, out of `elements`.
     `largest`: largest difference of two floating-point values, infinite for NaN; None for codes and other entries.
-    `only_in`: "A" or "B" if the other checkpoint lacks the entry. `by_value`: the values were compared, since the codes
-    have different formats.
+    `only_in`: "A" or "B" if the other checkpoint lacks the entry.
     """
 
     key: str
@@ -53,7 +44,6 @@ class Difference:
     elements: int = 0
     largest: float | None = None
     only_in: str = ""
-    by_value: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}"
@@ -90,23 +80,15 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
 
     Not a collective call: one process compares, with two tensors in memory at a time.
-
-    Raises:
-        CheckpointError: a checkpoint is missing, incomplete or damaged.
     """
     a, b = (SafeReader(path) for path in (path_a, path_b))
     entries_a, entries_b = a.entries, b.entries
     differences: list[Difference] = []
     num_tensors = num_objects = num_bytes = 0
-    keys = _compared(entries_a, entries_b)
-    recoded = _recoded(keys, entries_a, entries_b)
+    keys = sorted(entries_a.keys() | entries_b.keys())
+    if len(keys_by_rank(entries_a)) != len(keys_by_rank(entries_b)):
+        keys = [key for key in keys if not key.startswith(f"{RANKS}.")]
     for key in keys:
-        if scaled_state(key) in recoded:
-            continue
-        if key in recoded:
-            num_tensors += 1
-            differences += _values(key, recoded[key], a, b)
-            continue
         if key not in entries_a or key not in entries_b:
             holder, other_path = (path_a, path_b) if key in entries_a else (path_b, path_a)
             side = "A" if key in entries_a else "B"
@@ -133,53 +115,9 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
                 for entry in (entry_a, entry_b)
             ]
             difference = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
-        differences += [] if difference is None else [difference]
+        if difference is not None:
+            differences.append(difference)
     return Comparison(str(path_a), str(path_b), tuple(differences), num_tensors, num_objects, num_bytes, tuple(keys))
-
-
-def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys of both checkpoints; without the states of ranks if the numbers of ranks differ."""
-    keys = sorted(a.keys() | b.keys())
-    if rank_state.writers(a) == rank_state.writers(b):
-        return keys
-    return [key for key in keys if not key.startswith(f"{rank_state.RANKS}.")]
-
-
-# Comparing
-
-
-def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """The two formats of each state that is stored as codes and scales on both sides, in different formats."""
-    cells_by_key = {}
-    for key in keys:
-        cell_a, cell_b = (_cell(key, entries) for entries in (a, b))
-        if cell_a is not None and cell_b is not None and cell_a != cell_b and a[key].size == b[key].size:
-            cells_by_key[key] = cell_a, cell_b
-    return cells_by_key
-
-
-def _cell(key: str, entries: Mapping[str, Any]) -> QuantSpec | None:
-    entry = entries.get(key)
-    if not key.startswith(_STATES) or not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 2:
-        return None
-    return stored_state_cell(key, entry.properties.dtype, entries)
-
-
-def _values(key: str, cells: tuple[QuantSpec, QuantSpec], *readers: SafeReader) -> list[Difference]:
-    """Compare the float32 values of a state that is stored in two formats."""
-    values = []
-    for cell, reader in zip(cells, readers, strict=True):
-        parts = {part.name: reader.value(key + part.key_suffix) for part in cell.format.components}
-        copy = cell.format.copies[Orientation.ROWWISE]
-        rows, cols = parts[copy.codes.name].shape
-        values.append(numerics.dequantize(copy, parts, (rows, cols)))
-    difference = _bits(key, *values)
-    where = " and ".join(cell.tag for cell in cells)
-    return (
-        []
-        if difference is None
-        else [replace(difference, what=f"{where}, compared by value: {difference.what}", by_value=True)]
-    )
 
 
 def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:

@@ -1,1 +1,0 @@
-"""Inspection, verification and comparison of checkpoints."""

@@ -1,0 +1,476 @@
+"""Inspection and verification of one checkpoint: what `quantshard inspect` and `quantshard verify` show.
+
+A row per tensor has its format, shape, bytes, scales, and statistics of the codes. The entry `X_format` marks a
+quantized weight, and a scale a blockwise optimizer state. Data is read one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
+
+from quantshard import numerics, sharding
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.store import Path_, expect_transfer, report_transfer
+from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import EXTRA, RANKS
+from quantshard.errors import CheckpointError
+from quantshard.formats import FORMATS, Component, Encoding, Format, Role
+from quantshard.recipe import format_of_tag
+from quantshard.state_storage import stored_state_cell
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+
+STATE_MARK = ".state."
+"""Substring of the key of every optimizer state."""
+
+WEIGHT, STATE, RANK = "weight", "state", "rank state"
+RANDOM, HISTORY = "random state", "amax history"
+"""Kinds of rows: a model's tensors, an optimizer's states, the states of single ranks, the RNG states of weights, and
+amax histories. Rows of the caller's entries have the kind `EXTRA`."""
+
+_PREFIXES = {"optimizer.": STATE, f"{EXTRA}.": EXTRA, f"{RANKS}.": RANK}
+_SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
+
+_AT_ONCE = 1 << 20
+"""Elements processed at a time."""
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """A row: one tensor.
+
+    `bytes`: size of all its entries. `chunks`: number of pieces that its codes, or values, are stored in. `codes`,
+    `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`: smallest
+    and largest scale. These are None without data. `wrong`: problems, as in `verify`.
+    """
+
+    name: str
+    kind: str
+    format: str
+    quantized: bool
+    shape: tuple[int, ...] | None
+    bytes: int
+    chunks: int
+    codes: int | None = None
+    zeros: int | None = None
+    saturated: int | None = None
+    scales: tuple[float, float] | None = None
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape or (0,))
+
+
+@dataclass(frozen=True)
+class FormatTotal:
+    """The sum over all tensors of one kind and format, or over all states of one name and format."""
+
+    kind: str
+    format: str
+    tensors: int
+    numel: int
+    bytes: int
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Average size of an element, including scales and state."""
+        return self.bytes / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of an inspection.
+
+    `others`: keys of entries that are not tensors. `run`: facts of the manifest; None without a manifest.
+    """
+
+    path: str
+    rows: tuple[TensorSummary, ...]
+    others: tuple[str, ...]
+    run: dict[str, Any] | None
+
+    @property
+    def totals(self) -> tuple[FormatTotal, ...]:
+        """Totals of weights by format, then of states by name and format."""
+        rows_by_kind: dict[tuple[str, str], list[TensorSummary]] = {}
+        for row in self.rows:
+            kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
+            rows_by_kind.setdefault((kind, row.format), []).append(row)
+        order = sorted(rows_by_kind, key=lambda key: (key[0] != WEIGHT, key))
+        return tuple(
+            FormatTotal(
+                *key,
+                len(rows_by_kind[key]),
+                sum(r.numel for r in rows_by_kind[key]),
+                sum(r.bytes for r in rows_by_kind[key]),
+            )
+            for key in order
+        )
+
+    def to_json(self) -> str:
+        """The inspection with its totals, as JSON."""
+        totals = [asdict(total) | {"bytes_per_element": total.bytes_per_element} for total in self.totals]
+        rows = [asdict(row) for row in self.rows]
+        whole = {"path": self.path, "run": self.run, "rows": rows, "totals": totals, "others": self.others}
+        return json.dumps(whole, indent=1)
+
+
+def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
+    """Inspect a checkpoint directory. `layouts.inspection.inspect` also accepts safetensors files.
+
+    Not a collective call. No code of the files is executed, and only one chunk is in memory at a time.
+
+    Args:
+        data: read scales and codes too, and not only metadata and tags.
+
+    Raises:
+        CheckpointError: the directory is not a checkpoint, or is damaged.
+    """
+    reader = SafeReader(path)
+    entries = reader.entries
+    rows = [_row(reader, group, kind_of(group.name, entries), data) for group in groups(reader)]
+    object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    facts = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
+    run = None if reader.manifest is None else {name: getattr(reader.manifest, name) for name in facts}
+    return Inspection(str(path), tuple(rows), tuple(sorted(object_keys)), run)
+
+
+def kind_of(key: str, keys: Container[str]) -> str:
+    """The kind of an entry, or of a tensor with several entries.
+
+    Args:
+        keys: all keys of the checkpoint.
+    """
+    for prefix, kind in _PREFIXES.items():
+        if key.startswith(prefix):
+            return kind
+    for suffix, kind in _SUFFIXES.items():
+        # the amax history of a module's input belongs to no weight
+        if key.endswith(suffix) and (kind == HISTORY or key.removesuffix(suffix) in keys):
+            return kind
+    return STATE if STATE_MARK in key else WEIGHT
+
+
+def _row(reader: SafeReader, group: TensorGroup, kind: str, data: bool) -> TensorSummary:
+    statistics = figures(reader, group) if data and group.format is not None else None
+    return TensorSummary(
+        group.name,
+        kind,
+        group.tag,
+        group.format is not None,
+        group.shape,
+        group_bytes(reader, group),
+        chunks(reader, group),
+        **counted(statistics, group.wrong),
+    )
+
+
+def counted(statistics: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a `TensorSummary` that come from its data."""
+    if statistics is None or not statistics.elements:
+        return {"wrong": wrong}
+    fields = {name: getattr(statistics, name) for name in ("zeros", "saturated", "scales")}
+    return {"codes": statistics.elements, **fields, "wrong": (*wrong, *statistics.wrong)}
+
+
+# Verification
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    `checksums`: whether files were compared with the checksums of a manifest. `tensors`: number of tensors; a quantized
+    one counts once. `bytes`: size of their values. `problems`: defects, in words.
+    """
+
+    path: str
+    checksums: bool
+    tensors: int
+    quantized: int
+    others: int
+    bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+
+def verify(path: Path_) -> Verification:
+    """Check one checkpoint. Not a collective call. Every byte is read, one chunk at a time.
+
+    With a manifest, the files must be those it names, with their lengths and checksums. In any case:
+
+    - the chunks of each tensor must cover it exactly once and lie in the files;
+    - each entry must be readable and match the metadata;
+    - each quantized weight must have a known format, all of its components in the right shapes, and finite scales.
+
+    Defects of the checkpoint never raise: they are listed in `problems`.
+    """
+    problems = manifest.problems(path)
+    checksums = manifest.exists(path)
+    try:
+        reader = SafeReader(path)
+        tensors = groups(reader)
+    except CheckpointError as error:
+        # the manifest's error can be raised again here
+        all_problems = problems if str(error) in problems else [*problems, str(error)]
+        return Verification(str(path), checksums, 0, 0, 0, 0, tuple(all_problems))
+    sizes = [group_bytes(reader, group) for group in tensors]
+    expect_transfer(sum(sizes))
+    for group, size in zip(tensors, sizes, strict=True):
+        try:
+            wrong = [*group.wrong, *figures(reader, group).wrong]
+        except CheckpointError as error:
+            wrong = [*group.wrong, str(error)]
+        report_transfer(size)
+        problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
+    object_keys = [key for key, entry in reader.entries.items() if isinstance(entry, BytesStorageMetadata)]
+    for key in object_keys:
+        try:
+            reader.value(key)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return Verification(
+        str(path),
+        checksums,
+        tensors=len(tensors),
+        quantized=sum(group.format is not None for group in tensors),
+        others=len(object_keys),
+        bytes=sum(sizes),
+        problems=tuple(problems),
+    )
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The entries of one tensor.
+
+    `tag`: name of its format, or its dtype. `format`: the row of the format table; None for a plain tensor. `shape`:
+    None if the components do not determine it. `parts`: key of each component by component name (`codes` for a plain
+    tensor). `others`: keys of its RNG key, draw count, amax history and tag. `wrong`: problems, in words.
+    """
+
+    name: str
+    tag: str
+    format: Format | None
+    shape: tuple[int, ...] | None
+    parts: Mapping[str, str]
+    others: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+
+
+def groups(reader: SafeReader) -> list[TensorGroup]:
+    """The tensors of a checkpoint, sorted by name."""
+    entries = reader.entries
+    group_by_name: dict[str, TensorGroup] = {}
+    for key, entry in entries.items():
+        weight = key.removesuffix(FORMAT_SUFFIX)
+        is_tag = key.endswith(FORMAT_SUFFIX) and getattr(entry, "size", None) == (FORMAT_TAG_BYTES,)
+        if is_tag and weight in entries:
+            group_by_name[weight] = _weight(weight, reader.value(key), entries)
+    for key, entry in entries.items():
+        if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
+            cell = stored_state_cell(key, entry.properties.dtype, entries)
+            if cell is not None:
+                shape = tuple(entry.size)
+                group_by_name[key] = _with_parts(key, cell.tag, cell.format, shape, entries, ())
+    grouped_keys = {key for group in group_by_name.values() for key in (*group.parts.values(), *group.others)}
+    for key, entry in entries.items():
+        if key not in grouped_keys and isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            group_by_name[key] = TensorGroup(key, dtype, None, tuple(entry.size), {"codes": key})
+    return [group_by_name[name] for name in sorted(group_by_name)]
+
+
+def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> TensorGroup:
+    state_keys = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
+    stored_keys = tuple(key for key in state_keys if isinstance(entries.get(key), TensorStorageMetadata))
+
+    def unknown(description: str, problem: str) -> TensorGroup:
+        parts = {"codes": name} if isinstance(entries[name], TensorStorageMetadata) else {}
+        return TensorGroup(name, description, None, None, parts, stored_keys, (problem,))
+
+    try:
+        text = read_format_tag(tag)
+    except CheckpointError as error:
+        return unknown(f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype), str(error))
+    fmt, keeps_amaxes = format_of_tag(text)
+    if fmt is None:
+        return unknown(repr(text)[:40], f"this quantshard does not know its format {text!r:.40}")
+    missing = [key for key in state_keys[: 4 if keeps_amaxes else 3] if key not in stored_keys]
+    codes = entries[name]
+    size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
+    packed, padding = fmt.by_name["codes"].block_shape[1], int(tag[-1])
+    if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
+        return unknown(text, f"its codes have the shape {list(size)}, and its format tag has a padding of {padding}")
+    shape = (size[0], size[1] * packed - padding)
+    wrong = tuple(f"{key} is missing" for key in missing)
+    return _with_parts(name, text, fmt, shape, entries, stored_keys, wrong)
+
+
+def _with_parts(
+    name: str,
+    tag: str,
+    fmt: Format,
+    shape: tuple[int, ...],
+    entries: Mapping[str, STORAGE_TYPES],
+    others: tuple[str, ...],
+    wrong: tuple[str, ...] = (),
+) -> TensorGroup:
+    """A group of the components that exist, with a line for each that is missing or does not fit."""
+    parts, lines = {}, list(wrong)
+    for component in fmt.components:
+        key = name + component.key_suffix
+        entry = entries.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            lines.append(f"{key} is missing")
+            continue
+        parts[component.name] = key
+        expected = sharding.whole((shape[0], shape[1])).component_shape(component) if len(shape) == 2 else None
+        size, dtype = tuple(entry.size), entry.properties.dtype
+        if expected is None:  # a state: only matrices have blocks with scales
+            lines.append(f"{key} is {dtype} {list(size)}, and {tag} has blocks of matrices, which {list(shape)} is not")
+        elif size != expected or dtype != component.encoding.storage:
+            lines.append(
+                f"{key} is {dtype} {list(size)}, and {tag} of {list(shape)} has {component.encoding.storage} "
+                f"{list(expected)} there"
+            )
+    return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
+
+
+def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
+    """The total size of the values of a group's entries, in bytes."""
+    entries, total = reader.entries, 0
+    for key in (*group.parts.values(), *group.others):
+        entry = entries[key]
+        if isinstance(entry, TensorStorageMetadata):
+            total += entry.size.numel() * entry.properties.dtype.itemsize
+    return total
+
+
+def chunks(reader: SafeReader, group: TensorGroup) -> int:
+    """The number of chunks that the codes, or the values, are stored in."""
+    entry = reader.entries[group.parts.get("codes", group.name)]
+    return len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
+
+
+# Data
+
+
+@dataclass
+class TensorStatistics:
+    """Statistics of the data of one tensor.
+
+    `elements`, `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`:
+    smallest and largest scale, multiplied by the second scale if there is one. `wrong`: scales that are not finite, in
+    words.
+    """
+
+    elements: int = 0
+    zeros: int = 0
+    saturated: int = 0
+    scales: tuple[float, float] | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
+    """Statistics of a tensor's data. A plain tensor is only read, to find out whether it can be.
+
+    Raises:
+        CheckpointError: names the entry that cannot be read.
+    """
+    statistics = TensorStatistics()
+    for key in group.others:
+        for _ in reader.pieces(key):
+            pass
+    second_scale = 1.0
+    for component, key in _components(group):
+        if component is None:
+            for _ in reader.pieces(key):
+                pass
+        elif component.role is Role.CODES:
+            _count(statistics, component, reader, key)
+        else:
+            second_scale *= _measure(statistics, component, reader, key)
+    if group.format is not None and group.shape is not None and statistics.elements and not group.wrong:
+        copies = len(group.format.copies)
+        padding = statistics.elements - copies * math.prod(group.shape)
+        # padding consists of zero codes
+        statistics.elements, statistics.zeros = (statistics.elements - padding, statistics.zeros - padding)
+    if statistics.scales is not None:
+        statistics.scales = (statistics.scales[0] * second_scale, statistics.scales[1] * second_scale)
+    return statistics
+
+
+def _components(group: TensorGroup) -> Iterator[tuple[Component | None, str]]:
+    for name, key in group.parts.items():
+        yield (None if group.format is None else group.format.by_name[name]), key
+
+
+def _count(statistics: TensorStatistics, component: Component, reader: SafeReader, key: str) -> None:
+    for _, codes in reader.pieces(key):
+        if codes.dtype == component.encoding.storage:
+            elements, zeros, saturated = count_codes(codes, component.encoding)
+            statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
+            statistics.saturated += saturated
+
+
+def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
+    """(number of codes, number of zeros, number of codes with at least the largest magnitude)."""
+    per_byte = max(1, 8 // encoding.bits)
+    elements = zeros = saturated = 0
+    for part in codes.reshape(-1).split(_AT_ONCE):
+        if encoding.bits > 8:
+            magnitudes = part.float().abs()
+            zeros += int((magnitudes == 0).sum())
+            saturated += int((magnitudes < encoding.max).logical_not().sum())
+        else:
+            counts = torch.bincount(part.int(), minlength=256)
+            bytes_ = torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(1)
+            values = numerics.decode(numerics.unpack(bytes_, encoding, per_byte), encoding).abs()
+            zeros += int((counts * (values == 0).sum(1)).sum())
+            saturated += int((counts * (values < encoding.max).logical_not().sum(1)).sum())
+        elements += part.numel() * per_byte
+    return elements, zeros, saturated
+
+
+def _measure(statistics: TensorStatistics, component: Component, reader: SafeReader, key: str) -> float:
+    """Record the range of a scale, or return the factor of a second scale."""
+    factor = 1.0
+    for _, encoded in reader.pieces(key):
+        if encoded.dtype != component.encoding.storage or not encoded.numel():
+            continue
+        values = numerics.decode(encoded, component.encoding)
+        bad = int((~values.isfinite() | (values < 0)).sum())
+        if bad:
+            statistics.wrong.append(f"{key}: {bad} of {values.numel()} {component.role.value} entries are not finite")
+        elif component.role is Role.SCALE:
+            low, high = float(values.min()), float(values.max())
+            previous = statistics.scales or (low, high)
+            statistics.scales = (min(previous[0], low), max(previous[1], high))
+        else:
+            factor = float(values.max())
+    return factor / _second_divisor(component) if component.role is Role.AMAX else 1.0
+
+
+def _second_divisor(component: Component) -> float:
+    """The divisor that turns the amax into the second scale: the largest product of a scale and a code."""
+    copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == component)
+    copy = next(copies)
+    return copy.scale.encoding.max * copy.codes.encoding.max
