@@ -115,7 +115,7 @@ def test_a_gather_is_one_collective(recipe: str, ranks: int) -> None:
         assert len(packed) == found.reduction.count("_reduce_scatter_base_") == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_a_short_piece_is_padded_by_one_copy(recipe: str, ranks: int) -> None:
     """On the last rank, which has fewer rows of both weights; no other rank copies, and none after the collective."""

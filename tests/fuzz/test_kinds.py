@@ -18,7 +18,7 @@ from tests.fuzz.judge import READ, REFUSED, judge
 from tests.fuzz.kinds import Kind, built
 from tests.fuzz.mutations import at, deep, places, put, replaced, without
 
-MUTANTS = 2
+MUTANTS = 1
 """Of each kind."""
 
 SEED = 20

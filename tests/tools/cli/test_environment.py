@@ -89,6 +89,7 @@ def test_a_full_output_is_a_line():
     assert run_command("plan --help", ">/dev/full") == (1, [full])
 
 
+@pytest.mark.exhaustive
 def test_a_closed_output_is_nowhere():
     assert run_command("--version", ">&-") == (0, [])
 
