@@ -16,10 +16,10 @@ import pytest
 PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 
 LIMITS = {
-    "forward": (25, 90),
-    "backward": (17, 75),
-    "forward, mxfp8": (24, 100),
-    "backward, mxfp8": (19, 110),
+    "forward": (18, 80),
+    "backward": (15, 72),
+    "forward, mxfp8": (19, 92),
+    "backward, mxfp8": (16, 105),
     "save": (26, 400),
     "load": (29, 1200),
 }

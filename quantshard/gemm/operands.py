@@ -36,16 +36,16 @@ RandomBitsFn = Callable[[Shard], RandomBits]
 
 
 class OperandUsage(NamedTuple):
-    """The uses of an input or output gradient: in its first GEMM, in wgrad, and for a gradient the sum over tokens.
+    """The uses of an input or output gradient: in its first GEMM (fprop or dgrad), in wgrad, and for a bias gradient.
 
-    `transient`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel may
-    return the values of such operands instead of codes.
+    `num_transient`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel
+    may return the values of such operands instead of codes.
     """
 
-    first: bool
-    second: bool
+    for_first_gemm: bool
+    for_wgrad: bool
     sums: bool = False
-    transient: int = 0
+    num_transient: int = 0
 
 
 class OperandPlan:
@@ -69,9 +69,9 @@ class OperandPlan:
     def __init__(self, recipe: Recipe, role: TensorRole, usage: OperandUsage) -> None:
         first, second = self.specs = recipe.activations[role]
         self.is_gradient, self.usage = role is TensorRole.GRAD_OUTPUT, usage
-        self.shared = usage.second and serves_both(first, second)
-        self.quantized = first if usage.first or self.shared else None
-        self.transposed = second if usage.second and not self.shared else None
+        self.shared = usage.for_wgrad and serves_both(first, second)
+        self.quantized = first if usage.for_first_gemm or self.shared else None
+        self.transposed = second if usage.for_wgrad and not self.shared else None
         self.by_one_amax = not self.is_gradient and scales_by_one_amax(self.specs) and needs_amax(*self.specs)
         self.products: tuple[list[Any], list[Any]] = [], []
 

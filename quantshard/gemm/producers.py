@@ -316,9 +316,9 @@ class KernelPlan(OperandPlan):
     ) -> None:
         super().__init__(recipe, role, usage)
         shape, dtype, capability = (like.shape[0], like.shape[1]), like.dtype, hardware.capability_of(like.device)
-        weight, transient, has_flag = recipe.weight, usage.transient, self.is_gradient
+        weight, num_transient, has_flag = recipe.weight, usage.num_transient, self.is_gradient
         if weight is None:  # the weight may have another dtype
-            transient, stored = 0, True
+            num_transient, stored = 0, True
         # weights whose codes no product reads in this direction, on any hardware
         turned = self.is_gradient and weight is not None and not weight.format.serves_columns
         turned = turned and capability is not None and dtype is torch.bfloat16
@@ -327,13 +327,13 @@ class KernelPlan(OperandPlan):
             self.one = DirectionPlan(
                 cell, shape, self.products, delayed=delayed, shared=self.shared, has_flag=has_flag,
                 ready=not stored and is_ready(cell, shape, capability),
-                decodes=transient >= 1 and (turned or is_emulated(cell, dtype, capability)),
+                decodes=num_transient >= 1 and (turned or is_emulated(cell, dtype, capability)),
             )  # fmt: skip
         if (cell := self.transposed) is not None:
             self.two = DirectionPlan(
                 cell, shape[::-1], self.products[1:], delayed=delayed, shared=False, has_flag=has_flag,
                 ready=not stored and is_ready(cell, shape[::-1], capability),
-                decodes=transient >= 2 and is_emulated(cell, dtype, capability),
+                decodes=num_transient >= 2 and is_emulated(cell, dtype, capability),
             )  # fmt: skip
         self._plan_amaxes(delayed)
         directions = [direction for direction in (self.one, self.two) if direction is not None]
@@ -355,7 +355,7 @@ class KernelPlan(OperandPlan):
         self.measured: MeasuredBlocks = blocks, None if all(self.by_whole) else transposed_blocks
         self.others: MeasuredBlocks = None if by_whole else blocks, None if by_whole_t else transposed_blocks
         (first, second), usage = self.specs, self.usage
-        plain = (usage.first and first is None) or (usage.second and second is None)
+        plain = (usage.for_first_gemm and first is None) or (usage.for_wgrad and second is None)
         directions = [direction for direction in (self.one, self.two) if direction is not None]
         measures = not delayed and needs_amax(*[direction.cell for direction in directions])
         self.by_amax = measures and not plain and all(is_by_amax(direction.cell) for direction in directions)

@@ -146,7 +146,7 @@ class SavedInputPolicy(NamedTuple):
     @staticmethod
     def of(layer: PreparedLinear, remakes: bool) -> SavedInputPolicy:
         """Return the policy of a layer; `remakes`: backward can quantize the input again."""
-        needs_input = functional.keeps_input(layer.weights)
+        needs_input = functional.needs_wgrad(layer.weights)
         return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 

@@ -19,12 +19,12 @@ from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import hardware
-from quantshard.modules.base import checks, histories
+from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
-from quantshard.modules.gemms import functional, grouped, grouped_plain
+from quantshard.modules.gemms import functional, grouped, grouped_plain, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import storage as storages
@@ -100,7 +100,7 @@ class GroupedLinear(QuantizedModule):
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
         self._history_names = {
-            role: [layer.prefix + name for layer in self._layers] for role, name in histories.HISTORIES.items()
+            role: [layer.prefix + name for layer in self._layers] for role, name in linear_state.HISTORIES.items()
         }
         self._note_spread()
 
@@ -265,7 +265,9 @@ class GroupedLinear(QuantizedModule):
             existing = [history for history in private_torch.registered_buffers(self, names) if history is not None]
             if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)
-                existing = [histories.activation_history(self, name, length, weight, recipe) for name, weight in pairs]
+                existing = [
+                    linear_state.activation_history(self, name, length, weight, recipe) for name, weight in pairs
+                ]
             histories_by_role[role] = existing
         return histories_by_role
 

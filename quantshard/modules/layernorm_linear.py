@@ -15,7 +15,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
-from quantshard.modules.base.projections import joined, split_sizes
+from quantshard.modules.base.projections import split_sizes
 from quantshard.modules.norm import Normalization
 
 
@@ -97,7 +97,9 @@ class LayerNormLinear(QuantizedModule):
         else:
             normed, _ = front.normalized()
             outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
-        out = outputs if self.separate_outputs else joined(outputs)
+        out = (
+            outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
+        )
         extras: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None

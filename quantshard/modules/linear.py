@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
-from quantshard.modules.base.projections import joined, split_sizes
+from quantshard.modules.base.projections import split_sizes
 
 
 class Linear(QuantizedModule):
@@ -83,7 +83,9 @@ class Linear(QuantizedModule):
             FallbackError: `autocast` is strict and a GEMM would fall back.
         """
         outputs = self._project(inp, self._layer, with_bias=not self.return_bias)
-        out = outputs if self.separate_outputs else joined(outputs)
+        out = (
+            outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
+        )
         return (out, self._joined_bias(self._layer, outputs[0].dtype)) if self.return_bias else out
 
     def extra_repr(self) -> str:

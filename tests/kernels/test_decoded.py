@@ -57,9 +57,9 @@ def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> Non
             return gemm_operands(x, role, call, state, OperandUsage(True, True, transient=passing))
 
     found, before = made(True), made(False)
-    assert found.second.transposed and before.second.transposed
+    assert found.for_wgrad.transposed and before.for_wgrad.transposed
     for number, (one, other) in enumerate(
-        ((found.first, before.first), (found.second.operand, before.second.operand)), start=1
+        ((found.for_first_gemm, before.for_first_gemm), (found.for_wgrad.operand, before.for_wgrad.operand)), start=1
     ):
         assert isinstance(other, QuantizedStorage)
         if number > passing:

@@ -248,7 +248,7 @@ def test_gradients_of_several_weights_are_those_of_each(
                 gemm_operands(grad, TensorRole.GRAD_OUTPUT, call, state, asked[part], part)
                 for part, grad in enumerate(grads)
             ]
-        found.append([parts for each in made for parts in (each.first, each.second.operand, each.sums)])
+        found.append([parts for each in made for parts in (each.for_first_gemm, each.for_wgrad.operand, each.sums)])
         counted.append(len(launches))
     assert counted == [{"rowwise": 2, "nvfp4": 3}[name], 8]
     for one, other in zip(*found, strict=True):
@@ -279,7 +279,7 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
         assert [kernel for kernel, _ in launches] == [
             "activate_backward_kernel" if given is source else "amax_kernel", "quantize_kernel",
         ]  # fmt: skip
-    for one, other in zip(*[(each.first, each.second.operand) for each in found], strict=True):
+    for one, other in zip(*[(each.for_first_gemm, each.for_wgrad.operand) for each in found], strict=True):
         assert isinstance(one, QuantizedStorage) and isinstance(other, QuantizedStorage)
         torch.testing.assert_close(one.dequantize(), other.dequantize(), rtol=0, atol=0, equal_nan=True)
         assert SECOND_SCALE in one.components or bool(one.dequantize().isnan().all()) == bad
@@ -299,7 +299,7 @@ def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: d
             if stored:
                 patch.setattr(producers, "is_ready", lambda *_: False)
             made = gemm_operands(x, role, call, state, OperandUsage(True, True))
-        found.append((made.first, made.second.operand))
+        found.append((made.for_first_gemm, made.for_wgrad.operand))
     for ready, before in zip(*found, strict=True):
         assert isinstance(ready, QuantizedStorage) and isinstance(before, QuantizedStorage)
         part = ready.cell.format.copies[Orientation.ROWWISE]
@@ -335,7 +335,7 @@ def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[
     for role in (TensorRole.GRAD_OUTPUT, TensorRole.INPUT):
         made = gemm_operands(x, role, call, state, OperandUsage(True, True))
         assert made.nan_flag is None
-        found = made.first
+        found = made.for_first_gemm
         assert isinstance(found, QuantizedStorage)
         assert bool(found.components[SECOND_SCALE].isnan()) == (role is TensorRole.GRAD_OUTPUT)
 
@@ -357,7 +357,7 @@ def test_who_looks_at_operands_gets_what_formats_store(
 
     def made() -> list[Operand]:
         found = gemm_operands(values(32, 96), TensorRole.INPUT, call, state, OperandUsage(True, True))
-        return [found.first, found.second.operand]
+        return [found.for_first_gemm, found.for_wgrad.operand]
 
     def scales(found: list[Operand]) -> set[torch.dtype]:
         stored = [each for each in found if isinstance(each, QuantizedStorage)]

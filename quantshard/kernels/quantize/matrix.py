@@ -34,6 +34,7 @@ from quantshard.kernels.quantize.targets import (
 )
 from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
+NO_RANDOM_WORDS = rw.random_arguments_of([])
 NAN = tl.constexpr(0x7FC00000)
 """The bits of a NaN. As an integer they exceed the bits of every number."""
 
@@ -406,7 +407,9 @@ def quantize_matrices(
     """
     x, (request, transposed_request, *_) = xs[0], requests[0]
     assert request is not None
-    keys, streams, roundings = rw.random_arguments_of(requests)
+    keys, streams, roundings = NO_RANDOM_WORDS
+    if request.words is not None or (transposed_request is not None and transposed_request.words is not None):
+        keys, streams, roundings = rw.random_arguments_of(requests)
     plan = plan_quantization(
         request.spec,
         None if transposed_request is None else transposed_request.spec,

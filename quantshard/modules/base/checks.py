@@ -116,7 +116,7 @@ def check_weight(module: Any, name: str, weight: Tensor, call: LinearContext, de
         )
     if storage is not None and storage.gathered:
         storage.check_captured(f"{type(module).__name__}.{name}")
-    if storage is not None and storage.version == 0 and storage.is_unwritten and not weight.is_meta:
+    if storage is not None and storage.version == 0 and not weight.is_meta and storage.is_unwritten:
         raise ConfigurationError(
             f"{module.label(name)} was never given values: to_empty took memory as it was, and nothing was loaded "
             "since; call checkpoints.load_high_precision(model, state_dict) or checkpoints.load before the first "

@@ -19,13 +19,13 @@ from quantshard.distributed import distribute, module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.base import assignment, checks, histories, initialization, state_dict
+from quantshard.modules.base import assignment, checks, initialization, state_dict
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
-from quantshard.modules.base.projections import Projection, joined
+from quantshard.modules.base.projections import Projection
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.modules.gemms import compiled, functional, linear_state, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
@@ -120,7 +120,7 @@ class QuantizedModule(nn.Module):
             else:
                 self.register_parameter(name, None)
         self._history_prefixes.append(prefix)
-        histories.make_histories(self, self._plan.recipe, prefix)
+        linear_state.make_histories(self, self._plan.recipe, prefix)
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
@@ -183,7 +183,7 @@ class QuantizedModule(nn.Module):
             moved = self.get_buffer(name)
             if buffer.is_meta and not moved.is_meta:
                 moved.zero_()  # to_empty leaves memory uninitialized, and a checkpoint need not have this buffer
-            elif name.endswith(tuple(histories.HISTORIES.values())) and moved.dtype != buffer.dtype:
+            elif name.endswith(tuple(linear_state.HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
@@ -229,7 +229,7 @@ class QuantizedModule(nn.Module):
         for weight in self._weights:
             initialization.quantize_weight(self, weight, name)
         for prefix in self._history_prefixes:
-            histories.make_histories(self, plan.recipe, prefix)
+            linear_state.make_histories(self, plan.recipe, prefix)
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class QuantizedModule(nn.Module):
         params = private_torch.parameters_or_values(self, names)
         states = []
         for name, param in zip(names, params, strict=True):
-            local = components.quantized_local(param)
+            local = param if isinstance(param, QuantizedTensor) else components.quantized_local(param)
             states.append(self._born_states[name] if local is None else local.quantized_storage.state)
         return states
 
@@ -475,7 +475,7 @@ class QuantizedModule(nn.Module):
         if not self.use_bias:
             return None
         biases = self.whole_on_rows(*layer.biases) if layer.mode == "row" else self._locals(layer.biases)
-        return joined(biases).to(dtype)
+        return (biases[0] if len(biases) == 1 else torch.cat(biases, dim=-1)).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """Check a weight for the GEMMs of `call` and return its local part; see `checks.check_weight`."""
@@ -485,7 +485,7 @@ class QuantizedModule(nn.Module):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """State of one linear layer of this module. Missing histories that the recipe needs are created."""
-        return histories.linear_state(self, weights, recipe, prefix)
+        return linear_state.linear_state(self, weights, recipe, prefix)
 
     def label(self, parameter: str) -> str:
         """A parameter's name in messages: that of the module if it has one, otherwise of its class."""

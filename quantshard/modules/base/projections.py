@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from quantshard.errors import ConfigurationError
 
 
@@ -56,8 +53,3 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
             f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
         )
     return {name.rstrip("_") + "_": size for name, size in sizes.items()}
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the parts of a layer's output or bias along the last dim."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)

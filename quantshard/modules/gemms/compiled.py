@@ -79,7 +79,7 @@ def call_operator(
     """
     first, layer_fields = layers[0], []
     for layer, remake in zip(layers, remakes, strict=True):
-        needs_input = functional.keeps_input(layer.weights)
+        needs_input = functional.needs_wgrad(layer.weights)
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
         layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
     weights = [weight for layer in layers for weight in layer.weights]

@@ -82,6 +82,132 @@ class PreparedLinear(NamedTuple):
         return backward, [*self.weights, *x_tensors]
 
 
+class RecomputedInput(NamedTuple):
+    """An input that backward recomputes as `function(*tensors)`, where other operations keep `tensors` anyway."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def linear(
+    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
+) -> tuple[Tensor, ...]:
+    """Compute x [..., in_features] @ weight^T [in_features, out_features] + bias for each weight, in x's dtype.
+
+    `again`: recomputes x in backward, so that x need not be kept. A large x that the operation before keeps for its own
+    backward, as attention does, is quantized again in backward. `shared`: operands of x that other layers have
+    quantized.
+    """
+    weights, biases, call, state = layer
+    if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
+        plain = _plain_linears(x, weights, biases, state.tp)
+        if observation.active is not None and state.record:
+            observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
+        return plain
+    keeps = needs_wgrad(weights)
+    alone = again is None and keeps and state.tp.size == 1
+    if alone and x.numel() >= operands.LARGE and private_torch.is_kept_output(x):
+        again = RecomputedInput(_as_it_is, (x,))
+    if again is not None and not can_reread(call.recipe):
+        again = None
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, again, shared), *layer.tensors)
+    return outputs
+
+
+def needs_wgrad(weights: Sequence[Tensor]) -> bool:
+    """Return whether backward will need the input of these weights, for wgrad."""
+    if torch.is_grad_enabled():
+        for weight in weights:
+            if weight.requires_grad:
+                return True
+    return False
+
+
+def can_reread(recipe: Recipe) -> bool:
+    """Return whether quantizing an input twice gives the same codes; false if input rounding draws random bits."""
+    return not recipe.input_draws
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        others: tuple[PreparedLinear, bool, RecomputedInput | None, InputReader | None],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        layer, has_wgrad, again, shared = others
+        keeps = has_wgrad and again is None
+        x_operands = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
+        source = x if x_operands is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        outputs, x_wgrad = forward_gemms(source, x.shape, layer, keeps, x_operands)
+        ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, has_wgrad and again is not None)
+        ctx.again = None if again is None else again.function
+        ctx.save_for_backward(*saved_tensors, *(() if again is None else again.tensors))
+        ctx.saved = len(saved_tensors)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
+        saved: LinearBackward = ctx.layer
+        layer = saved.begin(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
+        x_wgrad = None
+        if layer.rereads:
+            x_wgrad = layer.reread(lambda: ctx.again(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1]))
+        dx, tensor_grads = layer.backward(grads, x_wgrad)
+        return dx, None, *tensor_grads
+
+
+def forward_gemms(
+    source: Tensor | OperandProducer,
+    x_shape: Sequence[int] | None,
+    layer: PreparedLinear,
+    has_wgrad: bool,
+    x: GemmOperands | None = None,
+) -> tuple[list[Tensor], WgradOperand]:
+    """Run fprop; return the outputs [..., out_features] and wgrad's operand of the input, empty unless `has_wgrad`.
+
+    `source`: the input [tokens, in_features] or its producer; any shape if `x` is given. `x_shape`: shape of the
+    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `x`: quantized operands of the
+    input, if they exist.
+    """
+    weights, biases, call, state = layer
+    if call.repeated:
+        context.flush_after_backward()
+    split = state.split(TensorRole.INPUT)
+    partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
+    outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
+    w_operands = []
+    for index, weight in enumerate(weights):
+        w_operands.append(weight_operand(weight, index, call, state))
+    weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
+    if x is None:
+        usage = OperandUsage(True, has_wgrad, num_transient=1)
+        x = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
+    reads: Sequence[ReadOperand | None] = [None] * len(w_operands)
+    if weight_operands.reads_together:
+        reads, _ = weight_operands.read([x.for_first_gemm] * len(w_operands))
+    for w, read, bias in zip(w_operands, reads, biases, strict=True):
+        y = backend.matmul(
+            x.for_first_gemm, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=read
+        )
+        y = y if x_shape is None else _with_leading(y, x_shape, split)
+        if partial:
+            y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
+        outputs.append(y)
+    return outputs, x.for_wgrad
+
+
+# Backward ------------------------------------------------------------------------------------------------------------
+
+
 class LinearGradMask(NamedTuple):
     """Whether the input, each weight and each bias need a gradient."""
 
@@ -119,23 +245,23 @@ class LinearBackward(NamedTuple):
         """Number of weights and biases, which is the number of their gradients that `backward` returns."""
         return 2 * self.parts
 
-    def usage(self, part: int) -> OperandUsage:
+    def usage(self, weight_index: int) -> OperandUsage:
         """The uses of the output gradient of one weight."""
         _, weights, biases = self.needed
-        has_sums = biases[part] and self.bias_dtypes[part] is not None
-        return OperandUsage(self.needed.x, weights[part], has_sums, transient=2)
+        has_sums = biases[weight_index] and self.bias_dtypes[weight_index] is not None
+        return OperandUsage(self.needed.x, weights[weight_index], has_sums, num_transient=2)
 
     def reread(self, make: Callable[[], Tensor | OperandProducer]) -> WgradOperand | None:
         """Quantize the input that `make` returns for wgrad. None if forward kept the operand or no weight needs it."""
         if not self.rereads or not any(self.needed.weights):
             return None
-        return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).second
+        return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).for_wgrad
 
     def weight_operands(self) -> WeightOperands:
         """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
         w_operands = []
-        for part in range(self.parts):
-            w_operands.append(weight_operand(self.tensors[part], part, self.call, self.state))
+        for index in range(self.parts):
+            w_operands.append(weight_operand(self.tensors[index], index, self.call, self.state))
         summed = self.parts > 1 and self.dtype.itemsize <= 4
         return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
 
@@ -147,9 +273,9 @@ class LinearBackward(NamedTuple):
         `x_wgrad`: wgrad's operand of the input, if forward has not kept it.
         """
         rows, usages = [], []
-        for part, grad in enumerate(grads):
+        for index, grad in enumerate(grads):
             rows.append(grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]))
-            usages.append(self.usage(part))
+            usages.append(self.usage(index))
         weight_operands = self.weight_operands() if self.needed.x else None
         out_grads = gradient_operands(rows, self.call, self.state, usages, weight_operands)
         return self.gradients(out_grads, x_wgrad, weight_operands)
@@ -176,26 +302,26 @@ class LinearBackward(NamedTuple):
         dweights: list[Tensor | None] = []
         dbiases: list[Tensor | None] = []
         fast = self.call.recipe.fast_gemms
-        for part, weight in enumerate(weights):
+        for index, weight in enumerate(weights):
             grad, dweight = next(out_grads), None
             if weight_operands is not None:
-                right, read = rights[part]
+                right, read = rights[index]
                 dx = backend.matmul(
-                    grad.first, right, weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=self.dtype,
+                    grad.for_first_gemm, right, weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=self.dtype,
                     fast=Gemm.DGRAD in fast, read=read,
                 )  # fmt: skip
                 dx_terms.append(dx)
                 # only the list holds the term, which is freed before wgrad needs memory
                 del dx
-                _add_up(dx_terms, part == self.parts - 1, self.dtype)
-            if need_weights[part]:
+                _add_up(dx_terms, index == self.parts - 1, self.dtype)
+            if need_weights[index]:
                 dweight = backend.matmul(
-                    grad.second.operand, x_wgrad.operand, weight.dtype, precision=self.dtype, fast=Gemm.WGRAD in fast,
-                    nan_flag=None if has_nan else grad.nan_flag,
-                    transpose_a=not grad.second.transposed, transpose_b=x_wgrad.transposed,
+                    grad.for_wgrad.operand, x_wgrad.operand, weight.dtype, precision=self.dtype,
+                    fast=Gemm.WGRAD in fast, nan_flag=None if has_nan else grad.nan_flag,
+                    transpose_a=not grad.for_wgrad.transposed, transpose_b=x_wgrad.transposed,
                 )  # fmt: skip
             dweights.append(dweight)
-            dbiases.append(None if grad.sums is None else self._bias_gradient(grad.sums, self.bias_dtypes[part]))
+            dbiases.append(None if grad.sums is None else self._bias_gradient(grad.sums, self.bias_dtypes[index]))
             # free this gradient before the next one is quantized
             del grad
         return self._input_gradient(dx_terms), [*dweights, *dbiases]
@@ -209,14 +335,14 @@ class LinearBackward(NamedTuple):
             return out_grads, [], False
         reads: Sequence[ReadOperand | None] = [None] * self.parts
         has_nan, first = False, next(out_grads)
-        if not isinstance(first.first, QuantizedStorage):
+        if not isinstance(first.for_first_gemm, QuantizedStorage):
             # each gradient is freed after its GEMMs, before the next is quantized
-            rights = backend.values_together(first.first, weight_operands.operands, self.dtype)
+            rights = backend.values_together(first.for_first_gemm, weight_operands.operands, self.dtype)
             return _all([first], out_grads), list(zip(rights, reads, strict=True)), False
         grads = [first, *out_grads]
         if weight_operands.reads_together:
-            nan_flags, seconds = [grad.nan_flag for grad in grads], [grad.second.operand for grad in grads]
-            reads, has_nan = weight_operands.read([grad.first for grad in grads], nan_flags, seconds)
+            nan_flags, seconds = [grad.nan_flag for grad in grads], [grad.for_wgrad.operand for grad in grads]
+            reads, has_nan = weight_operands.read([grad.for_first_gemm for grad in grads], nan_flags, seconds)
         return iter(grads), list(zip(weight_operands.operands, reads, strict=True)), has_nan
 
     def _bias_gradient(self, sums: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -236,54 +362,53 @@ class LinearBackward(NamedTuple):
         return _summed(dx, self.state.tp) if split is not None and split.dim == 1 else dx
 
 
-class RecomputedInput(NamedTuple):
-    """An input that backward recomputes as `function(*tensors)`, where other operations keep `tensors` anyway."""
+def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[GemmOperands]:
+    """Yield the only element of `first`, removing it, then `left`. itertools.chain would keep the element alive."""
+    yield first.pop()
+    yield from left
 
-    function: Callable[..., Tensor]
-    tensors: tuple[Tensor | None, ...]
 
+def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
+    """Reduce `summands` in place to at most two or, after the last one, to their sum rounded to `dtype`.
 
-def linear(
-    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
-) -> tuple[Tensor, ...]:
-    """Compute x [..., in_features] @ weight^T [in_features, out_features] + bias for each weight, in x's dtype.
-
-    `again`: recomputes x in backward, so that x need not be kept. A large x that the operation before keeps for its own
-    backward, as attention does, is quantized again in backward. `shared`: operands of x that other layers have
-    quantized.
+    Two are kept so that the three summands of queries, keys and values need only one pass for the sum.
     """
-    weights, biases, call, state = layer
-    if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
-        plain = _plain_linears(x, weights, biases, state.tp)
-        if observation.active is not None and state.record:
-            observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
-        return plain
-    keeps = keeps_input(weights)
-    alone = again is None and keeps and state.tp.size == 1
-    if alone and x.numel() >= operands.LARGE and private_torch.is_kept_output(x):
-        again = RecomputedInput(_as_it_is, (x,))
-    if again is not None and not can_reread(call.recipe):
-        again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, again, shared), *layer.tensors)
-    return outputs
+    if is_last and len(summands) > 1:
+        summands[:] = [kernel_dispatch.rounded_sum(summands, dtype)]
+    elif len(summands) > 2:
+        summands[:2] = [summands[0].add_(summands[1])]
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Split an operand into metadata, from which backward rebuilds it, and tensors to save."""
+    rest = (operand.transposed, operand.split, operand.cell, operand.words)
+    if isinstance(operand.operand, Tensor):
+        return (None, rest), (operand.operand,)
+    storage = operand.operand
+    metadata = (storage.cell, storage.shard, tuple(storage.components))
+    return (metadata, rest), tuple(storage.components.values())
 
 
-def keeps_input(weights: Sequence[Tensor]) -> bool:
-    """Return whether backward will need the input of these weights, for wgrad."""
-    if torch.is_grad_enabled():
-        for weight in weights:
-            if weight.requires_grad:
-                return True
-    return False
+def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
+    metadata, rest = rebuild
+    if metadata is None:
+        return WgradOperand(tensors[0], *rest)
+    cell, shard, names = metadata
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *rest)
 
 
-def can_reread(recipe: Recipe) -> bool:
-    """Return whether quantizing an input twice gives the same codes; false if input rounding draws random bits."""
-    return not recipe.input_draws
+def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
+    """Replace missing gradients of outputs [..., out_features] by zeros; return [] if all are missing."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return []
+    return [
+        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+        for grad, size in zip(grads, out_features, strict=True)
+    ]
+
+
+# High precision and shapes --------------------------------------------------------------------------------------------
 
 
 def _plain_linears(
@@ -332,120 +457,3 @@ def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = 
 def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
     """Sum y [sequence, ..., features] over the ranks; under sequence parallelism, reduce-scatter along the sequence."""
     return tensor_parallel.scatter_rows(y, tp) if tp.sequence_parallel else tensor_parallel.reduce_from_group(y, tp)
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        others: tuple[PreparedLinear, bool, RecomputedInput | None, InputReader | None],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        layer, keeps_input, again, shared = others
-        keeps = keeps_input and again is None
-        x_operands = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
-        source = x if x_operands is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        outputs, x_wgrad = forward_gemms(source, x.shape, layer, keeps, x_operands)
-        ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
-        ctx.again = None if again is None else again.function
-        ctx.save_for_backward(*saved_tensors, *(() if again is None else again.tensors))
-        ctx.saved = len(saved_tensors)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-        tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
-        saved: LinearBackward = ctx.layer
-        layer = saved.begin(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
-        x_wgrad = None
-        if layer.rereads:
-            x_wgrad = layer.reread(lambda: ctx.again(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1]))
-        dx, tensor_grads = layer.backward(grads, x_wgrad)
-        return dx, None, *tensor_grads
-
-
-def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
-    """Replace missing gradients of outputs [..., out_features] by zeros; return [] if all are missing."""
-    first = next((grad for grad in grads if grad is not None), None)
-    if first is None:
-        return []
-    return [
-        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
-        for grad, size in zip(grads, out_features, strict=True)
-    ]
-
-
-def forward_gemms(
-    source: Tensor | OperandProducer,
-    x_shape: Sequence[int] | None,
-    layer: PreparedLinear,
-    keeps_input: bool,
-    x: GemmOperands | None = None,
-) -> tuple[list[Tensor], WgradOperand]:
-    """Run fprop; return the outputs [..., out_features] and wgrad's operand of the input, empty unless `keeps_input`.
-
-    `source`: the input [tokens, in_features] or its producer; any shape if `x` is given. `x_shape`: shape of the
-    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `x`: quantized operands of the
-    input, if they exist.
-    """
-    weights, biases, call, state = layer
-    if call.repeated:
-        context.flush_after_backward()
-    split = state.split(TensorRole.INPUT)
-    partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
-    outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
-    w_operands = []
-    for part, weight in enumerate(weights):
-        w_operands.append(weight_operand(weight, part, call, state))
-    weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
-    if x is None:
-        usage = OperandUsage(True, keeps_input, transient=1)
-        x = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
-    reads: Sequence[ReadOperand | None] = [None] * len(w_operands)
-    if weight_operands.reads_together:
-        reads, _ = weight_operands.read([x.first] * len(w_operands))
-    for w, read, bias in zip(w_operands, reads, biases, strict=True):
-        y = backend.matmul(x.first, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=read)
-        y = y if x_shape is None else _with_leading(y, x_shape, split)
-        if partial:
-            y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
-        outputs.append(y)
-    return outputs, x.second
-
-
-def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[GemmOperands]:
-    """Yield the only element of `first`, removing it, then `left`. itertools.chain would keep the element alive."""
-    yield first.pop()
-    yield from left
-
-
-def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
-    """Reduce `summands` in place to at most two or, after the last one, to their sum rounded to `dtype`.
-
-    Two are kept so that the three summands of queries, keys and values need only one pass for the sum.
-    """
-    if is_last and len(summands) > 1:
-        summands[:] = [kernel_dispatch.rounded_sum(summands, dtype)]
-    elif len(summands) > 2:
-        summands[:2] = [summands[0].add_(summands[1])]
-
-
-def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Split an operand into metadata, from which backward rebuilds it, and tensors to save."""
-    rest = (operand.transposed, operand.split, operand.cell, operand.words)
-    if isinstance(operand.operand, Tensor):
-        return (None, rest), (operand.operand,)
-    storage = operand.operand
-    metadata = (storage.cell, storage.shard, tuple(storage.components))
-    return (metadata, rest), tuple(storage.components.values())
-
-
-def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
-    metadata, rest = rebuild
-    if metadata is None:
-        return WgradOperand(tensors[0], *rest)
-    cell, shard, names = metadata
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *rest)

@@ -63,14 +63,14 @@ class WgradOperand:
 
 
 class GemmOperands(NamedTuple):
-    """Operands of an input or output gradient [tokens, features]: `first` for fprop or dgrad, `second` for wgrad.
+    """Operands of an input [tokens, features], for fprop and wgrad, or of an output gradient, for dgrad and wgrad.
 
     `sums`: sums over tokens, float32. `nan_flag`: float32 scalar, NaN if not all values are finite, otherwise 0. Codes
     saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step.
     """
 
-    first: Operand
-    second: WgradOperand
+    for_first_gemm: Operand
+    for_wgrad: WgradOperand
     sums: Tensor | None = None
     nan_flag: Tensor | None = None
 
@@ -81,7 +81,7 @@ def gemm_operands(
     call: LinearContext,
     state: LinearState,
     usage: OperandUsage,
-    part: int = 0,
+    weight_index: int = 0,
     weight_operands: WeightOperands | None = None,
 ) -> GemmOperands:
     """Quantize an input or output gradient [tokens, features] for its two GEMMs.
@@ -89,12 +89,13 @@ def gemm_operands(
     If one quantization serves both GEMMs (square blocks, round to nearest), it runs once. An input whose tokens are
     split over ranks is not gathered for wgrad yet.
 
-    `part`: index of the weight. `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
+    `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
     """
     if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, usage, part, values.like).run(values, weight_operands)
-    values = private_torch.plain(values)
-    return OperandRequest(role, call, state, usage, part, values).run_tensor(values, weight_operands)
+        return OperandRequest(role, call, state, usage, weight_index, values.like).run(values, weight_operands)
+    if type(values) is not Tensor:
+        values = private_torch.plain(values)
+    return OperandRequest(role, call, state, usage, weight_index, values).run_tensor(values, weight_operands)
 
 
 def gradient_operands(
@@ -114,16 +115,16 @@ def gradient_operands(
         yield gemm_operands(grads[0], role, call, state, usages[0], weight_operands=weight_operands)
         return
 
-    def kind(part: int) -> Hashable:
-        grad = grads[part]
-        return grad.shape, grad.stride(), grad.dtype, usages[part]
+    def kind(index: int) -> Hashable:
+        grad = grads[index]
+        return grad.shape, grad.stride(), grad.dtype, usages[index]
 
     for _, group in groupby(range(len(grads)), kind):
-        parts = list(group)
-        values = [private_torch.plain(grads[part]) for part in parts]
-        requests = requests_of(role, call, state, [(part, usages[part]) for part in parts], values[0])
-        if len(parts) > 1 and requests[0].plan.on_kernels:
-            weights = weight_operands if len(parts) == len(grads) else None
+        indices = list(group)
+        values = [private_torch.plain(grads[index]) for index in indices]
+        requests = requests_of(role, call, state, [(index, usages[index]) for index in indices], values[0])
+        if len(indices) > 1 and requests[0].plan.on_kernels:
+            weights = weight_operands if len(indices) == len(grads) else None
             yield from operands_together(requests, [TensorSource(value) for value in values], weights)
             continue
         for request, value in zip(requests, values, strict=True):
@@ -138,10 +139,12 @@ def requests_of(
     Equal requests share a plan.
     """
     requests: list[OperandRequest] = []
-    for part, usage in parts:
+    for weight_index, usage in parts:
         # an observer may watch one matrix and not the next, which changes the plan
         is_equal = requests and usage == requests[0].usage and observation.active is None
-        requests.append(OperandRequest(role, call, state, usage, part, like, requests[0].plan if is_equal else None))
+        requests.append(
+            OperandRequest(role, call, state, usage, weight_index, like, requests[0].plan if is_equal else None)
+        )
     return requests
 
 
@@ -183,7 +186,7 @@ def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[Tens
 
 
 class OperandRequest:
-    """Request to quantize an input or output gradient for weight `part` of a layer.
+    """Request to quantize the input, or the output gradient of one weight, of a layer.
 
     `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: that of an equal request.
 
@@ -195,24 +198,24 @@ class OperandRequest:
     plan: Any  # a KernelPlan, except in `run_oracle`
 
     def __init__(
-        self, role: TensorRole, call: LinearContext, state: LinearState, usage: OperandUsage, part: int, like: Tensor,
-        plan: Any = None,
+        self, role: TensorRole, call: LinearContext, state: LinearState, usage: OperandUsage, weight_index: int,
+        like: Tensor, plan: Any = None,
     ) -> None:  # fmt: skip
-        self.role, self.call, self.state, self.part = role, call, state, part
+        self.role, self.call, self.state, self.weight_index = role, call, state, weight_index
         self.watching: OperandWatch | None = None
         if observation.active is not None:
-            self.watching = watch(role, call, state.record, state.weights[part])
+            self.watching = watch(role, call, state.record, state.weights[weight_index])
             if self.watching is not None:
-                usage = usage._replace(transient=0)  # observers need codes, not dequantized values
+                usage = usage._replace(num_transient=0)  # observers need codes, not dequantized values
         self.delayed: DelayedScale | None = None
         self.known: Tensor | None = None
         if call.recipe.is_delayed:
             first, second = call.recipe.activations[role]
-            self.delayed = DelayedScale.of(role, first or second, call, state, part)
+            self.delayed = DelayedScale.of(role, first or second, call, state, weight_index)
         if self.delayed is not None:
             self.known = self.delayed.amax
-        elif role is TensorRole.INPUT and not usage.first:
-            self.known = call.amaxes.get((role, part))
+        elif role is TensorRole.INPUT and not usage.for_first_gemm:
+            self.known = call.amaxes.get((role, weight_index))
         # a custom operator returns the components that the format stores
         stored = self.watching is not None or workspace.separate.on
         self.split = state.split(role)
@@ -260,7 +263,7 @@ class OperandRequest:
         nan_flag = workspace.zero(device) if plan.has_scalar and measured_nan_flag is None else measured_nan_flag
         by_rows = by_columns = sums = amax_slot = None
         if plan.draws:
-            random_bits = GradientRandomBits(self.state, self.part)
+            random_bits = GradientRandomBits(self.state, self.weight_index)
             by_rows, by_columns = random_bits.by_rows, random_bits.by_columns
         if self.delayed is not None and self.delayed.notes:
             amax_slot = self.delayed.slot(device)
@@ -286,7 +289,7 @@ class OperandRequest:
         if transposed_target is not None:
             second = plan.two.operand(transposed_target)
         transposed = second is not None
-        if second is None and self.usage.second:
+        if second is None and self.usage.for_wgrad:
             second = values
         # two results of a custom operator may not alias
         if first is None:
@@ -300,7 +303,7 @@ class OperandRequest:
         """Report the operands to the observer, which exists."""
         assert self.watching is not None
         values = source.measured().like
-        self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
+        self.watching.see_both(values, result.for_first_gemm, result.for_wgrad.operand, result.for_wgrad.transposed)
 
     def run_oracle(self, values: Tensor) -> GemmOperands:
         """Quantize values in plain PyTorch, also a tensor-parallel piece of them."""
@@ -308,7 +311,7 @@ class OperandRequest:
         if self.delayed is not None and self.delayed.notes:
             self.delayed.note(values)
         if self.delayed is None and plan.by_one_amax:
-            if usage.first:
+            if usage.for_first_gemm:
                 call.amaxes[self.role, 0] = operands.whole_amax(values, self.split)
             self.known = call.amaxes.get((self.role, 0))
         sums = values.float().sum(0) if usage.sums else None
@@ -326,16 +329,16 @@ class OperandRequest:
     def _in_pieces(self, values: Tensor) -> tuple[Operand, WgradOperand]:
         plan, usage, split = self.plan, self.usage, self.split
         token_split = split if split is not None and split.dim == 0 else None
-        random_bits = GradientRandomBits(self.state, self.part)
+        random_bits = GradientRandomBits(self.state, self.weight_index)
         piece: Operand = values
         if plan.quantized is not None:
             piece = self._quantized(values, plan.quantized, split, random_bits.by_rows)
-        if self.watching is not None and (usage.first or plan.quantized is not None):
+        if self.watching is not None and (usage.for_first_gemm or plan.quantized is not None):
             self.watching.see(values, piece)
         first_operand = piece
-        if token_split is not None and (usage.first or (plan.shared and plan.is_gradient)):
+        if token_split is not None and (usage.for_first_gemm or (plan.shared and plan.is_gradient)):
             first_operand = _gathered(piece, token_split)
-        if not usage.second:
+        if not usage.for_wgrad:
             # not values[:0]: a view keeps all values alive
             return first_operand, WgradOperand(values.new_empty(0), False)
         if plan.transposed is None:
@@ -380,20 +383,20 @@ def keeps_transposed(specs: SpecPair, values: Tensor) -> bool:
     return kernel_dispatch.kernels_on(values.device) and producers.can_quantize(values.dtype, specs)
 
 
-def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
+def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state: LinearState) -> Operand:
     """Operand of a weight: its stored components, or a high-precision weight quantized now."""
     if isinstance(weight, QuantizedTensor):
         return weight.quantized_storage
     cell = call.recipe.weight
     if cell is None:
         return weight
-    delayed = DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
+    delayed = DelayedScale.of(TensorRole.WEIGHT, cell, call, state, weight_index)
     if delayed is not None and delayed.notes:
         delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax
     quantized = operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)
     if observation.active is not None:
-        watching = watch(TensorRole.WEIGHT, call, state.record, state.weights[part])
+        watching = watch(TensorRole.WEIGHT, call, state.record, state.weights[weight_index])
         if watching is not None:
             watching.see(weight.detach(), quantized)
     return quantized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, limits
+from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.collectives.process_groups import Groups, including, spanned, world
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware, operands
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
@@ -26,6 +27,7 @@ from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.sharding import Shard
+from quantshard.tensor import observation
 from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAMS_PER_RANK, next_draw
 
 if kernels.USABLE:
@@ -69,15 +71,16 @@ class LayerPlans:
             if recipe != planned_for:
                 plans = {}
             self.planned = RecipePlans(recipe, plans)
-        on_kernels = whole and kernel_dispatch.has_kernels(like)
-        key: Any = role is TensorRole.INPUT, *usage
-        if on_kernels:
-            capability = hardware.capability_of(like.device)
-            key = *key, like.shape, like.dtype, capability, delayed, stored
+        # `has_kernels` depends on the class, since tensors without values have no kernels
+        key = (
+            role is TensorRole.INPUT, usage, like.shape, like.dtype, type(like), delayed, stored, whole,
+            hardware.capability_of(like.device), like.device.type in kernel_dispatch.KERNEL_DEVICES,
+        )  # fmt: skip
         plan = plans.get(key)
         if plan is None:
             if len(plans) >= MOST_PLANS:
                 plans.clear()
+            on_kernels = whole and kernel_dispatch.has_kernels(like)
             fits = on_kernels and producers.can_quantize(like.dtype, recipe.activations[role])
             plan = plans[key] = (
                 producers.KernelPlan(recipe, role, usage, like, delayed, stored)
@@ -115,17 +118,17 @@ class LinearState:
         """Merge the states of layers with one weight each that read the same input."""
         return replace(layers[0], weights=[layer.weights[0] for layer in layers], layers=layers)
 
-    def history(self, role: TensorRole, part: int) -> Tensor | None:
+    def history(self, role: TensorRole, weight_index: int) -> Tensor | None:
         """The amax history of a tensor; None unless delayed scaling uses one."""
         if role is TensorRole.WEIGHT:
-            return self.weights[part].get(AMAX_HISTORY)
+            return self.weights[weight_index].get(AMAX_HISTORY)
         return self.input_history if role is TensorRole.INPUT else self.grad_output_history
 
-    def owners(self, role: TensorRole, part: int) -> Sequence[LinearState]:
+    def owners(self, role: TensorRole, weight_index: int) -> Sequence[LinearState]:
         """Layers whose histories record this amax: every layer that reads the input, or the layer of the output."""
         if not self.layers or role is TensorRole.WEIGHT:
             return (self,)
-        return self.layers if role is TensorRole.INPUT else (self.layers[part],)
+        return self.layers if role is TensorRole.INPUT else (self.layers[weight_index],)
 
     def split(self, role: TensorRole) -> OperandSplit | None:
         """The split over ranks of an input or output gradient [tokens, features]; None if it is not split.
@@ -146,6 +149,77 @@ class LinearState:
         return self.tp.split(0 if self.tp.mode == "column" else 1)
 
 
+HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "grad_output_amax_history"}
+"""Role -> name of the amax-history buffer of a layer."""
+
+
+def make_histories(module: Any, recipe: Recipe, prefix: str) -> None:
+    """Register the amax histories of a layer's activations that a recipe needs (delayed scaling)."""
+    for role, length in recipe.histories.items():
+        # of the original tensor, if the weight is parametrized
+        device = private_torch.local_tensor(next(module.parameters())).device
+        zeros = torch.zeros(length, dtype=torch.float32, device=device)
+        module.register_buffer(prefix + HISTORIES[role], zeros)
+
+
+def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: str) -> LinearState:
+    """State of one linear layer of a module. Missing histories that the recipe needs are created."""
+    activations = {}
+    for role, length in recipe.histories.items():
+        activations[role] = activation_history(module, prefix + HISTORIES[role], length, weights[0], recipe)
+    states, cell = module._states(weights), recipe.weight
+    if cell is not None and cell.scaling.history:
+        for weight, state in zip(weights, states, strict=True):
+            _check_weight_history(module, weight, state, cell.scaling.history, recipe)
+    is_delayed = bool(activations) or (cell is not None and cell.scaling.history > 0)
+    is_recorded = module.training and (is_delayed or observation.active is not None)
+    stage = private_torch.running_stage() if is_recorded else None
+    record = module.training and not (stage is not None and stage.infers)
+    input_history, grad_output_history = activations.get(TensorRole.INPUT), activations.get(TensorRole.GRAD_OUTPUT)
+    return LinearState(states, input_history, grad_output_history, record, stage=stage, plans=module.gemm_plans)
+
+
+def activation_history(module: Any, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
+    """Return an amax history of the length that `recipe` needs; create a missing one."""
+    history = private_torch.registered_buffer(module, name)
+    if history is None:
+        if module.training and context.is_strict():
+            raise limits.fallback_error(("late history",), module.label(name))
+        if module.training:
+            warnings.warn(f"{module.label(name)}: {limits.FALLBACKS['late history']}", stacklevel=2)
+        device = private_torch.local_tensor(module.get_parameter(weight)).device
+        module.register_buffer(name, history := _empty_history(length, device))
+    if history.numel() != length:
+        raise _wrong_length(module.label(name), history, length, recipe)
+    return history
+
+
+def _check_weight_history(module: Any, weight: str, state: dict[str, Tensor], length: int, recipe: Recipe) -> None:
+    """Ensure that a weight's state has the amax history that the recipe needs, on the weight's device."""
+    history = state.get(AMAX_HISTORY)
+    if history is not None and history.numel() != length:
+        raise _wrong_length(module.label(weight), history, length, recipe)
+    if history is None or state is module._born_states.get(weight):
+        device = private_torch.local_tensor(getattr(module, weight)).device
+        if history is None:
+            state[AMAX_HISTORY] = _empty_history(length, device)
+        elif history.device != device:  # Module.to moves only parameters and buffers
+            state[AMAX_HISTORY] = history.to(device)
+
+
+def _wrong_length(name: str, history: Tensor, length: int, recipe: Recipe) -> RecipeMismatchError:
+    return RecipeMismatchError(
+        f"{name} holds {history.numel()} past amaxes, but autocast's recipe {recipe.name!r} asks for {length}; use one "
+        "recipe object for training and evaluation"
+    )
+
+
+def _empty_history(length: int, device: torch.device) -> Tensor:
+    """A zeroed float32 history, created outside of inference mode so that training can update it later."""
+    with torch.inference_mode(False):
+        return torch.zeros(length, dtype=torch.float32, device=device)
+
+
 class GradientRandomBits:
     """Random bits for the stochastic rounding of one gradient, from one lazy draw of the weight's RNG counter.
 
@@ -153,8 +227,8 @@ class GradientRandomBits:
     is indexed by position in the global tensor.
     """
 
-    def __init__(self, state: LinearState, part: int) -> None:
-        self.weight = state.weights[part]
+    def __init__(self, state: LinearState, weight_index: int) -> None:
+        self.weight = state.weights[weight_index]
         self.group = state.tp.group if state.data_group is None else state.data_group
         self.drawn: tuple[int, int | Tensor] | None = None
 
@@ -212,39 +286,43 @@ class DelayedScale:
     reuse the scale of forward. All output gradients of a layer share one history, like the output of one GEMM.
     """
 
-    def __init__(self, role: TensorRole, cell: QuantSpec, call: LinearContext, state: LinearState, part: int) -> None:
-        self._role, self._call, self._state, self._part = role, call, state, part
-        amax = call.amaxes.get((role, part))
+    def __init__(
+        self, role: TensorRole, cell: QuantSpec, call: LinearContext, state: LinearState, weight_index: int
+    ) -> None:
+        self._role, self._call, self._state, self._weight_index = role, call, state, weight_index
+        amax = call.amaxes.get((role, weight_index))
         infers = state.stage is not None and state.stage.infers
         self.notes = amax is None and state.record and not infers  # compiled layers have `record` from their trace
         if amax is None:
-            self._pass, self._owners = amaxes_of(role), state.owners(role, part)
-            self._histories = [history for owner in self._owners if (history := owner.history(role, part)) is not None]
+            self._pass, self._owners = amaxes_of(role), state.owners(role, weight_index)
+            self._histories = [
+                history for owner in self._owners if (history := owner.history(role, weight_index)) is not None
+            ]
             self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
             amax = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
             if role is not TensorRole.GRAD_OUTPUT:
-                call.amaxes[role, part] = amax
+                call.amaxes[role, weight_index] = amax
         self.amax: Tensor = amax
 
     @staticmethod
     def of(
-        role: TensorRole, cell: QuantSpec | None, call: LinearContext, state: LinearState, part: int = 0
+        role: TensorRole, cell: QuantSpec | None, call: LinearContext, state: LinearState, weight_index: int = 0
     ) -> DelayedScale | None:
         """Create a DelayedScale; return None unless `cell` scales by past amaxes."""
         if cell is None or not cell.scaling.history:
             return None
-        return DelayedScale(role, cell, call, state, part)
+        return DelayedScale(role, cell, call, state, weight_index)
 
     def slot(self, device: torch.device) -> Tensor:
         """A float32 scalar that kernels raise to the new amax, until the amax is recorded."""
-        role, part, state = self._role, self._part, self._state
+        role, weight_index, state = self._role, self._weight_index, self._state
         group = self._call.group if state.amax_group is None else state.amax_group
         if state.tp.mode is not None:  # a sharded tensor has one scale, so its ranks always take part
             group = including(group, state.tp.group)
         if state.stage is not None:
             check_same_stage(group, state.stage)
         # all output gradients of a layer share one history, which records their largest amax
-        keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
+        keys = [owner.weights[weight_index if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
         queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
         return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
 
