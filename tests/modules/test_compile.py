@@ -107,8 +107,8 @@ def cells() -> list[Any]:
 
     Modules differ in what is between their linear layers, which is the same to all recipes; but those with several
     of them are also tried with delayed scaling, which keeps a history for each; by `make test-all` alone with others.
-    So are a linear layer with most recipes that keep nothing, evaluations of most, a linear layer with autocast both inside and outside, and attention, which is in a
-    layer.
+    So are a linear layer with most recipes that keep nothing, evaluations of most, a linear layer with autocast both
+    inside and outside, and attention, which is in a layer.
     """
     found = {("Linear", recipe, turn % 2 == 0) for turn, recipe in enumerate(RECIPES)}
     chosen = {(*cell[:2], cell[1] != "delayed" and cell[2]) for cell in found if cell[1] in (*KEEPING, "block")}
