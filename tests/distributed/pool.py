@@ -120,6 +120,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
+    gc.set_threshold(100_000, 20, 100)  # as in tests/conftest.py
     if STOPPED:
         # A stopped rank does not see its pipe close: it is killed when the process that forked it ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
