@@ -42,8 +42,8 @@ from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor import components
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.loop import learning_rate
-from quantshard.tools.trainer.models.layers import token_losses
-from quantshard.tools.trainer.models.model import LanguageModel, recipes_of, trained_loss
+from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
+from quantshard.tools.trainer.models.model import token_losses, trained_loss
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 PLAIN, TENSORWISE = "plain", "tensorwise"

@@ -26,7 +26,7 @@ from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_r
 from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.optimizer_states import as_settings
+from quantshard.tools.trainer.settings.values import as_settings
 
 GIB = 1 << 30
 COMPILING = 3

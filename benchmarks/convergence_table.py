@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.convergence import DENSE, LLAMA, NO_MASTERS, NVFP4_BETWEEN, of_record
+from quantshard.formats import Format
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
+from quantshard.numerics.states import MASTER
 from quantshard.recipe import resolve
-from quantshard.state_storage import PRESETS, StateBytes, StateOptions
+from quantshard.state_storage import PRESETS, StateOptions, splits, state_cell
 
 RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"
@@ -176,6 +179,35 @@ _HEADING = "| setting | weight | master | moments | sum | gradient | total | hel
 _BF16 = torch.bfloat16.itemsize
 
 
+class StateBytes(NamedTuple):
+    """Bytes per element of a large matrix, scales included."""
+
+    weight: float
+    master: float
+    moments: float
+
+    @property
+    def together(self) -> float:
+        """Bytes per element of weight, master and both moments."""
+        return self.weight + self.master + self.moments
+
+
+def bytes_of(options: StateOptions, weight: Format) -> StateBytes:
+    """Bytes per element of a weight in this format and of its states under AdamW."""
+    cells = {state: (dtype, state_cell(dtype, state in NONNEGATIVE)) for state, dtype in options.dtypes().items()}
+    sizes = {
+        state: float(dtype.itemsize) if cell is None else cell.format.bytes_per_element
+        for state, (dtype, cell) in cells.items()
+    }
+    if (
+        MASTER in sizes
+        and options.store_param_remainders
+        and splits(weight, torch.float32, options.master_weight_dtype)
+    ):
+        sizes[MASTER] = 1.0
+    return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
+
+
 class CostRow(NamedTuple):
     """A row of the README's table: what it is, its arm, and bytes of weight, master and moments."""
 
@@ -188,19 +220,19 @@ def cost_rows() -> Iterator[CostRow]:
     """BF16, the default, and the presets, by the bytes of their formats."""
     fp8, fp4 = (_weight(name) for name in ("current", "nvfp4"))
     default = StateOptions()
-    wide = default.bytes_of(fp8)
+    wide = bytes_of(default, fp8)
     yield CostRow("BF16, float32 master and moments", REFERENCE, wide._replace(weight=_BF16))
     yield CostRow("BF16, `torch.optim.AdamW` with BF16 moments", "bf16 AdamW", StateBytes(_BF16, 0, 2 * _BF16))
     yield CostRow("FP8, `FusedAdam`", "current", wide)
-    yield CostRow("NVFP4, `FusedAdam`", "nvfp4", default.bytes_of(fp4))
-    narrow, thirds = default.bytes_of(fp4), (1 / 3, 2 / 3)  # of twelve layers four are wide
+    yield CostRow("NVFP4, `FusedAdam`", "nvfp4", bytes_of(default, fp4))
+    narrow, thirds = bytes_of(default, fp4), (1 / 3, 2 / 3)  # of twelve layers four are wide
     yield CostRow(
         "NVFP4, first and last two of twelve layers FP8", NVFP4_BETWEEN,
         narrow._replace(weight=thirds[0] * wide.weight + thirds[1] * narrow.weight),
     )  # fmt: skip
     for name in sorted(PRESETS):
-        yield CostRow(f'FP8, `preset="{name}"`', f"current {name}", PRESETS[name].bytes_of(fp8))
-    yield CostRow("FP8, FP8 moments, `master_weights=False`", "current no masters", NO_MASTERS.bytes_of(fp8))
+        yield CostRow(f'FP8, `preset="{name}"`', f"current {name}", bytes_of(PRESETS[name], fp8))
+    yield CostRow("FP8, FP8 moments, `master_weights=False`", "current no masters", bytes_of(NO_MASTERS, fp8))
 
 
 def _weight(recipe: str) -> Any:

@@ -34,10 +34,10 @@ from quantshard.tools.terminal.screen import Screen
 from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.data import from_table
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
-from quantshard.tools.trainer.monitoring.trackers import open_trackers
+from quantshard.tools.trainer.measurements import RunStatistics
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.trackers import open_trackers
 
 WARM_UP = 20
 REFRESHES = 4

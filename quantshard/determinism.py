@@ -46,9 +46,8 @@ class _TorchSettings(NamedTuple):
         )
 
     def put(self) -> None:
-        torch.use_deterministic_algorithms(
-            self.enabled, warn_only=self.warn_only
-        )  # also turns off Inductor's autotuning
+        # also turns off Inductor's autotuning
+        torch.use_deterministic_algorithms(self.enabled, warn_only=self.warn_only)
         _deterministic().fill_uninitialized_memory = self.fill
         torch.backends.cudnn.deterministic = self.cudnn
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -98,8 +97,8 @@ def _check_variables() -> None:
     cublas, nccl = os.environ.get(CUBLAS), os.environ.get(NCCL)
     if cublas is None and torch.cuda.is_initialized():
         raise ConfigurationError(
-            f"deterministic mode needs {CUBLAS}={VARIABLES[CUBLAS]} before the GPU is first used, which it was; call "
-            "quantshard.deterministic() earlier, or set the variable before Python starts"
+            f"deterministic mode needs {CUBLAS}={VARIABLES[CUBLAS]} before the GPU is first used; call "
+            "quantshard.deterministic() earlier, or set the variable"
         )
     if cublas is not None and cublas not in _CUBLAS_ALLOWED:
         raise ConfigurationError(
@@ -108,8 +107,8 @@ def _check_variables() -> None:
         )
     if nccl is None and dist.is_initialized() and "nccl" in dist.get_backend_config():
         raise ConfigurationError(
-            f"deterministic mode needs {NCCL}={VARIABLES[NCCL]} before a process group on NCCL is made, and there is "
-            "one; call quantshard.deterministic() before init_process_group, or set the variable before Python starts"
+            f"deterministic mode needs {NCCL}={VARIABLES[NCCL]} before a process group on NCCL is made; call "
+            "quantshard.deterministic() before init_process_group, or set the variable"
         )
     if nccl is not None and _may_be_nvls(nccl):
         raise ConfigurationError(

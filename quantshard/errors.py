@@ -1,16 +1,5 @@
 """The exceptions that quantshard raises on purpose.
 
-    QuantshardError
-     |-- ConfigurationError (also a ValueError)     an argument, option or file of the user does not fit
-     |-- RecipeMismatchError (also a ValueError)    a weight does not have the format that the active recipe requires
-     |-- UnsupportedOperationError (also a RuntimeError)  an operation would silently change or dequantize a weight
-     |-- FallbackError (also a RuntimeError)        strict mode is on and an operation would take a slower path
-     |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
-     |    `-- LostRankError                       another rank exited or never joined; includes its reason, if known
-     |-- RankMismatchError (also a RuntimeError)    ranks disagree on a value that must be equal
-     |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
-     `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
-
 Each message states what happened, to which tensor, with which numbers, and what to do next. Messages can contain names
 from untrusted files and are printed to terminals, so all errors escape control characters here.
 """
@@ -24,8 +13,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-_OURS = ("quantshard", "torch", "contextlib")
-_told: set[str] = set()
+_INTERNAL = ("quantshard", "torch", "contextlib")
+_warned_topics: set[str] = set()
 
 
 def printable(text: str, but: str = "") -> str:
@@ -46,14 +35,14 @@ def printable(text: str, but: str = "") -> str:
 class QuantshardError(Exception):
     """Base of all errors that quantshard raises on purpose."""
 
-    _kept = "\n"
-    _longest = 1 << 20
+    _unescaped = "\n"
+    _max_length = 1 << 20
 
     def __str__(self) -> str:
         """Return the escaped message. A message that is too long is cut in the middle."""
-        message = printable(super().__str__(), but=self._kept)
-        half = self._longest // 2
-        return message if len(message) <= self._longest else f"{message[:half]}...{message[-half:]}"
+        message = printable(super().__str__(), but=self._unescaped)
+        half = self._max_length // 2
+        return message if len(message) <= self._max_length else f"{message[:half]}...{message[-half:]}"
 
 
 class ConfigurationError(QuantshardError, ValueError):
@@ -79,7 +68,7 @@ class FallbackError(QuantshardError, RuntimeError):
 class CheckpointError(QuantshardError, RuntimeError):
     """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of limited length."""
 
-    _kept, _longest = "", 4000
+    _unescaped, _max_length = "", 4000
 
 
 class LostRankError(CheckpointError):
@@ -98,21 +87,16 @@ class NonFiniteGradientError(QuantshardError, RuntimeError):
     """Too many consecutive steps had infinite or NaN gradients, or the optimizer cannot skip such a step."""
 
 
-def is_told(topic: str) -> bool:
-    """True if `warn_once` has warned about this topic in this process."""
-    return topic in _told
-
-
 def silence(topic: str) -> None:
     """Leave out the warnings of `warn_once` on this topic in this process."""
-    _told.add(topic)
+    _warned_topics.add(topic)
 
 
 def warn_once(topic: str, text: str) -> None:
     """Warn at the user's line, once per topic and process, about something that is not an error."""
-    if topic in _told:
+    if topic in _warned_topics:
         return
-    _told.add(topic)
+    _warned_topics.add(topic)
     warn_user(text, is_counted=True)
 
 
@@ -124,7 +108,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: b
             shown even if Python has shown the same text at the same line, because it concerns another object.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame = frame.f_back
     names: dict[str, Any] = vars(sys) if frame is None else frame.f_globals
     registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # Python's record of shown warnings

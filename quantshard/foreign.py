@@ -25,18 +25,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = [
-    "hub_offline",
-    "open_regular",
-    "printable",
-    "read_json",
-    "read_regular",
-    "read_toml",
-    "regular_content",
-    "regular_size",
-    "toml_table",
-]
-
 Path_ = str | os.PathLike[str]
 
 _MIB: Final = 1 << 20
@@ -61,29 +49,21 @@ _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 
 
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
 
     Args:
         limit: maximum bytes.
         follow: follow links, as for a path that the user named. Paths inside an untrusted folder are not followed.
-
-    Raises:
-        OSError: the file is missing, cannot be opened, is not a regular file or is too long; `strerror` gives the
-            reason.
     """
     real_path, size = _regular(path, follow)
     if limit is not None and size > limit:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read of such a file", path)
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", path)
     no_follow = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # the file could have been replaced by a link
     return open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
 
 
 def regular_size(path: Path_, *, follow: bool = False) -> int:
-    """Return the length of a regular file; see `open_regular`.
-
-    Raises:
-        OSError: the file is missing or is not a regular file.
-    """
+    """Return the length of a regular file; see `open_regular`."""
     return _regular(path, follow)[1]
 
 
@@ -113,11 +93,7 @@ def _blob(place: str) -> str | None:
 
 
 def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
-    """Read a regular file; see `open_regular`.
-
-    Raises:
-        OSError: the file cannot be read; `strerror` gives the reason.
-    """
+    """Read a regular file; see `open_regular`."""
     with open_regular(path, limit=limit, follow=follow) as file:
         return file.read(limit)
 
@@ -130,9 +106,6 @@ def read_regular(
     Args:
         raising: class of the error to raise.
         follow: follow links, as for a path that the user named.
-
-    Raises:
-        QuantshardError: of class `raising`: the file is missing, not a regular file, too long, or cannot be read.
     """
     try:
         return regular_content(path, limit, follow=follow)
@@ -143,20 +116,12 @@ def read_regular(
 def read_json(
     path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object; see `read_regular` and `json_object`.
-
-    Raises:
-        QuantshardError: of class `raising`: the file cannot be read, or is not a JSON object.
-    """
+    """Read a JSON file that contains an object; see `read_regular` and `json_object`."""
     return json_object(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
 
 
 def json_object(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
-    """Parse the content of a JSON file that contains an object. `where`: source of the content, for error messages.
-
-    Raises:
-        QuantshardError: of class `raising`: the content is not a JSON object.
-    """
+    """Parse the content of a JSON file that contains an object. `where`: source of the content, for error messages."""
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -169,14 +134,12 @@ def json_object(content: bytes, where: str, raising: type[QuantshardError] = Con
 class FieldReader:
     """Typed access to the fields of a mapping from a file. A missing or null field is None.
 
+    Each method raises an error with the field's name and value if it has another type or is out of range.
+
     Args:
         content: the mapping.
         where: the file, for error messages.
         raising: class of the errors.
-
-    Raises:
-        QuantshardError: of class `raising`, by every method: a field has another type or value. The message names the
-            field and its value.
     """
 
     def __init__(
@@ -233,20 +196,12 @@ def shown(value: object, most: int = 80) -> str:
 def read_toml(
     path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
 ) -> dict[str, Any]:
-    """Read a TOML file; see `read_regular`.
-
-    Raises:
-        QuantshardError: of class `raising`: the file cannot be read, or is not TOML.
-    """
+    """Read a TOML file; see `read_regular`."""
     return toml_table(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
 
 
 def toml_table(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
-    """Parse the content of a TOML file. `where`: source of the content, for error messages.
-
-    Raises:
-        QuantshardError: of class `raising`: the content is not TOML.
-    """
+    """Parse the content of a TOML file. `where`: source of the content, for error messages."""
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
-from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error, swizzling
+from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error
 
 if kernels.USABLE:
     from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel
@@ -177,7 +177,7 @@ def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> 
         return parts
     if scale.ndim == 1:
         grid = [-(size // -cover) for size, cover in zip(shape, copy.block, strict=True)]
-        scale = swizzling.unswizzled(scale.view(copy.scale.encoding.storage), (grid[0], grid[1]))
+        scale = numerics.unswizzled(scale.view(copy.scale.encoding.storage), (grid[0], grid[1]))
     return {**parts, copy.codes.name: codes.view(copy.codes.encoding.storage), copy.scale.name: scale}
 
 
@@ -290,7 +290,7 @@ def _swizzle(
         second = second + nan_flag
     elif nan_flag is not None:
         grid = torch.where(nan_flag.isnan(), 0xFF, grid)
-    return transposed_codes, swizzling.swizzled(grid).view(copy.scale.encoding.multiplied), second
+    return transposed_codes, numerics.swizzled(grid).view(copy.scale.encoding.multiplied), second
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from quantshard.errors import FallbackError, is_told, warn_once
+from quantshard.errors import FallbackError, warn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,16 @@ FALLBACKS: Final[dict[str, Limit]] = {
     "emulated": Limit(
         "its GEMMs dequantize both operands and multiply in float32, or for 16-bit layers on a GPU in bfloat16",
         "PyTorch has no matrix product of this format for this device",
-        "expect the right numbers, slower than BF16; explain names the compute capabilities that have one",
+        "expect the right numbers, slower than BF16; explain names the GPUs that have one",
     ),
     "no kernels": Limit(
         "it is quantized and dequantized in plain PyTorch, many times slower than by kernels",
         "Triton is not installed, or this torch was not built with CUDA",
         "install Triton, which torch for CUDA brings on Linux",
     ),
-    "turned": Limit(
+    "dgrad dequantizes": Limit(
         "its dgrad reads dequantized values",
-        "the one copy that is stored has no scale blocks along the dim that dgrad sums over",
+        "the stored copy has no scale blocks along the dim that dgrad sums over",
         "use a recipe whose weights have square blocks or two copies",
     ),
     "quantized each forward": Limit(
@@ -52,45 +52,45 @@ FALLBACKS: Final[dict[str, Limit]] = {
     ),
     "dequantized": Limit(
         "its GEMMs run in high precision, on dequantized values",
-        "the weight is stored quantized and no autocast with a quantizing recipe is in force",
+        "the weight is stored quantized and no autocast with a quantizing recipe is active",
         "call the module under autocast with the recipe that the weight was built with",
     ),
-    "fetched": Limit(
+    "extra gather": Limit(
         "activation recomputation gathers the rowwise copy in a collective of its own",
         "FSDP2 gathered only the columnwise copy for backward",
-        "use a recipe whose weights keep one copy, or reshard_after_forward=False",
+        "use a recipe whose weights have one copy, or reshard_after_forward=False",
     ),
-    "not ours": Limit(
+    "foreign module": Limit(
         "its GEMMs run in high precision",
         "it is not one of quantshard's modules",
         "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",
     ),
-    "one by one": Limit(
+    "one expert at a time": Limit(
         "experts are quantized and multiplied one after another, in about a dozen launches each",
-        "kernels for all experts need 8-bit codes rounded to nearest and one scale per tensor or per 32 or 128 values",
+        "kernels for all experts need 8-bit codes rounded to nearest and scales per tensor, 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling",
     ),
-    "counts read": Limit(
+    "waits for token counts": Limit(
         "the host waits for the number of tokens of each expert",
         "m_splits is on the device, and these experts run one after another",
-        "use delayed, current, block or mxfp8 scaling, or bf16 in multiples of 8 features, outside of torch.compile",
+        "use delayed, current, block or mxfp8, or bf16 with multiples of 8 features, not under torch.compile",
     ),
-    "called apart": Limit(
+    "mlp not fused": Limit(
         "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
         "one of its layers has hooks or was wrapped or replaced",
         "use modules='linear' if that is intended, for example for adapters",
     ),
-    "late history": Limit(
+    "late amax history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
         "the module was built for another recipe",
         "build the model under quantized_model_init(enabled=False, recipe=...) with autocast's recipe",
     ),
-    "thin shards": Limit(
-        "every rank keeps scales of the whole weight, which weigh more than a tenth of its codes",
+    "replicated scales": Limit(
+        "every rank stores the scales of the whole weight, more than a tenth of its codes",
         "shards are thinner than scale blocks",
         "shard over fewer ranks and replicate over the others (HSDP)",
     ),
-    "float32 moments": Limit(
+    "float32 states": Limit(
         "its states stay in float32 although FP8 or FP16 was requested",
         "states with scales need 2-D parameters",
         "no action is needed: such parameters are small",
@@ -101,19 +101,18 @@ FALLBACKS: Final[dict[str, Limit]] = {
 REFUSALS: Final[dict[str, Limit]] = {
     "uneven axis": Limit(
         "tensor parallelism does not cut a dim that its mesh axis does not divide",
-        "DTensor misplaces uneven pieces that three or more FSDP ranks then cut (a bug of PyTorch)",
+        "DTensor misplaces uneven shards that three or more FSDP ranks cut again (a bug of PyTorch)",
         "choose a multiple of the axis, or replicate the parameter over it",
     ),
     "cut in a byte": Limit(
-        "two codes that share a byte are not cut apart",
-        "a byte has one owner",
-        "choose an in_features that is a multiple of the codes in a byte times the ranks of the axis (2 * tp for 4-bit "
-        "codes)",
+        "a cut cannot separate two codes that share a byte",
+        "each byte belongs to one rank",
+        "make in_features a multiple of the axis times the codes in a byte (2 * tp for 4-bit codes)",
     ),
-    "misplaced pieces": Limit(
-        "a parameter whose pieces have wrong offsets in DTensor is neither trained nor saved",
-        "PyTorch miscomputes offsets if three or more FSDP ranks cut an uneven piece",
-        "make that dim a multiple of the inner axis (tensor parallelism), or shard it over at most two FSDP ranks",
+    "misplaced shards": Limit(
+        "a parameter whose shards have wrong offsets in DTensor is neither trained nor saved",
+        "PyTorch miscomputes offsets if three or more FSDP ranks cut an uneven shard",
+        "make that dim a multiple of the tensor-parallel axis, or shard it over at most two FSDP ranks",
     ),
     "reshard to fewer ranks": Limit(
         "fully_shard(reshard_after_forward=<int>) is not supported",
@@ -121,18 +120,18 @@ REFUSALS: Final[dict[str, Limit]] = {
         "use True or False",
     ),
     "other placements": Limit(
-        "only dim 0 is sharded by FSDP2",
-        "FSDP2 gathers the tensors of a subclass along dim 0 only",
+        "FSDP2 can shard quantized weights along dim 0 only",
+        "it gathers tensor subclasses along dim 0 only",
         "leave shard_placement_fn at Shard(0)",
     ),
-    "changed plan": Limit(
+    "changed resharding": Limit(
         "whether FSDP2 frees a weight of two copies between passes cannot change after its first gather",
         "the gather buffers of each pass have fixed sizes",
         "call set_reshard_after_forward and set_reshard_after_backward before the first forward",
     ),
     "compiled tensor parallelism": Limit(
         "a layer that tensor parallelism cuts is not compiled",
-        "the shapes in a graph are not yet told how many rows the ranks gather",
+        "the shapes in a graph do not include the rows that ranks gather",
         "leave it out of the compiled function (torch.compiler.disable)",
     ),
     "other stages": Limit(
@@ -140,7 +139,7 @@ REFUSALS: Final[dict[str, Limit]] = {
         "stages end their passes at different times, so ranks would wait for each other",
         "pass the ranks of this stage as autocast(amax_reduction_group=) (docs/distributed.md)",
     ),
-    "captured draws": Limit(
+    "captured rounding": Limit(
         "stochastic rounding is not captured in a CUDA graph before quantshard.capturable_(model)",
         "random draws are counted on the host, so every replay would round with the same bits",
         "call quantshard.capturable_(model), run a step, then capture; or round to nearest",
@@ -152,7 +151,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "captured values": Limit(
         "quantize_ and requantize_ of a quantized weight are not captured in a CUDA graph",
-        "whether the new values are finite is read back before any is written",
+        "the host reads whether the new values are finite before it writes any",
         "write weights outside of the graph, or by FusedAdam with capturable=True",
     ),
     "captured shards": Limit(
@@ -161,18 +160,18 @@ REFUSALS: Final[dict[str, Limit]] = {
         "capture the whole step with quantshard.StepGraph (docs/performance.md), or replicate the model (DDP)",
     ),
     "captured replicas": Limit(
-        "make_graphed_callables and StepGraph do not take what DistributedDataParallel wraps together with the wrapper",
+        "make_graphed_callables and StepGraph do not take DistributedDataParallel",
         "Python hooks start its gradient reduction",
         "capture the module or its layers by make_graphed_callables, then wrap it",
     ),
     "captured region": Limit(
         "a captured callable is not called in a checkpointed function",
-        "its activations lie at fixed addresses, so none of their memory would be saved",
+        "its activations have fixed addresses, so checkpointing would save no memory",
         "checkpoint inside of what is captured, with use_reentrant=False and preserve_rng_state=False",
     ),
     "overwritten activations": Limit(
-        "the backward of a captured callable does not run after another forward in the same pool, nor twice",
-        "its activations were written over",
+        "the backward of a captured callable does not run twice, or after another forward in the same pool",
+        "its activations were overwritten",
         "call backward before the next forward, or capture a callable for each pending forward",
     ),
     "changed outputs": Limit(
@@ -186,7 +185,7 @@ REFUSALS: Final[dict[str, Limit]] = {
         "build this layer in high precision, outside of autocast, for a gradient penalty",
     ),
     "derivative of codes": Limit(
-        "create_graph=True through an activation whose inputs are kept as codes is not supported",
+        "create_graph=True through an activation whose inputs are stored as codes is not supported",
         "codes have no derivative",
         "build the module with activation_storage='high_precision'",
     ),
@@ -200,36 +199,30 @@ REFUSALS: Final[dict[str, Limit]] = {
         "outside of torch.utils.checkpoint the recipe and scales of its first forward are not known",
         "recompute with quantshard.checkpoint or torch.utils.checkpoint",
     ),
-    "new data": Limit(
-        ".data of a quantized tensor accepts only a tensor of its format, shape and shard, such as .to() returns",
+    "assigned data": Limit(
+        ".data of a quantized tensor accepts only a tensor of its format, shape and shard",
         "quantizing new values needs the amaxes of all ranks",
         "use quantize_() or quantshard.requantize_() for new values",
     ),
-    "wider parameters": Limit(
+    "parameter dtype": Limit(
         "FusedAdam trains quantized, float32, bfloat16 and float16 parameters; MasterWeights also float64",
         "masters and arithmetic are float32",
         "cast the parameter, freeze it, or give it to an optimizer of torch.optim",
     ),
-    "numbered states": Limit(
-        "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
-        "states are numbered as in one process, and must exist before a step",
-        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names "
-        "(docs/distributed.md#experts)",
+    "unnamed states": Limit(
+        "checkpoints.save and load do not take this optimizer of a model with expert parallelism",
+        "its states have numbers instead of names, and do not exist before a step",
+        "use FusedAdam, Lion, Muon or MasterWeights over named_parameters() (docs/distributed.md#experts)",
     ),
-    "states of closures": Limit(
+    "closure optimizer": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",
-        "a new process could not make its states to load them, without training the model",
-        "save the model alone, with optimizer=None, and optimizer.state_dict() with torch.save",
+        "a new process could not create its states without training the model",
+        "save the model with optimizer=None, and optimizer.state_dict() with torch.save",
     ),
     "pickle": Limit(
         "a quantized tensor is not pickled",
         "a checkpoint holds its plain components",
         "save module.state_dict() instead of the tensor, the parameter or the module",
-    ),
-    "array": Limit(
-        "numpy(), tolist() and DLPack do not take a quantized tensor",
-        "it holds codes and scales, and no array of values",
-        "use .dequantize() for its values, and module.state_dict() for codes and scales",
     ),
     "shared memory": Limit(
         "share_memory_ of a quantized tensor is not supported",
@@ -247,10 +240,9 @@ def refusal(name: str, subject: object) -> str:
 
 def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
     """Return the error that strict mode raises for the fallbacks of the parameter `subject`."""
-    return FallbackError(f"strict: {subject}: " + "; besides, ".join(str(FALLBACKS[name]) for name in names))
+    return FallbackError(f"strict: {subject}: " + "; and ".join(str(FALLBACKS[name]) for name in names))
 
 
 def warn(name: str, subject: str, if_intended: str) -> None:
     """Warn once per process that `subject` takes the fallback `name`. `if_intended`: how to silence the warning."""
-    if not is_told(name):
-        warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")
+    warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")

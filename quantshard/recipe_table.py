@@ -36,7 +36,6 @@ OPERANDS: Final = {
 }
 """The roles of the left and right operands of each GEMM."""
 
-
 _HISTORY_MARK = "+hist"
 
 
@@ -103,8 +102,8 @@ class Recipe:
         cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(cells) != 1:
             raise ConfigurationError(
-                f"recipe {self.name!r} names two formats for weights ({cells}), but a weight is stored once; give both "
-                "entries one row: with square blocks, or with a rowwise and a columnwise copy"
+                f"recipe {self.name!r} has two formats for weights ({cells}); give both entries one row, with square "
+                "blocks or with two copies"
             )
         cell = cells.pop()
         if cell is not None:
@@ -115,13 +114,12 @@ class Recipe:
         scaling = cell.scaling
         if scaling.stochastic_rounding or scaling.random_hadamard:
             raise ConfigurationError(
-                f"recipe {self.name!r}: weights are rounded to nearest and not transformed; leave stochastic_rounding "
-                "and random_hadamard to activations and gradients"
+                f"recipe {self.name!r}: stochastic_rounding and random_hadamard are for activations and gradients, not "
+                "for weights"
             )
         if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in cell.format.copies.values()):
             raise ConfigurationError(
-                f"recipe {self.name!r}: an amax history gives one scale for the whole tensor, but {cell.format.name} "
-                "has blocks; use a per-tensor format with it"
+                f"recipe {self.name!r}: {cell.format.name} has blocks, and an amax history needs a per-tensor format"
             )
 
     @cached_property
@@ -181,26 +179,19 @@ class TableRecipe(Recipe):
 
 
 def check_scalings(label: str, table: Table) -> None:
-    """Check how the operands of a table are scaled.
-
-    Raises:
-        ConfigurationError: a Hadamard transform that does not cancel, or two operands of one role with different amax
-            histories, although a role has only one history.
-    """
+    """Check how the operands of a table are scaled."""
     activations = {operand: cell.scaling for operand, cell in table.items() if operand[0] is not TensorRole.WEIGHT}
     transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
     if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):
         raise ConfigurationError(
-            f"recipe {label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
-            "random_hadamard for both or for neither, and in no other GEMM"
+            f"recipe {label!r}: set random_hadamard for both operands of wgrad or for neither, and in no other GEMM"
         )
     for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT):
         histories = {gemm: (s.history, s.most_recent) for (other, gemm), s in activations.items() if other is role}
         if len(set(histories.values())) > 1:
             described = ", ".join(f"{gemm.value} {_history(*history)}" for gemm, history in histories.items())
             raise ConfigurationError(
-                f"recipe {label!r}: operands of the role {role.value} have one amax history, and are all scaled by it, "
-                f"in one way, or none; here are {described}"
+                f"recipe {label!r}: role {role.value} has one amax history or none; here are {described}"
             )
 
 

@@ -199,18 +199,14 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
 
     Args:
         dims: the dim that each mesh axis cuts, or None.
-
-    Raises:
-        ConfigurationError: the shard was cut in another way.
     """
     pieces = pieces_outermost_first(shard)
     axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]
     cuts = [piece.cut.dim for piece in pieces if piece.cut is not None]
     if cuts != [dims[axis] for axis in axes]:
         raise ConfigurationError(
-            f"a weight {shard.global_shape} whose mesh axes shard dims {[dims[axis] for axis in axes]} (None: no dim), "
-            f"the last axis first, was cut {len(cuts)} times, along dims {cuts}; wrap it with tensor parallelism and "
-            "then fully_shard only once each"
+            f"a weight {shard.global_shape} whose mesh axes shard dims {[dims[axis] for axis in axes]} was cut along "
+            f"dims {cuts}; apply tensor parallelism and then fully_shard only once each"
         )
     return [axis for axis, piece in zip(axes, pieces, strict=True) if piece.replicates(component, dims[axis] or 0)]
 

@@ -1,4 +1,5 @@
-"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets.
+"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, presets; and which
+options of a saved parameter group an optimizer takes.
 
 `optimizers.state` allocates, reads and writes states by these rules; checkpoints recognize them.
 """
@@ -7,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
 from quantshard.recipe_table import QuantSpec
@@ -74,11 +77,7 @@ def scaled_state(key: str) -> str:
 
 
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
-    """Check that states of this role can have the dtype.
-
-    Raises:
-        ConfigurationError: the dtype is not supported.
-    """
+    """Check that states of this role can have the dtype."""
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
@@ -132,19 +131,6 @@ UNUSED_OPTIONS: Final = {
 """The `StateOptions` that each algorithm ignores."""
 
 
-class StateBytes(NamedTuple):
-    """Bytes per element of a large matrix, scales included."""
-
-    weight: float
-    master: float
-    moments: float
-
-    @property
-    def together(self) -> float:
-        """Bytes per element of weight, master and both moments."""
-        return self.weight + self.master + self.moments
-
-
 @dataclass(frozen=True)
 class StateOptions:
     """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers' arguments.
@@ -173,22 +159,12 @@ class StateOptions:
         }[algorithm]
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
-    def bytes_of(self, weight: Format) -> StateBytes:
-        """Bytes per element of a weight in this format and of its states under AdamW."""
-        sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
-        if MASTER in sizes and self.store_param_remainders and splits(weight, torch.float32, self.master_weight_dtype):
-            sizes[MASTER] = 1.0
-        return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
-
 
 OPTION_NAMES: Final = tuple(field.name for field in fields(StateOptions) if field.name != "momentum_buffer_dtype")
 """The options of `FusedAdam` that a preset sets."""
 
-PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
-"""The arguments of `FusedAdam` that choose how masters and moments are stored."""
-
 STATE_ARGUMENTS: Final = (
-    *PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
+    "preset", *OPTION_NAMES, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
 )  # fmt: skip
 """The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
 so parameter groups cannot override them."""
@@ -212,7 +188,7 @@ PRESETS: Final = {
 """The presets by name; docs/optimizers.md gives the reasons.
 
 lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
-stored. (For a BF16 parameter the master is float32, and 16 bits are stored.)
+stored. For a BF16 parameter the master is float32, and 16 bits are stored.
 
 lean6: one more byte, for a second moment in BF16, where every value has its own exponent. With one scale per 128
 values, the second moment is the first state that a large neighbor spoils, because it holds squares of gradients.
@@ -224,56 +200,42 @@ presets store it the same way.
 
 
 def check_preset(where: str, name: Any) -> StateOptions:
-    """Return the options of a preset.
-
-    Raises:
-        ConfigurationError: there is no preset of this name. The message starts with `where`.
-    """
+    """Return the options of a preset."""
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
 
 
 def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
-    """Check that `store_param_remainders` is used with masters, of a dtype that it supports.
-
-    Raises:
-        ConfigurationError: there are no masters or their dtype is not supported. The message starts with `where`.
-    """
+    """Check that `store_param_remainders` is used with masters, of a dtype that it supports."""
     if not has_masters or master is torch.bfloat16:
         raise ConfigurationError(
-            f"{where}(store_param_remainders=True): parameter and remainder are a master, so leave "
-            f"master_weights=True (not {has_masters}); it is of float32 beside a bfloat16 parameter, and of 16 bits "
-            f"beside an FP8 weight if master_weight_dtype is float16, which must be one of the two (not {master})"
+            f"{where}(store_param_remainders=True) needs master_weights=True (not {has_masters}), and a "
+            f"master_weight_dtype of float32, or float16 for FP8 weights (not {master})"
         )
 
 
-def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
+def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str, Any]) -> StateOptions:
     """Combine a preset with explicit options. Without a preset, missing options get their defaults.
 
     Args:
         where: the optimizer that received the arguments, for error messages.
         preset: a name in `PRESETS`, or None.
-        given: option -> value, for names in `OPTION_NAMES`. None means not set.
-
-    Raises:
-        ConfigurationError: there is no such preset, an option contradicts it, or options contradict each other.
+        options_by_name: option -> value, for names in `OPTION_NAMES`. None means not set.
     """
-    explicit = {name: value for name, value in given.items() if value is not None}
+    explicit = {name: value for name, value in options_by_name.items() if value is not None}
     if preset is None:
         dtype = explicit.get("master_weight_dtype", torch.float32)
         if explicit.get("master_weights") is False and dtype is not torch.float32:
             raise ConfigurationError(
-                f"{where}(master_weights=False, master_weight_dtype={dtype}): there are no "
-                "masters to be of a dtype; leave one of the two out"
+                f"{where}(master_weights=False, master_weight_dtype={dtype}): leave one of the two out"
             )
         return StateOptions(**explicit)
     options = check_preset(f"{where}(preset={preset!r})", preset)
     for name, value in explicit.items():
         if value != getattr(options, name):
             raise ConfigurationError(
-                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; leave "
-                "one of the two out"
+                f"{where}(preset={preset!r}, {name}={value}): the preset has {getattr(options, name)}; leave one out"
             )
     return options
 
@@ -292,6 +254,49 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
     )
 
 
-def _state_bytes(state: str, dtype: torch.dtype) -> float:
-    cell = state_cell(dtype, state in NONNEGATIVE)
-    return float(dtype.itemsize) if cell is None else cell.format.bytes_per_element
+# Parameter groups -------------------------------------------------------------------------------------------------
+
+PARAMETER_ENTRIES = ("params", "param_names")
+"""Entries of an optimizer's group that list its parameters. A load compares them and does not change them. All other
+entries are options."""
+
+_LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
+
+
+def own_settings(optimizer: Optimizer) -> set[str]:
+    """Names of the options that the optimizer itself puts into a group, as defaults or as `group_entries`.
+
+    Others come from elsewhere: an LR scheduler adds `initial_lr`, and users may add any entry.
+    """
+    return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
+
+
+def can_take(is_own: bool, saved: Any, own: Any) -> bool:
+    """Whether a saved option can replace this optimizer's `own`.
+
+    A number or bool replaces a number or bool, a list a list of the same length, None a bool or a string, and any
+    value replaces None. Any value also replaces an option that the optimizer did not add itself (`is_own` is False),
+    unless `own` is a number.
+    """
+    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    if own is None:
+        return True
+    if saved is None:
+        return isinstance(own, bool | str)
+    if isinstance(own, tuple | list):
+        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
+        return is_list and all(_is_like(saved_item, own_item) for saved_item, own_item in zip(saved, own, strict=True))
+    if isinstance(own, bool | int | float | Tensor):
+        if isinstance(saved, Tensor):
+            return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
+        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) <= _LARGEST_INTEGER)
+    return type(saved) is type(own)
+
+
+def as_setting(saved: Any, own: Any) -> Any:
+    """Convert a saved option to the form of `own`: a one-element tensor becomes a number where `own` is a number."""
+    is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
+    return saved.item() if is_number and saved.numel() == 1 else saved

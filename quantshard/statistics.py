@@ -1,4 +1,4 @@
-"""What the numbers of a model do while it trains, alarms, and where infinite and NaN values come from."""
+"""Statistics of a model's numbers in training, alarms, and the origin of infinite and NaN values."""
 
 from quantshard.tools.statistics import (
     Alarm,

@@ -1,4 +1,4 @@
-"""TransformerEngine's checkpoints: written anew as ours, offline, without TransformerEngine."""
+"""Conversion of TransformerEngine's checkpoints to quantshard's, without TransformerEngine."""
 
 from quantshard.interop.transformer_engine import Conversion, convert
 

@@ -1,3 +1,3 @@
-"""The version of the package: the one place that says it; pyproject.toml reads this file."""
+"""The version of the package, which pyproject.toml reads from this file."""
 
 __version__ = "0.2.0"

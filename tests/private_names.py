@@ -40,8 +40,7 @@ ATTRIBUTES = {
     f"{_FSDP}._fsdp_state.FSDPState": "_is_root _auto_reshard_after_forward _fsdp_param_group _fsdp_param_groups",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "fsdp_params mesh_info post_forward_mesh_info _reshard_after_forward "
     "reshard_after_backward",
-    f"{_FSDP}._fsdp_param.FSDPParam": "sharded_param _module_info _param_fqn sharded_state padded_sharded_param_size "
-    "mp_policy",
+    f"{_FSDP}._fsdp_param.FSDPParam": "sharded_param _module_info sharded_state padded_sharded_param_size mp_policy",
     f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
     f"{_FSDP}._fsdp_common.FSDPMeshInfo": "shard_mesh_size",
 }

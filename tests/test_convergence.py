@@ -20,7 +20,7 @@ from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
 from quantshard import recipe
 from quantshard.tools.trainer import worker
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import quantshard as qs
 from quantshard import checkpoints, private_torch
-from quantshard.distributed.distribute import empty_parameter, shard_parameter
+from quantshard.distributed.module_meshes import empty_parameter, shard_parameter
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
@@ -122,7 +122,7 @@ def already(mesh):
 REFUSED = {
     "uneven": (
         lambda mesh: shard_parameter(nn.Parameter(torch.ones(7, 4)), mesh["tp"], 0),
-        r"a parameter \(7, 4\), dim 0 of 7 over 2 ranks of \(tp=2\).*a multiple of the axis, or replicate",
+        r"a parameter \(7, 4\), dim 0 of 7 over 2 ranks.*a multiple of the axis, or replicate",
     ),
     "uneven, 1-D": (
         lambda mesh: empty_parameter((7,), mesh["tp"], 0, dtype=torch.float32, device="meta"),
@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "a byte": (
         lambda mesh: shard_parameter(parameter(NVFP4, (4, 6)), mesh["tp"], 1),
-        r"\(4, 6\), dim 1 in pieces of 3 over 2 ranks of \(tp=2\), 2 codes a byte.*2 \* tp",
+        r"\(4, 6\), dim 1 in pieces of 3 over 2 ranks, 2 codes a byte.*2 \* tp",
     ),
     "a byte, without the whole": (
         lambda mesh: empty_parameter((4, 6), mesh["tp"], 1, dtype=torch.float32, device="cpu", cell=NVFP4),
@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "two axes": (
         lambda mesh: shard_parameter(nn.Parameter(torch.ones(4)), mesh, 0),
-        r'one axis of the mesh, e.g. mesh\["tp"\], not all of \(dp=2, tp=2\)',
+        r'one axis of the mesh, e.g. mesh\["tp"\], not all of DeviceMesh\(\(dp=2, tp=2\)',
     ),
     "no such dim": (lambda mesh: shard_parameter(nn.Parameter(torch.ones(4)), mesh["tp"], 1), r"has no dim 1"),
     "already": (already, r"is a DTensor already.*before fully_shard"),

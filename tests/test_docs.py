@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quantshard
+from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.compat.transformer_engine.common.recipe import FIXED
@@ -331,7 +332,7 @@ def preset_rows() -> list[str]:
         "none": StateOptions(),
         **{f"`{name}`": PRESETS[name] for name in ("lean6", "lean8")},
     }.items():
-        size = options.bytes_of(weight.format)
+        size = bytes_of(options, weight.format)
         told = (options.master_weight_dtype, options.store_param_remainders)
         told = (*told, options.exp_avg_dtype, options.exp_avg_sq_dtype)
         cells = [name, *(f"`{each}`" for each in told), *(f"{each:.10g}" for each in (*size, size.together))]

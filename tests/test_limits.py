@@ -52,8 +52,8 @@ def fetched() -> None:
 TAKEN: dict[str, Callable[[], None]] = {
     "quantized each forward": lambda: forward(linear(enabled=False)),
     "dequantized": lambda: forward(linear(), enabled=False),
-    "fetched": fetched,
-    "late history": late_history,
+    "extra gather": fetched,
+    "late amax history": late_history,
 }
 
 
@@ -103,7 +103,7 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     assert cells
     for cell in cells:
         storage = operands.quantize_operand(torch.ones(32, 96), cell)
-        assert "turned" in hardware.fallbacks(storage, None, torch.device("cpu"))
+        assert "dgrad dequantizes" in hardware.fallbacks(storage, None, torch.device("cpu"))
 
 
 def test_a_gpu_without_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +119,12 @@ def test_explain_names_them_and_strict_raises() -> None:
     model = nn.ModuleDict({"ours": linear(), "plain": nn.Linear(4, 4)})
     report = qs.explain(model, recipe="current")
     assert {row.name: row.fallbacks for row in report.rows if row.fallbacks} == {
-        "ours.weight": ("emulated",), "plain.weight": ("not ours",),
+        "ours.weight": ("emulated",), "plain.weight": ("foreign module",),
     }  # fmt: skip
-    assert "fallback: plain.weight: not ours: its GEMMs run in high precision, because" in " ".join(str(report).split())
-    with pytest.raises(FallbackError, match=r"ours.weight: emulated: .*\n.*plain.weight: not ours"):
+    assert "fallback: plain.weight: foreign module: its GEMMs run in high precision, because" in " ".join(
+        str(report).split()
+    )
+    with pytest.raises(FallbackError, match=r"ours.weight: emulated: .*\n.*plain.weight: foreign module"):
         qs.explain(model, recipe="current", strict=True)
     assert qs.explain(model, recipe="bf16").rows[-2].fallbacks == ()
 
@@ -131,15 +133,15 @@ def test_explain_names_moments_that_stay_float32() -> None:
     model = linear()
     optimizer = qs.optimizers.FusedAdam(model.parameters(), exp_avg_dtype=torch.uint8)
     (weight, bias) = qs.explain(model, optimizer).rows
-    assert "float32 moments" not in weight.fallbacks
-    assert bias.fallbacks == ("float32 moments",)
+    assert "float32 states" not in weight.fallbacks
+    assert bias.fallbacks == ("float32 states",)
 
 
 def test_every_recipe_is_as_the_table_says() -> None:
     for name in ("delayed", "current", "block", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        assert "turned" not in hardware.fallbacks(
+        assert "dgrad dequantizes" not in hardware.fallbacks(
             linear(name).weight.quantized_storage, resolve(name), torch.device("cpu")
         )
 

@@ -192,7 +192,7 @@ def test_amaxes_are_reduced_over_exactly_the_ranks_that_hold_the_entries(fmt, sh
 @pytest.mark.parametrize("dims", [(), (1,), (0, 1), (0, None, 0)])
 def test_cuts_that_are_not_those_of_the_mesh(dims):
     piece = pieces_of(whole((64, 64)), 0, 2)[0]
-    with pytest.raises(ConfigurationError, match=r"\(64, 64\).*was cut 1 times, along dims \[0\]"):
+    with pytest.raises(ConfigurationError, match=r"\(64, 64\).*was cut along dims \[0\]"):
         sharding.whole_axes(piece, MXFP8_32X32.by_name["scale_inv"], dims)
 
 

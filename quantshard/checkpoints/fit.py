@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import private_torch, state_storage
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
@@ -26,7 +26,7 @@ from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
-from quantshard.tensor import components, state_keys
+from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -38,7 +38,7 @@ def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers
     if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
-    other_ranks_keys = {_MODEL + key for key in state_keys.held_elsewhere(model, model_keys)}
+    other_ranks_keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
     states = [key for key in stored if key.startswith(STATES)] if numbers is not None else []
     return other_ranks_keys | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
 
@@ -51,7 +51,7 @@ def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, o
     """
     if optimizer is None:
         return set()
-    required = {"params", *components.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
+    required = {"params", *state_storage.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
     missing = [key for key in wanted if key.startswith(GROUPS) and key not in stored]
     return {key for key in missing if key.split(".")[3] not in required}
 
@@ -125,8 +125,8 @@ def check_optimizer(
 
 
 def names_parameters(key: str) -> bool:
-    """Whether an entry of a group names the group's parameters (`components.PARAMETER_ENTRIES`)."""
-    return key.startswith(GROUPS) and key.split(".", 3)[3] in components.PARAMETER_ENTRIES
+    """Whether an entry of a group names the group's parameters (`state_storage.PARAMETER_ENTRIES`)."""
+    return key.startswith(GROUPS) and key.split(".", 3)[3] in state_storage.PARAMETER_ENTRIES
 
 
 def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -168,13 +168,13 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
     Raises:
         CheckpointError: names the first option that does not fit.
     """
-    own_names = components.own_settings(optimizer)
+    own_names = state_storage.own_settings(optimizer)
     for key, value in theirs.items():
         if not key.startswith(GROUPS):
             continue
         _, _, number, name = key.split(".", 3)
         live = optimizer.param_groups[int(number)].get(name, wanted[key])  # the state dict can differ from the group
-        if not components.can_take(name.partition(".")[0] in own_names, value, live):
+        if not state_storage.can_take(name.partition(".")[0] in own_names, value, live):
             raise CheckpointError(
                 f"{path} is of another optimizer, or damaged: its group {number} says {name} = {shown(value)}, where "
                 f"this optimizer has {shown(live)}; choose another checkpoint, or load the model alone"

@@ -18,7 +18,7 @@ from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
-from quantshard.tensor import components, state_keys
+from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
 BUCKET_BYTES = 2**25
@@ -64,7 +64,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
                 parts[key] = _local_part(value, live[key])
     with agreement.writing_into("the model"):
         result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
-    elsewhere = state_keys.held_elsewhere(model, description)
+    elsewhere = components.held_elsewhere(model, description)
     result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)
     return result
 
@@ -117,7 +117,7 @@ def _fitting(
             )
     _check_weights(model, live, described, sent)
     missing = [key for key in live if key not in described]
-    unexpected = sorted(described.keys() - live.keys() - state_keys.held_elsewhere(model, described))
+    unexpected = sorted(described.keys() - live.keys() - components.held_elsewhere(model, described))
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.errors import CheckpointError
-from quantshard.tensor import components, requantize, state_keys
+from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import DRAWS, KEY
 
 
@@ -62,7 +62,7 @@ def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Return this rank's checked values: entries that belong to no parameter, and its shard of each parameter."""
-    state_dict = state_keys.split_stacked(model, state_dict)
+    state_dict = components.split_stacked(model, state_dict)
     other_entries = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
     for name, part in parts.items():
@@ -83,7 +83,7 @@ def _other_entries(
         if tensor is not None:
             live[name] = tensor
     missing = sorted(params.keys() - state_dict.keys())
-    unknown = sorted(state_dict.keys() - params.keys() - live.keys() - state_keys.held_elsewhere(model, state_dict))
+    unknown = sorted(state_dict.keys() - params.keys() - live.keys() - components.held_elsewhere(model, state_dict))
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "

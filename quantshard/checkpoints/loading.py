@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard import numerics, private_torch
+from quantshard import numerics, private_torch, state_storage
 from quantshard.checkpoints import fit, optimizer_states, rank_state
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
@@ -395,7 +395,7 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
     fit.check_groups(request.path, objects, groups)
     settings = {key: value for key, value in objects.items() if not fit.names_parameters(key)}
     fit.check_settings(request.path, settings, live, optimizer)
-    return {*objects}, {key: components.as_setting(value, live[key]) for key, value in settings.items()}
+    return {*objects}, {key: state_storage.as_setting(value, live[key]) for key, value in settings.items()}
 
 
 def _rank_states(request: LoadRequest, reader: SafeReader) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quantshard import limits, private_torch
+from quantshard import limits, private_torch, state_storage
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.tensor import components
@@ -84,7 +84,7 @@ def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, A
 def _check_step(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(limits.refusal("states of closures", type(optimizer).__name__))
+        raise ConfigurationError(limits.refusal("closure optimizer", type(optimizer).__name__))
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     collective call if the optimizer's step on sharded parameters is one.
     """
     state = state_to_fill(optimizer)
-    _add_entries_of_others(state["param_groups"], stored, components.own_settings(optimizer))
+    _add_entries_of_others(state["param_groups"], stored, state_storage.own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
     if allocates(optimizer):
@@ -117,7 +117,7 @@ def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: s
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own | {*components.PARAMETER_ENTRIES}:
+        if is_value and name not in own | {*state_storage.PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
@@ -166,7 +166,7 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
     """The state after a first step; {} if this optimizer cannot run a step on its own."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return {}  # a step of the inner optimizer would change the model
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in components.PARAMETER_ENTRIES}
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in state_storage.PARAMETER_ENTRIES}
     probe = nn.Parameter(components.zeros_like(param, param.dtype))
     probe.grad = components.zeros_like(param, param.dtype)
     device = private_torch.local_tensor(param).device
@@ -269,7 +269,7 @@ class ParameterNumbers:
         for live_group, stored_group in zip(
             state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True
         ):
-            parameter_entries = {key: live_group[key] for key in components.PARAMETER_ENTRIES if key in live_group}
+            parameter_entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
             groups.append({**stored_group, **parameter_entries})
         return {**state, "state": states, "param_groups": groups}
 
@@ -297,7 +297,7 @@ def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> N
 
 
 def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
-    return UnsupportedOperationError(limits.refusal("numbered states", type(optimizer).__name__))
+    return UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:

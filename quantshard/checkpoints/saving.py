@@ -23,7 +23,7 @@ from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
-from quantshard.tensor import components, state_keys
+from quantshard.tensor import components
 
 
 def save(
@@ -97,7 +97,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
         "step": step if type(step) is int else None,
         "recipe": recipe if isinstance(recipe, str) else None,
         "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
-        "zero_centered": state_keys.zero_centered_gammas(model),
+        "zero_centered": components.zero_centered_gammas(model),
     }
 
 

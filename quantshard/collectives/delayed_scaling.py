@@ -55,9 +55,8 @@ def record_amaxes_(histories: Sequence[Tensor], amaxes: Tensor) -> None:
 
 
 MISMATCHES = MismatchRecord(
-    "delayed scaling: ranks used different modules between entering and leaving the outermost autocast, or in one "
-    "backward, so their amaxes cannot be reduced together; use the same modules on all ranks, or give "
-    "autocast(amax_reduction_group=) the ranks that do"
+    "delayed scaling: ranks used different modules in an autocast or a backward, so their amaxes cannot be reduced; "
+    "use the same modules on all ranks, or pass autocast(amax_reduction_group=) the ranks that do"
 )
 """Mismatches that `PendingAmaxes.flush` detected on a GPU and has not reported yet."""
 
@@ -178,12 +177,6 @@ class PendingAmaxes:
         for history in histories:
             private_torch.keep_with(history, slot)
 
-    def note(self, key: Tensor, number: int, history: Tensor, amax: Tensor, group: Groups) -> None:
-        """Record an amax (float32 scalar) for a history. Several amaxes before `flush` are merged by MAX."""
-        slot = self.slot([key], number, [history], group, kernel_dispatch.launch_queue(amax.device))
-        with torch.no_grad():
-            torch.maximum(slot, amax, out=slot)
-
     def note_all(
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], amaxes: Tensor, group: Groups
     ) -> None:
@@ -235,10 +228,6 @@ class PendingAmaxes:
         On a GPU, flush does not wait for the result of the check that ranks agree. If they disagree, nothing is
         recorded, and the next flush, optimizer step or save raises (`MISMATCHES`). Flush waits for the result of the
         previous pass, but not for work that was queued after it.
-
-        Raises:
-            RankMismatchError: on every rank, if ranks of a group used different modules, in this flush or, on a GPU, in
-                the previous one.
         """
         by_group: dict[Groups, list[PendingHistory]] = {}
         joint = self.take_joint() if all([pending.group is None for pending in self._joint.values()]) else []

@@ -51,18 +51,14 @@ class MismatchRecord:
         self._is_captured = False
 
     def add(self, differs: Tensor) -> None:
-        """Record a bool scalar that is equal on all ranks concerned.
-
-        Raises:
-            ConfigurationError: the first flag of a device is added while a CUDA graph is captured.
-        """
+        """Record a bool scalar that is equal on all ranks concerned."""
         is_capturing = kernel_dispatch.is_capturing()
         flag = self._found.get(differs.device)
         if flag is None:
             if is_capturing:  # a graph's memory has no value before the first replay
                 raise ConfigurationError(
-                    "a CUDA graph is captured of what ranks must agree on, and none of it ran before; run a step "
-                    "before the capture"
+                    "a CUDA graph captures a check that ranks agree, which never ran before; run a step before the "
+                    "capture"
                 )
             with torch.inference_mode(False):
                 flag = self._found[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)
@@ -81,9 +77,6 @@ class MismatchRecord:
 
         Args:
             waits: also wait for flags that the device has not sent yet.
-
-        Raises:
-            RankMismatchError: on every rank concerned.
         """
         if not self._sent or kernel_dispatch.is_capturing():
             return
@@ -93,11 +86,7 @@ class MismatchRecord:
             self._raise()
 
     def settle(self) -> None:
-        """Raise if any flag was ever true, including replays of captured graphs. Waits for the device.
-
-        Raises:
-            RankMismatchError: on every rank concerned.
-        """
+        """Raise if any flag was ever true, including replays of captured graphs. Waits for the device."""
         self.check()
         if self._is_captured and not kernel_dispatch.is_capturing() and any(map(bool, self._found.values())):
             self._raise()

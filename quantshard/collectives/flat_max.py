@@ -94,9 +94,6 @@ def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, rem
     """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`.
 
     Makes one collective per process group.
-
-    Raises:
-        RankMismatchError: a tensor differs. The message names the first one.
     """
     if not spanned(group) or not named:
         return

@@ -26,12 +26,7 @@ from quantshard.errors import ConfigurationError
 
 
 def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> range:
-    """Return the experts of this rank, of `num_experts` that are spread over a 1-D mesh. Without a mesh: all.
-
-    Raises:
-        ConfigurationError: on every rank: the mesh has several axes or does not divide the experts, or there are no
-            experts.
-    """
+    """Return the experts of this rank, of `num_experts` that are spread over a 1-D mesh. Without a mesh: all."""
     if num_experts < 1:
         raise ConfigurationError(f"{owner}: {num_experts} experts; there must be 1 or more")
     if ep_mesh is None:
@@ -106,8 +101,7 @@ class Dispatch:
         if outputs.shape[0] != rows or weights.numel() != sum(self.route.sent):
             raise ConfigurationError(
                 f"Dispatch.combine: outputs {list(outputs.shape)} and weights {list(weights.shape)} do not fit the "
-                f"{rows} rows that this rank's experts got and the {sum(self.route.sent) // choices} tokens with "
-                f"{choices} experts each that it sent"
+                f"{rows} rows received and the {sum(self.route.sent) // choices} tokens with {choices} experts sent"
             )
         sorting = self.route.sorting
         if sorting is not None:

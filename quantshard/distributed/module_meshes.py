@@ -1,21 +1,30 @@
-"""Parameters of a module on a tensor-parallel mesh: cut along one dim, or replicated.
+"""Parameters on a tensor-parallel mesh, cut along one dim or replicated; of a module, or one by one.
 
-They are DTensors on that mesh. `fully_shard` can therefore shard them further, optimizers and checkpoints know their
-placement, and a checkpoint can be loaded on any other mesh.
+A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, with this rank's shard as its local tensor. A
+quantized shard knows its place in the global tensor, so new values, states and checkpoints have the bits of the whole
+tensor. `fully_shard` on other axes of the same mesh then cuts the shards again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from quantshard.distributed import distribute
+from quantshard import limits, private_torch, sharding
 from quantshard.errors import ConfigurationError
+from quantshard.formats import Role
+from quantshard.recipe import QuantSpec
+from quantshard.tensor import components
+from quantshard.tensor import storage as storages
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 AXIS = "tp"
 """Name of a mesh axis that is created from a process group."""
@@ -38,11 +47,7 @@ class TensorParallelConfig:
     tp_mesh: DeviceMesh | None = None
 
     def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
-        """Return the mesh that is known at construction, or None.
-
-        Raises:
-            ConfigurationError: the arguments contradict each other.
-        """
+        """Return the mesh that is known at construction, or None."""
         mesh = self.tp_mesh
         if mesh is None and self.tp_group is not None:
             mesh = mesh_of_group(self.tp_group, device)
@@ -63,37 +68,26 @@ def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, tp_size: int) -> None:
-    """Check that these can be the meshes of a module.
-
-    Raises:
-        ConfigurationError: `tp_mesh` has several axes, or a size other than `tp_size` (unless that is 1), or
-            `weight_mesh` lacks some of its ranks.
-    """
+    """Check that these can be the meshes of a module."""
     if tp_mesh.ndim != 1:
         raise ConfigurationError(
-            f"{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; give the tensor-parallel one alone, "
-            'such as mesh["tp"]'
+            f'{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass one, such as mesh["tp"]'
         )
     if tp_size not in (1, tp_mesh.size()):
         raise ConfigurationError(
-            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; give a mesh of "
-            f"{tp_size} ranks, or leave tp_size out"
+            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; leave one out"
         )
     if weight_mesh is not None:
         lacking = sorted(set(tp_mesh.mesh.flatten().tolist()) - set(weight_mesh.mesh.flatten().tolist()))
         if lacking:
             raise ConfigurationError(
-                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; it is all axes that weights are sharded "
-                "over, flattened, the tensor-parallel one included (or leave it out: the parameters say it)"
+                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; pass all axes that weights are sharded "
+                "over, flattened, or leave it out"
             )
 
 
 def put_on_mesh(module: Any, tp_mesh: DeviceMesh) -> None:
-    """Convert a module's parameters to DTensors on a tensor-parallel axis, cut as its `_cuts` says.
-
-    Raises:
-        ConfigurationError: on every rank: the mesh does not divide a dim, or parameters are already on a mesh.
-    """
+    """Convert a module's parameters to DTensors on a tensor-parallel axis, cut as its `_cuts` says."""
     owner = type(module).__name__
     named = list(module.named_parameters(recurse=False))
     is_placed = [isinstance(param, DTensor) and param.device_mesh == tp_mesh for _, param in named]
@@ -107,9 +101,9 @@ def put_on_mesh(module: Any, tp_mesh: DeviceMesh) -> None:
             )
     for name, param in named:
         if isinstance(param, DTensor):
-            setattr(module, name, distribute.on_mesh(param, tp_mesh))
+            setattr(module, name, on_mesh(param, tp_mesh))
         else:
-            setattr(module, name, distribute.shard_parameter(param, tp_mesh, module._cuts[name]))
+            setattr(module, name, shard_parameter(param, tp_mesh, module._cuts[name]))
     module.tp_mesh, module._from_group = tp_mesh, False
 
 
@@ -129,8 +123,8 @@ def local_part(module: Any, name: str, param: Any) -> Any:
     if whole or (on_tp_mesh and cut is not None and param.placements == (Shard(cut),)):
         return param.to_local()
     raise ConfigurationError(
-        f"{type(module).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the module "
-        "through the FSDP-wrapped one that gathers it, or call unshard() on that first"
+        f"{type(module).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
+        "FSDP-wrapped module around it, or its unshard() first"
     )
 
 
@@ -139,6 +133,129 @@ def _cut_otherwise(module: Any, name: str, actual: str) -> str:
     action = "has it whole" if cut is None else f"cuts its dim {cut}"
     return (
         f"{type(module).__name__}.{name} is {actual}, but tensor parallelism over {module.tp_size} ranks {action}; "
-        "a weight that is shared with another module must be cut likewise there, as parallelize_module does, before it "
-        "is assigned here"
+        "cut a weight that modules share equally in all of them, before it is assigned here"
     )
+
+
+# Parameters one by one
+
+
+def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard.
+
+    There is no collective. A shard has its own memory; only the random key, draws and amax history are shared with
+    `param`, so that cutting a tied weight twice is detected. A replicated parameter shares its memory with `param`.
+
+    Args:
+        param: quantized or not, with any number of dims, on any device including meta.
+        mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
+        dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
+    """
+    subject = f"a parameter {tuple(param.shape)}"
+    if isinstance(param, DTensor):
+        raise ConfigurationError(
+            f"{subject} is a DTensor already ({param.placements} of {param.device_mesh}); shard it once, and before "
+            "fully_shard"
+        )
+    start, chunk = _place(tuple(param.shape), mesh, dim, subject)
+    quantized = components.quantized_local(param)
+    if dim is None:
+        local = param.detach()
+    elif quantized is None:
+        local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
+    else:
+        _check_codes(quantized.quantized_storage.cell, tuple(param.shape), mesh, dim)
+        local = QuantizedTensor(_alone(quantized.quantized_storage.piece(dim, start, chunk), mesh), param.dtype)
+    return _parameter(local, mesh, dim, param.shape, param.requires_grad)
+
+
+def empty_parameter(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    dim: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    cell: QuantSpec | None = None,
+    state: dict[str, Tensor] | None = None,
+) -> nn.Parameter:
+    """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
+
+    Fill a quantized parameter with `quantshard.requantize_([(parameter, local_values)])`, on every rank.
+
+    Args:
+        shape: global shape.
+        mesh, dim: as in `shard_parameter`.
+        dtype: dtype of the parameter; nominal for a quantized one.
+        device: device of the shard. "meta" allocates nothing.
+        cell: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
+        state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
+    """
+    shape = torch.Size(shape)
+    start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")
+    if cell is None:
+        local = torch.empty([chunk if d == dim else size for d, size in enumerate(shape)], dtype=dtype, device=device)
+        return _parameter(local, mesh, dim, shape)
+    shard = sharding.whole((shape[0], shape[1]))
+    if dim is not None:
+        _check_codes(cell, tuple(shape), mesh, dim)
+        shard = shard.piece(dim, start, chunk)
+    state = state if state is not None else storages.weight_state(cell, device)
+    storage = storages.empty(cell, shard, device, state)
+    storage.mesh = None if dim is None else mesh
+    return _parameter(QuantizedTensor(storage, dtype), mesh, dim, shape)
+
+
+def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Move a parameter from a 1-D mesh to another mesh of the same ranks, sharing its memory."""
+    local = private_torch.local_tensor(param).detach()
+    quantized = components.quantized_local(param)
+    if quantized is not None and quantized.quantized_storage.mesh is not None:
+        quantized.quantized_storage.mesh = mesh
+    placed = private_torch.dtensor_around(local, mesh, list(param.placements), param.shape)
+    return nn.Parameter(placed, requires_grad=param.requires_grad)
+
+
+def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: str) -> tuple[int, int]:
+    """Return the start and length of this rank's shard along `dim`."""
+    if mesh.ndim != 1:
+        raise ConfigurationError(f'{subject}: pass one axis of the mesh, e.g. mesh["tp"], not all of {mesh}')
+    if dim is None:
+        return 0, 0
+    if not 0 <= dim < len(shape):
+        raise ConfigurationError(f"{subject} has no dim {dim} to shard; use one of its dims or None")
+    ranks, coordinate = mesh.size(), mesh.get_coordinate()
+    if shape[dim] % ranks:
+        raise ConfigurationError(
+            limits.refusal("uneven axis", f"{subject}, dim {dim} of {shape[dim]} over {ranks} ranks")
+        )
+    if coordinate is None:
+        raise ConfigurationError(f"{subject}: this rank is not in the mesh {mesh}")
+    chunk = shape[dim] // ranks
+    return coordinate[0] * chunk, chunk
+
+
+def _check_codes(cell: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
+    cut = sharding.whole((shape[0], shape[1])).piece(dim, 0, shape[dim] // mesh.size()).cut
+    assert cut is not None
+    codes = [part for part in cell.format.components if part.role is Role.CODES]
+    if not all(cut.is_clean(part) for part in codes):
+        packed = max(part.block_shape[dim] for part in codes)
+        pieces = f"dim {dim} in pieces of {cut.chunk} over {mesh.size()} ranks, {packed} codes a byte"
+        raise ConfigurationError(limits.refusal("cut in a byte", f"a {cell.tag} parameter {shape}, {pieces}"))
+
+
+def _alone(piece: QuantizedStorage, mesh: DeviceMesh) -> QuantizedStorage:
+    """Copy a shard to its own memory, so that it does not keep the whole alive."""
+    copy = piece.map(lambda part: part.clone(memory_format=torch.contiguous_format))
+    if copy.high_precision is not None:
+        copy.high_precision = copy.high_precision.clone(memory_format=torch.contiguous_format)
+    copy.mesh = mesh
+    return copy
+
+
+def _parameter(
+    local: Tensor, mesh: DeviceMesh, dim: int | None, shape: torch.Size, requires_grad: bool = True
+) -> nn.Parameter:
+    placement = Replicate() if dim is None else Shard(dim)
+    return nn.Parameter(private_torch.dtensor_around(local, mesh, [placement], shape), requires_grad=requires_grad)

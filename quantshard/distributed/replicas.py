@@ -83,8 +83,8 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(param, DTensor) or param.is_meta:
             where = "sharded" if isinstance(param, DTensor) else "on the meta device"
             raise ConfigurationError(
-                f"{name} is {where}, but replicas are compared whole; models under fully_shard need neither "
-                "check_replicas nor broadcast_: FusedAdam and reset_parameters compare their random keys"
+                f"{name} is {where}; check_replicas and broadcast_ are for whole models, and models under fully_shard "
+                "do not need them"
             )
     live.update(model.named_buffers())
     live.update(model.state_dict())

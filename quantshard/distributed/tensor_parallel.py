@@ -61,18 +61,14 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: Group, mode: str | None = None, sequence_parallel: bool = False) -> TensorParallel:
-        """Return the part of this rank in `group`, which must include this rank.
-
-        Raises:
-            ConfigurationError: the mode is not one of `MODES`, or this rank is not in the group.
-        """
+        """Return the part of this rank in `group`, which must include this rank."""
         check_mode("a layer", mode, False)
         if group is None:
             return cls(None, 1, 0, mode, sequence_parallel)
         rank = dist.get_rank(group)
         if rank < 0:
             raise ConfigurationError(
-                f"rank {dist.get_rank()} is not in the tensor-parallel group it was given; give each rank its own group"
+                f"rank {dist.get_rank()} is not in its tensor-parallel group; pass each rank its own group"
             )
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
@@ -88,17 +84,13 @@ NONE = TensorParallel()
 
 
 def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
-    """Check that a linear layer can be cut in this mode.
-
-    Raises:
-        ConfigurationError: the mode is not one of `MODES`, or activations are split but the mode is None.
-    """
+    """Check that a linear layer can be cut in this mode."""
     if mode not in MODES:
         raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
     if mode is None and sequence_parallel:
         raise ConfigurationError(
-            f"{owner}(sequence_parallel=True) gathers or scatters tokens around a weight that is cut, but nothing says "
-            "how: give parallel_mode, or set_parallel_mode=True for modules of several layers"
+            f"{owner}(sequence_parallel=True) needs parallel_mode, or set_parallel_mode=True for modules of several "
+            "layers"
         )
 
 
@@ -164,38 +156,23 @@ def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum x [rows, ...] over the ranks and return this rank's rows: [rows / ranks, ...].
-
-    Raises:
-        ConfigurationError: on every rank, if the rows cannot be divided equally.
-    """
+    """Sum x [rows, ...] over the ranks and return this rank's rows: [rows / ranks, ...]."""
     rows_per_rank(x.shape, tp)
     return cast(Tensor, _Collective.apply(x, tp, _summed_rows, gather_rows)) if tp.size > 1 else x
 
 
 def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Return a copy of this rank's rows of x [rows, ...], which is equal on every rank: [rows / ranks, ...].
-
-    Raises:
-        ConfigurationError: on every rank, if the rows cannot be divided equally.
-    """
+    """Return a copy of this rank's rows of x [rows, ...], which is equal on every rank: [rows / ranks, ...]."""
     rows_per_rank(x.shape, tp)
     return cast(Tensor, _Collective.apply(x, tp, _own_rows, join_rows)) if tp.size > 1 else x
 
 
 def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
-    """Return the number of rows (dim 0) of an activation of `shape` per rank under sequence parallelism.
-
-    Raises:
-        ConfigurationError: on every rank, if the rows cannot be divided equally.
-    """
+    """Return the number of rows (dim 0) of an activation of `shape` per rank under sequence parallelism."""
     if shape[0] % tp.size:
-        below = shape[0] - shape[0] % tp.size
         raise ConfigurationError(
             f"sequence parallelism cannot divide the {shape[0]} rows (dim 0) of an activation {list(shape)} equally "
-            f"over the {tp.size} ranks of the tensor-parallel group; pad or cut the sequence to a multiple of "
-            f"{tp.size}, such as {below + tp.size}" + (f" or {below}" if below else "") + ", or leave "
-            "sequence_parallel off"
+            f"over {tp.size} ranks; pad or cut the sequence to a multiple of {tp.size}, or leave sequence_parallel off"
         )
     return shape[0] // tp.size
 
@@ -205,9 +182,6 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
 
     Over several ranks, the mask is generated for the whole activation by global index, with a counter generator and a
     key drawn from torch's CPU generator. Ranks that have the same rows therefore drop the same elements.
-
-    Raises:
-        RankMismatchError: on every rank, if ranks of the group draw different keys.
     """
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch
+from quantshard import kernel_dispatch, numerics
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Format, Orientation, OrientedCodes
-from quantshard.numerics import swizzling
 from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe, TensorRole
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -129,13 +128,13 @@ def by_four(grid: Tensor) -> Tensor:
 
 
 def as_e8m0(grid: Tensor) -> Tensor:
-    """`swizzling.swizzled` bytes as PyTorch's E8M0."""
-    return swizzling.swizzled(grid).view(torch.float8_e8m0fnu)
+    """`numerics.swizzled` bytes as PyTorch's E8M0."""
+    return numerics.swizzled(grid).view(torch.float8_e8m0fnu)
 
 
 def as_e4m3(grid: Tensor) -> Tensor:
-    """`swizzling.swizzled` bytes as PyTorch's E4M3."""
-    return swizzling.swizzled(grid).view(torch.float8_e4m3fn)
+    """`numerics.swizzled` bytes as PyTorch's E4M3."""
+    return numerics.swizzled(grid).view(torch.float8_e4m3fn)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -232,9 +231,9 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         return (*names, "quantized each forward") if cell is not None else ()
     fmt = stored.cell.format
     if not fmt.serves_columns:
-        names.append("turned")
+        names.append("dgrad dequantizes")
     if stored.gathered and not stored.has(Orientation.ROWWISE):
-        names.append("fetched")
+        names.append("extra gather")
     return tuple(names)
 
 
@@ -242,7 +241,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
 def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
     """GEMMs without a native product of their two quantized formats on this hardware.
 
-    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("turned").
+    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("dgrad dequantizes").
     """
     gemms = []
     for gemm, roles in OPERANDS.items():

@@ -145,7 +145,7 @@ class GroupedLinear(QuantizedModule):
             inp: the input, read as [tokens, in_features].
             m_splits: number of consecutive rows for each expert of this rank, as ints or an integer tensor [experts]. A
                 tensor on a GPU stays there if all experts run in one kernel; otherwise the host waits for its values
-                (`limits.FALLBACKS`, "counts read").
+                (`limits.FALLBACKS`, "waits for token counts").
 
         Returns:
             The output; with `return_bias` a tuple (output, list of biases or None).
@@ -177,10 +177,10 @@ class GroupedLinear(QuantizedModule):
     def _read(self, splits: Tensor) -> list[int]:
         """Copy splits from the GPU to the host."""
         if context.is_strict():
-            checks.refuse_fallbacks(self.label(self._weight_names[0]), ("counts read",))
+            checks.refuse_fallbacks(self.label(self._weight_names[0]), ("waits for token counts",))
         if kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
-                f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['counts read']}"
+                f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['waits for token counts']}"
             )
         counts: list[int] = splits.tolist()
         return counts
@@ -242,7 +242,7 @@ class GroupedLinear(QuantizedModule):
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
-        return ("one by one",) if hardware.block_together(recipe) is None else ()
+        return ("one expert at a time",) if hardware.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
         """Return True if one kernel could run all experts of these tokens.

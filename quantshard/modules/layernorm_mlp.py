@@ -29,7 +29,7 @@ from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
-from quantshard.tensor import state_keys
+from quantshard.tensor import components
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as activation_kernel
@@ -300,7 +300,7 @@ class LayerNormMLP(QuantizedModule):
         )  # fmt: skip
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_keys.split_stacked(self, state_dict, prefix), prefix, *args)
+        super()._load_from_state_dict(components.split_stacked(self, state_dict, prefix), prefix, *args)
 
     @by_own_recipe
     def forward(self, inp: Tensor, *, residual: Tensor | None = None) -> Tensor | tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Adam's formula: a pure function of gradient, master, moments and step."""
+"""Adam's formula and the moving average of weights: pure functions of gradient, master, moments and step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
+from quantshard.numerics.states import StateSpec
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
-ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT)
-"""Values of a parameter that a step reads and writes: means of the gradient and its square, master and weight."""
-
 STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
 """The second moment must not round to zero: that would blow up the step if the first moment is nonzero."""
 
@@ -35,7 +32,7 @@ class Hyperparameters:
     step: counts from 1. An int64 scalar tensor is not read back from its device.
     lr: learning rate. A float32 scalar tensor is not read back from its device.
     decoupled: AdamW. If False, weight decay is added to the gradient (L2).
-    ema_decay: decay of the average of the weights, if there is one (`numerics.averages`).
+    ema_decay: decay of the average of the weights, if there is one (`average_share`).
     """
 
     step: int | Tensor
@@ -157,3 +154,30 @@ def float32(value: float) -> float:
     """Round to the nearest float32, as kernels do with a Python number."""
     (rounded,) = struct.unpack("f", struct.pack("f", value))
     return float(rounded)
+
+
+def average_share(decay: float, step: int | Tensor) -> float | Tensor:
+    """Return the share of the new values in an exponential moving average of weights at `step`, counted from 1.
+
+        a = a + share (w - a),   share = (1 - decay) / (1 - decay^step)
+
+    Adam's bias correction is already applied: after n steps from the first on, w_i has the weight
+    decay^(n - i) (1 - decay) / (1 - decay^n). An average that starts after step n starts with the values of that time,
+    which count for all n steps.
+
+    The result is a float32 number, or a float32 scalar on the device of `step` if `step` is an int64 tensor, computed
+    in float64 with operations that give the same bits on every device.
+    """
+    rest = 1.0 - power(decay, step)
+    if isinstance(rest, Tensor):
+        return (torch.full_like(rest, 1.0 - decay) / rest).float()
+    return float32((1.0 - decay) / rest)
+
+
+def moved_average(average: Tensor, values: Tensor, share: float | Tensor) -> Tensor:
+    """Return the average after a step, in float32, out of place.
+
+    `lerp` and `add(alpha=)` would fuse these three operations on some devices. An average that equals a weight that no
+    longer changes keeps its bits.
+    """
+    return average + (values - average) * share

@@ -5,19 +5,27 @@ Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard.numerics.chunks import in_chunks
-
 Pair = tuple[int, int]
 
+_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set fits in the cache
 _WORD: Final = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+
+
+def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `chain(*inputs)`, elementwise over inputs of one shape. On a CPU, chunks are several times faster."""
+    shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
+    if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
+        return chain(*inputs)
+    pieces = [chain(*chunk) for chunk in zip(*(x.reshape(-1).split(size) for x in inputs), strict=True)]
+    return torch.cat(pieces).unflatten(0, shape)
 
 
 def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:

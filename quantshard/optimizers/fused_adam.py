@@ -71,7 +71,7 @@ class FusedAdam(AdamOptimizer):
         max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state
             `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
-            master (or, without one, the new values before rounding), with bias correction (`numerics.averages`).
+            master (or, without one, the new values before rounding), with bias correction (`numerics.adam`).
             `averaged_weights` evaluates with the averages, `begin_average` and `drop_average` switch them on and off
             later, and `group["ema_decay"]` can be set between steps.
 

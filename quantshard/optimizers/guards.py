@@ -142,7 +142,7 @@ def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torc
             f"{optimizer}: {name} is on the meta device; call reset_parameters() on the modules first"
         )
     if components.quantized_local(param) is None and param.dtype not in dtypes:
-        raise ConfigurationError(limits.refusal("wider parameters", f"{optimizer}: {name} is {param.dtype}"))
+        raise ConfigurationError(limits.refusal("parameter dtype", f"{optimizer}: {name} is {param.dtype}"))
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import private_torch, state_storage
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.optimizers import guards
@@ -99,7 +99,7 @@ def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
 
 
 def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    live_groups, settings = optimizer.param_groups, components.own_settings(optimizer)
+    live_groups, settings = optimizer.param_groups, state_storage.own_settings(optimizer)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, live_groups)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
@@ -109,8 +109,8 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
     for theirs, ours in zip(saved, live_groups, strict=True):
         if not _is_matched_by_name(theirs):
             _check_names(theirs.get("param_names"), ours.get("param_names"))
-        for key in theirs.keys() & ours.keys() - {*components.PARAMETER_ENTRIES}:
-            if not components.can_take(key in settings, theirs[key], ours[key]):
+        for key in theirs.keys() & ours.keys() - {*state_storage.PARAMETER_ENTRIES}:
+            if not state_storage.can_take(key in settings, theirs[key], ours[key]):
                 raise CheckpointError(
                     f"the optimizer state says {key} = {shown(theirs[key])}, where this optimizer has "
                     f"{shown(ours[key])}; choose another checkpoint"
@@ -165,9 +165,9 @@ def _described(value: Any) -> str:
 def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Copy the entries of a saved group. Tensors are copied in place, because a captured step reads their addresses."""
     for key, value in saved.items():
-        if key in components.PARAMETER_ENTRIES:
+        if key in state_storage.PARAMETER_ENTRIES:
             continue
-        value, live = components.as_setting(value, own.get(key)), own.get(key)
+        value, live = state_storage.as_setting(value, own.get(key)), own.get(key)
         if isinstance(live, Tensor):
             live.copy_(value.reshape(live.shape)) if isinstance(value, Tensor) else live.fill_(value)
         elif isinstance(live, tuple) and isinstance(value, list):  # set_optimizer_state_dict(full_state_dict=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import kernel_dispatch, private_torch
+from quantshard import kernel_dispatch, private_torch, state_storage
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics import averages
+from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, rounding
 from quantshard.optimizers.base import SWITCHES, ParameterOptimizer, check_ranges
@@ -180,7 +180,7 @@ class MasterWeights(ParameterOptimizer):
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         """Build an inner optimizer for one tensor with a group's settings."""
-        settings = {k: v for k, v in group.items() if k not in (*components.PARAMETER_ENTRIES, *self._own_entries)}
+        settings = {k: v for k, v in group.items() if k not in (*state_storage.PARAMETER_ENTRIES, *self._own_entries)}
         return self._make([{**settings, "params": [tensor]}])
 
     def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -248,11 +248,11 @@ class MasterWeights(ParameterOptimizer):
         """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
-            share = averages.share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
+            share = adam.average_share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
             for param in group["params"]:
                 if param in self._masters:
                     average = private_torch.local_tensor(self._averages[param])
-                    average.copy_(averages.moved(average, private_torch.local_tensor(self._masters[param]), share))
+                    average.copy_(adam.moved_average(average, private_torch.local_tensor(self._masters[param]), share))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

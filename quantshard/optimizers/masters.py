@@ -281,7 +281,7 @@ class MasterOptimizer(ParameterOptimizer):
         """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
 
         Averages start from the present masters (or the parameters without one), weighted as if all earlier steps had
-        had these values: the next step's share follows from its step number (`numerics.averages`).
+        had these values: the next step's share follows from its step number (`numerics.adam`).
 
         Raises:
             ConfigurationError: averages are already kept, or the decay is invalid.

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.numerics import averages
+from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.guards import FlagLayout
 from quantshard.optimizers.rounding import StateDraw
@@ -72,7 +72,7 @@ class GroupSettings:
     @cached_property
     def share(self) -> float | Tensor:
         """Share of the new values in the averages."""
-        return averages.share(self.ema_decay, self.step)
+        return adam.average_share(self.ema_decay, self.step)
 
 
 class ParameterStep:
@@ -173,7 +173,7 @@ class ParameterStep:
             )
         new = {role: updated.get(role, master) for role in self.targets}
         if self.average is not None:
-            new[AVERAGE] = averages.moved(self.average.read(), master, self.group.share)
+            new[AVERAGE] = adam.moved_average(self.average.read(), master, self.group.share)
         return new
 
     def _begin(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
@@ -201,7 +201,7 @@ class ParameterStep:
         if self.average is None:
             return
         before = self.average.read()
-        after = averages.moved(before, self.source.read(), self.group.share)
+        after = adam.moved_average(before, self.source.read(), self.group.share)
         self.average.write(after if skip is None else torch.where(skip, before, after), None)
 
 

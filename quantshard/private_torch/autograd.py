@@ -259,9 +259,6 @@ def check_order_is_kept() -> None:
     is wrapped in another one without tags (torch 2.11 to 2.13). This function adds the wrapper to a list of names,
     which, unlike the option `custom_should_partition_ops`, also covers operators with outputs. It is called in
     tracing, because the import takes a second.
-
-    Raises:
-        TorchVersionError: this version of PyTorch lacks one of the names, here or in `keep_order`.
     """
     inductor, unsafe = _inductor(), _unsafe()
     if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:

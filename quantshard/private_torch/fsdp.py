@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +57,12 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     FSDP2 passes no such fact to its hooks, so it comes from FSDP2's own state: the parameter group of the parameter.
     Without a group, the plan is to keep everything gathered.
     """
-    for state in _known_states():
-        for group in _param_groups(state):
-            for fsdp_param in group.fsdp_params:
-                local = fsdp_param.sharded_param._local_tensor
-                if getattr(local, "quantized_storage", None) is storage:
-                    forward_mesh_info, mesh_info = group.post_forward_mesh_info, group.mesh_info
-                    size = getattr(mesh_info, "shard_mesh_size", None)
-                    reshards_to_other_mesh = (
-                        forward_mesh_info is not None and getattr(forward_mesh_info, "shard_mesh_size", None) != size
-                    )
-                    return FsdpPlan(_frees_between_passes(group), reshards_to_other_mesh, weakref.ref(group))
+    for group, fsdp_param in _managed_parameters():
+        if getattr(fsdp_param.sharded_param._local_tensor, "quantized_storage", None) is storage:
+            meshes = group.post_forward_mesh_info, group.mesh_info
+            after_forward, sharded = (getattr(mesh, "shard_mesh_size", None) for mesh in meshes)
+            reshards_to_other_mesh = meshes[0] is not None and after_forward != sharded
+            return FsdpPlan(_frees_between_passes(group), reshards_to_other_mesh, weakref.ref(group))
     return FsdpPlan()
 
 
@@ -79,20 +75,13 @@ def has_offloaded_parameters() -> bool:
 
 
 @needs_attributes(_GATHERS)
-def sharded_parameters() -> list[tuple[DTensor, str]]:
-    """FSDP2's sharded parameters in this process and their names, or the class of the module if FSDP2 has no name.
+def sharded_parameters() -> list[DTensor]:
+    """FSDP2's sharded parameters in this process.
 
-    FSDP2 looks up names in the first forward, but not for parameters that replaced its own. Within the dispatch of an
-    operation only the local tensor is visible, and no public record leads from it to its DTensor.
+    Within the dispatch of an operation only the local tensor is visible, and no public record leads from it to its
+    DTensor.
     """
-    params = []
-    for state in _known_states():
-        for group in _param_groups(state):
-            for fsdp_param in group.fsdp_params:
-                info = fsdp_param._module_info
-                name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
-                params.append((_sharded_param(fsdp_param), name))
-    return params
+    return [_sharded_param(fsdp_param) for _, fsdp_param in _managed_parameters()]
 
 
 def _sharded_param(fsdp_param: Any) -> Any:
@@ -157,12 +146,18 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
 @needs_attributes(_GATHERS)
 def has_gathered_parameters(module: nn.Module) -> bool:
     """True if FSDP2 currently has parameters of this module, without its children, unsharded."""
+    return any(
+        fsdp_param._module_info.module is module and fsdp_param.sharded_state.name != "SHARDED"
+        for _, fsdp_param in _managed_parameters()
+    )
+
+
+def _managed_parameters() -> Iterator[tuple[Any, Any]]:
+    """FSDP2's parameters in this process, each after its parameter group."""
     for state in _known_states():
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
-                if fsdp_param._module_info.module is module and fsdp_param.sharded_state.name != "SHARDED":
-                    return True
-    return False
+                yield group, fsdp_param
 
 
 def _known_states() -> list[Any]:

@@ -50,11 +50,7 @@ def private_name_later(path: str, feature: str) -> Callable[[], Any]:
 
 
 def resolve_name(path: str) -> Any:
-    """The object with a dotted name in PyTorch.
-
-    Raises:
-        AttributeError, ImportError: there is no such object.
-    """
+    """The object with a dotted name in PyTorch."""
     names = path.split(".")
     result: Any = torch
     for number, name in enumerate(names[1:], 2):

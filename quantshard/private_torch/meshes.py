@@ -1,8 +1,11 @@
-"""Device meshes: process groups of their axes, and of the root mesh of a slice."""
+"""The ranks that code runs with: process groups of the axes of a mesh, and the running stage of a pipeline."""
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -31,22 +34,63 @@ def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGrou
 
 @needs_attributes("expert parallelism on an axis of a mesh")
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups of all axes of the root mesh except this 1-D mesh: together the ranks with this rank's index on
-    it.
+    """Process groups of all axes of the root mesh except this 1-D mesh: the ranks with this rank's index on it.
 
     A mesh has no public link to its root mesh.
-
-    Raises:
-        ConfigurationError: the mesh is not an axis of a mesh of all processes, so these ranks are unknown.
     """
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     root_names = root.mesh_dim_names or names or ("",)
     if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in root_names)):
         raise ConfigurationError(
-            f"which ranks stand alike on the mesh {mesh} is not known: it is not an axis of a mesh of all "
-            f"{dist.get_world_size()} processes; make one with init_device_mesh, and slice it"
+            f"the mesh {mesh} is not an axis of a mesh of all {dist.get_world_size()} processes; make one with "
+            "init_device_mesh, and slice it"
         )
     if root == mesh:
         return ()
     assert names is not None
     return axis_groups(root, (axis for axis, name in enumerate(root_names) if name != names[0]))
+
+
+_STAGES = "torch.distributed.pipelining.stage"
+
+
+class RunningStage(NamedTuple):
+    """A pipeline stage.
+
+    `group`: ranks that share the pipeline; None: all. `infers`: whether the stage only infers output shapes, from
+    inputs without values.
+    """
+
+    group: dist.ProcessGroup | None
+    infers: bool
+
+
+def running_stage() -> RunningStage | None:
+    """The stage that runs its module on this thread, in forward or for recomputation in backward, or None.
+
+    Returns None at once if the pipelining module was not imported.
+    """
+    stages = sys.modules.get(_STAGES)
+    return None if stages is None else _on_stack(stages, sys._getframe(1))
+
+
+@needs_attributes("delayed scaling under torch.distributed.pipelining")
+def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
+    """The innermost stage on the stack, from a frame outwards.
+
+    In all versions a stage runs its module on values in the same few methods. The names of shape inference vary, so a
+    call from any other function of that file counts as shape inference.
+    """
+    stage, names = stages.PipelineStage, vars(stages)
+    on_values = {
+        method.__code__
+        for method in (stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk)
+    }
+    infers = False
+    while frame is not None:
+        if frame.f_globals is names:
+            if frame.f_code in on_values:
+                return RunningStage(frame.f_locals["self"].group, False)
+            infers = True
+        frame = frame.f_back
+    return RunningStage(None, True) if infers else None

@@ -21,12 +21,8 @@ _DTENSOR = "torch.distributed.tensor"
 _SHARDED, _TENSOR = "a sharded parameter or state", "a quantized tensor"
 _spec = private_name(f"{_DTENSOR}._dtensor_spec.DTensorSpec", _SHARDED)
 _spec_meta = private_name(f"{_DTENSOR}._dtensor_spec.TensorMeta", _SHARDED)
-_place = private_name(f"{_DTENSOR}._utils.compute_local_shape_and_global_offset", _SHARDED)
-_place_at = private_name(f"{_DTENSOR}._utils._compute_local_shape_and_global_offset", _SHARDED)
+_place = private_name(f"{_DTENSOR}._utils._compute_local_shape_and_global_offset", _SHARDED)
 _strided_shard = private_name(f"{_DTENSOR}.placement_types._StridedShard", "FSDP2 over tensor parallelism")
-_handlers = private_name(
-    f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers", "telling what to do in place of an operation of a DTensor"
-)
 _unfinished = private_name(
     "torch.distributed._functional_collectives.AsyncCollectiveTensor", "what DTensor's collectives are still filling"
 )
@@ -50,20 +46,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
 """The implementation of the public `torch.nn.functional.scaled_mm`, which takes its enums as numbers. The public
 function builds lists of these numbers in every call."""
-
-all_gather_of_dtensor = private_name(
-    "torch.ops._c10d_functional.all_gather_into_tensor.default", "telling what to do in place of full_tensor()"
-)
-"""The operation of `DTensor.full_tensor()` and `redistribute()` on local tensors."""
-
-
-def answer_for_dtensors(operation: Any, answer: Callable[..., Any]) -> None:
-    """Register a handler of an operation for DTensors, unless there is one, in place of DTensor's own rule.
-
-    There is no public way to refuse an operation. Without handlers in this version, PyTorch's own error remains.
-    """
-    if missing(_handlers) is None:
-        _handlers.setdefault(operation, answer)
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
@@ -159,19 +141,18 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
     """Global index of the first local element of a plain parameter, a DTensor or not."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
-    _, offset = _place(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    mesh = tensor.device_mesh
+    coordinate = tuple(mesh.get_coordinate() or ())
+    extents = dtensor_extents(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, coordinate)
+    return tuple(start for start, _ in extents)
 
 
 def dtensor_extents(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
     """For each dim the first and one past the last index that DTensor's metadata give to the rank at a mesh
-    coordinate.
-
-    The public function works for the calling rank only.
-    """
-    lengths, starts = _place_at(shape, mesh_shape, list(coordinate), placements)
+    coordinate. There is no public function for this."""
+    lengths, starts = _place(shape, mesh_shape, list(coordinate), placements)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 

@@ -80,32 +80,18 @@ def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
     return x + weight * (end - x)
 
 
-IN_PLACE: dict[Formula, Sequence[Any]] = {
-    _add: [aten.add_.Tensor, aten.add_.Scalar],
-    _sub: [aten.sub_.Tensor, aten.sub_.Scalar],
-    _mul: [aten.mul_.Tensor, aten.mul_.Scalar],
-    _div: [aten.div_.Tensor, aten.div_.Scalar],
-    _addcmul: [aten.addcmul_.default],
-    _addcdiv: [aten.addcdiv_.default],
-    _lerp: [aten.lerp_.Scalar, aten.lerp_.Tensor],
-}
-
-IN_PLACE_LISTS: dict[Formula, Any] = {
-    _add: aten._foreach_add_,
-    _sub: aten._foreach_sub_,
-    _mul: aten._foreach_mul_,
-    _div: aten._foreach_div_,
-    _addcmul: aten._foreach_addcmul_,
-    _addcdiv: aten._foreach_addcdiv_,
-    _lerp: aten._foreach_lerp_,
-}
+IN_PLACE: dict[Formula, str] = {
+    _add: "add", _sub: "sub", _mul: "mul", _div: "div", _addcmul: "addcmul", _addcdiv: "addcdiv", _lerp: "lerp"
+}  # fmt: skip
+"""The operations that change weights in place, such as `aten.add_` and `aten._foreach_add_`, by their formulas."""
 
 
 def _register() -> None:
-    for formula, operations in IN_PLACE.items():
-        for operation in operations:
+    for formula, name in IN_PLACE.items():
+        for overload in {"Tensor", "Scalar", "default"}.intersection(getattr(aten, f"{name}_").overloads()):
+            operation = getattr(getattr(aten, f"{name}_"), overload)
             rule(operation, needed_by="torch.optim with foreach=False, users' loops")(_one(operation, formula))
-    for formula, packet in IN_PLACE_LISTS.items():
+        packet = getattr(aten, f"_foreach_{name}_")
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 operation = getattr(packet, overload)
@@ -180,13 +166,11 @@ def _check_writable(target: QuantizedTensor) -> None:
     target.check_filled("in-place arithmetic")
     if target.quantized_storage.gathered:
         raise UnsupportedOperationError(
-            f"in-place arithmetic on {target!r}, the copy that FSDP gathered: what is written to it is lost; call "
-            "reshard() on the FSDP-wrapped module first, and change its sharded parameter"
+            f"in-place arithmetic on {target!r}, the copy that FSDP gathered, would be lost; call reshard() on the "
+            "FSDP-wrapped module, and change its sharded parameter"
         )
     if target.is_meta:
-        raise UnsupportedOperationError(
-            f"in-place arithmetic on {target!r}, which has no values yet; call reset_parameters() on its module first"
-        )
+        raise UnsupportedOperationError(f"in-place arithmetic on {target!r}; call reset_parameters() on its module")
 
 
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
@@ -195,7 +179,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     All new values of a list, float32, stay in memory until the reduction is done.
     """
     if kernel_dispatch.is_capturing():
-        raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
+        raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {weights[0]!r}"))
     if "addcdiv" in operation:  # the last operation of Adam and its relatives
         warn_user(
             "torch.optim trains quantized weights without masters, so small updates become rounding noise; use "
@@ -237,10 +221,10 @@ def _forget_larger_amaxes(requantization: Requantization) -> None:
         history.mul_(amax.view(()) * SHRINKAGE >= history.max())
 
 
-def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
+def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
     """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
-    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
-    change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
+    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in quantized)]
+    change = [(result != storage.dequantize()).any() for storage, result in zip(quantized, results, strict=True)]
     return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
@@ -249,9 +233,8 @@ def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     highest, complement, *change = flags.tolist()
     if not flat_max.was_alike(highest, complement):
         raise RankMismatchError(
-            f"{operation}: ranks are updating different weights, so their amaxes cannot be reduced together. Most "
-            "often a gradient is None on some ranks only: use the same modules on all ranks in every step. Else the "
-            "weights' random keys differ: seed torch alike on all ranks before the model is built"
+            f"{operation}: ranks update different weights, or weights with different random keys; use the same modules "
+            "on all ranks in every step (is a gradient None on some?), and seed torch alike before building the model"
         )
     return [i for i, changes in zip(members, change, strict=True) if changes]
 
@@ -260,10 +243,9 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
     for weight, bad in zip(weights, non_finite.tolist(), strict=True):
         if bad:
             raise NonFiniteGradientError(
-                f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The "
-                "optimizer's own states may hold them already: load a checkpoint, and look at the learning rate and "
-                "the gradients before step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); "
-                "optimizers.MasterWeights and optimizers.FusedAdam skip such a step by themselves"
+                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; load a "
+                "checkpoint, and check learning rate and gradients, or use optimizers.MasterWeights or FusedAdam, "
+                "which skip such a step"
             )
 
 
@@ -294,7 +276,7 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
     if storage.mesh is not None:  # tensor parallelism alone
         _places[storage] = _ParameterPlacement(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
     if storage not in _places:
-        for parameter, _ in private_torch.sharded_parameters():
+        for parameter in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
                 _places[local.quantized_storage] = _ParameterPlacement(
@@ -302,22 +284,12 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
                 )
     if storage not in _places:
         raise UnsupportedOperationError(
-            f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
-            "module: nothing tells which ranks hold the others; change the module's own parameter, or for an average "
-            "of weights give FusedAdam, Lion, Muon or MasterWeights ema_decay=0.999, or change the parameters of a "
-            "second fully_shard-ed model (docs/optimizers.md)"
+            f"in-place arithmetic on {weight!r}, a shard that is not a parameter of a fully_shard-ed module; change "
+            "the module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
+            "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
     placement = _places[storage]
     return private_torch.dtensor_around(weight, placement.mesh, list(placement.placements), placement.shape)
-
-
-def _name(weight: QuantizedTensor) -> str:
-    """Describe a weight for messages, with its name if FSDP2 knows it."""
-    for parameter, name in private_torch.sharded_parameters():
-        local: Any = private_torch.local_tensor(parameter)
-        if isinstance(local, QuantizedTensor) and local.quantized_storage is weight.quantized_storage:
-            return f"{name}, {weight!r},"
-    return repr(weight)
 
 
 # Reading
@@ -337,7 +309,7 @@ def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
     if not allowed or torch.is_grad_enabled():
         raise UnsupportedOperationError(
             f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its "
-            "values. What optimizers may do, under no_grad and to sharded weights, is plain.add(weight)"
+            "values (optimizers may call plain.add(weight) under no_grad)"
         )
     return operand.dequantize()
 
@@ -366,10 +338,7 @@ def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
 # Refused by name
 
 
-_TRAINER = (
-    "; where transformers' Trainer makes the optimizer: from quantshard.integrations.transformers import "
-    "QuantizedTraining, and class QuantizedTrainer(QuantizedTraining, Trainer)"
-)
+_TRAINER = "; with transformers' Trainer, use quantshard.integrations.transformers.QuantizedTraining"
 """Hint for users of transformers' Trainer, which sets fused=True by default."""
 
 
@@ -377,7 +346,7 @@ def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
     weight = next(target for target in targets if isinstance(target, QuantizedTensor))
     raise UnsupportedOperationError(
         f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
-        "or foreach=False, or quantshard.optimizers.FusedAdam (for AdamW: weight_decay=0.01), or fused=True within "
+        "or foreach=False, quantshard.optimizers.FusedAdam (for AdamW: weight_decay=0.01), or fused=True within "
         "optimizers.MasterWeights"
         f"{_TRAINER if 'transformers.trainer' in sys.modules else ''}"
     )

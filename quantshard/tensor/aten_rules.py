@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import limits, private_torch
+from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import storage as storages
-from quantshard.tensor.quantized_tensor import RULES, Placeholder, QuantizedTensor, Rule, first_quantized
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule, first_quantized
+from quantshard.tensor.storage import AMAX_HISTORY, Placeholder, QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -75,16 +75,14 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a placeholder of a given size, or a plain tensor, with `make`, if the dtype is not a floating
-    one."""
+    """A rule that makes a placeholder of a given size, or a plain tensor by `make` for other than floating dtypes."""
 
     def new(
         tensor: QuantizedTensor,
         size: Sequence[int],
         dtype: torch.dtype | None = None,
-        layout: Any = None,
         device: torch.device | None = None,
-        pin_memory: bool | None = None,
+        **_: Any,
     ) -> Tensor:
         target = torch.device(device) if device is not None else tensor.device
         if dtype is not None and not dtype.is_floating_point:
@@ -128,15 +126,13 @@ def _slice(
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
-            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) copies codes alone into a sharded "
-            "weight: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
+            f"copy_ of a {source.dtype} tensor into {destination!r}: codes need their scales; use load_state_dict, or "
+            "checkpoints.load_from_rank0(model, state_dict) for set_model_state_dict(broadcast_from_rank0=True)"
         )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: quantizing needs amaxes of all ranks, and no "
-            "collective hides in copy_; call quantshard.checkpoints.load_high_precision(model, state_dict) on every "
-            "rank, or quantize_ on an unsharded weight"
+            f"copy_ of a {source.dtype} tensor into {destination!r} needs amaxes of all ranks; call quantshard."
+            "checkpoints.load_high_precision(model, state_dict) on every rank, or quantize_ on an unsharded weight"
         )
     if not isinstance(destination, QuantizedTensor):
         raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
@@ -145,8 +141,8 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
         target.fill(source.quantized_storage)
     elif target.gathered:
         raise _refuse(
-            "copy_", destination, "the copy that FSDP gathered: what is written to it is lost; call reshard() on the "
-            "FSDP-wrapped module first, and copy into its sharded parameter"
+            "copy_", destination, "the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and copy "
+            "into its sharded parameter"
         )  # fmt: skip
     elif target is not source.quantized_storage:
         copy_bytes(target, source.quantized_storage)
@@ -154,15 +150,11 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 
 def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    """Copy components and state between storages of the same format and the same place in the global tensor.
-
-    Raises:
-        UnsupportedOperationError: format or place differ.
-    """
+    """Copy components and state between storages of the same format and the same place in the global tensor."""
     if target.cell != source.cell or target.shard != source.shard:
         raise UnsupportedOperationError(
-            f"copy_ between quantized tensors moves bytes, so both must be of one format and one shard; here "
-            f"{source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}"
+            f"copy_ from {source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}: quantized "
+            "tensors must have one format and shard"
         )
     for name, part in target.components.items():
         part.copy_(source.components[name])
@@ -181,11 +173,9 @@ def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTenso
 def _to_copy(
     tensor: QuantizedTensor,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     non_blocking: bool = False,
-    memory_format: Any = None,
+    **_: Any,
 ) -> QuantizedTensor:
     if dtype is not None and not dtype.is_floating_point:
         raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
@@ -195,12 +185,7 @@ def _to_copy(
 
 @rule(aten.empty_like.default, needed_by="module.to_empty")
 def _empty_like(
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: Any = None,
+    tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> Tensor:
     tensor.check_filled("empty_like")
     target = torch.device(device) if device is not None else tensor.device
@@ -226,12 +211,7 @@ def plain_like(make: Callable[..., Tensor]) -> Rule:
     """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
 
     def like(
-        tensor: QuantizedTensor,
-        dtype: torch.dtype | None = None,
-        layout: Any = None,
-        device: torch.device | None = None,
-        pin_memory: bool | None = None,
-        memory_format: Any = None,
+        tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
     ) -> Tensor:
         return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
@@ -263,27 +243,7 @@ def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
 @rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
 def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
     raise UnsupportedOperationError(
-        f"cat and broadcast of tensors of which one is {first_quantized(tensors)!r} would treat its codes as values; "
-        "if DistributedDataParallel does it to give all ranks the weights of rank 0, call quantshard.broadcast_(model) "
-        "(or check_replicas(model)) on every rank first, then DistributedDataParallel(model, init_sync=False), and do "
-        "not use join()"
-    )
-
-
-def _refuse_sharded(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    raise UnsupportedOperationError(
-        f"{operation} of a DTensor, around {private_torch.local_tensor(args[0])!r}: use .to_local().dequantize() for "
-        "this rank's values, or, after unshard() of the FSDP-wrapped module, .dequantize() of its parameter for all"
-    )
-
-
-private_torch.answer_for_dtensors(aten.dequantize.self, _refuse_sharded)
-
-
-@rule(private_torch.all_gather_of_dtensor, needed_by="DTensor.full_tensor, to be told what to do")
-def _refuse_to_gather(tensor: QuantizedTensor, *others: Any) -> Tensor:
-    raise UnsupportedOperationError(
-        f"full_tensor() or redistribute() of a DTensor around {tensor!r} would gather its codes as values; use "
-        ".to_local().dequantize() for this rank's values, after unshard() of the FSDP-wrapped module .dequantize() of "
-        "its parameter for all, and module.state_dict() or get_model_state_dict() for codes and scales"
+        f"cat or broadcast of {first_quantized(tensors)!r} would treat its codes as values; for "
+        "DistributedDataParallel(model, init_sync=False), without join(), call quantshard.broadcast_(model) or "
+        "check_replicas(model) on every rank first"
     )

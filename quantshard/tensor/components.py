@@ -1,4 +1,4 @@
-"""State dict entries of a quantized weight: the conversion between components and checkpoint keys.
+"""State-dict entries of quantized weights: names, placements, saving and loading of components.
 
 For a weight named `X` the state dict has, in place of `X`, one plain tensor (or plain DTensor) per component and per
 piece of state: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format`, 16 bytes that
@@ -8,8 +8,7 @@ quantshard, and reading them back needs no quantshard: see docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -19,18 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
 from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Format, Orientation, Role
+from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Orientation, Role
 from quantshard.sharding import Shard
+from quantshard.tensor import moves
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import AMAX_HISTORY, KEY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
-FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
-CHECKPOINT_VERSION = 1
-"""Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
+# Quantized parameters and their names
 
 
 def quantized_local(tensor: object) -> QuantizedTensor | None:
@@ -40,50 +37,11 @@ def quantized_local(tensor: object) -> QuantizedTensor | None:
     return tensor if isinstance(tensor, QuantizedTensor) else None
 
 
-PARAMETER_ENTRIES = ("params", "param_names")
-"""Entries of an optimizer's group that list its parameters. A load compares them and does not change them. All other
-entries are options."""
-
-_LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
-
-
-def own_settings(optimizer: Optimizer) -> set[str]:
-    """Names of the options that the optimizer itself puts into a group, as defaults or as `group_entries`.
-
-    Others come from elsewhere: an LR scheduler adds `initial_lr`, and users may add any entry.
-    """
-    return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
-
-
-def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`.
-
-    A number or bool replaces a number or bool, a list a list of the same length, None a bool or a string, and any
-    value replaces None. Any value also replaces an option that the optimizer did not add itself (`is_own` is False),
-    unless `own` is a number.
-    """
-    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
-
-
-def _is_like(saved: Any, own: Any) -> bool:
-    if own is None:
-        return True
-    if saved is None:
-        return isinstance(own, bool | str)
-    if isinstance(own, tuple | list):
-        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
-        return is_list and all(_is_like(saved_item, own_item) for saved_item, own_item in zip(saved, own, strict=True))
-    if isinstance(own, bool | int | float | Tensor):
-        if isinstance(saved, Tensor):
-            return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
-        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) <= _LARGEST_INTEGER)
-    return type(saved) is type(own)
-
-
-def as_setting(saved: Any, own: Any) -> Any:
-    """Convert a saved option to the form of `own`: a one-element tensor becomes a number where `own` is a number."""
-    is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
-    return saved.item() if is_number and saved.numel() == 1 else saved
+def storage_of(param: Tensor) -> QuantizedStorage:
+    """The (local) storage of a quantized parameter."""
+    local = quantized_local(param)
+    assert local is not None
+    return local.quantized_storage
 
 
 def canonical_name(name: str) -> str:
@@ -111,43 +69,7 @@ def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 
-def storage_of(param: Tensor) -> QuantizedStorage:
-    """The (local) storage of a quantized parameter."""
-    local = quantized_local(param)
-    assert local is not None
-    return local.quantized_storage
-
-
-def format_tag(name: str, padding: int = 0) -> Tensor:
-    """The `X_format` entry of a weight, uint8 [16].
-
-    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros. Byte 15
-    is the number of elements that pad each row to a whole byte.
-    """
-    padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
-    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
-
-
-def read_format_tag(tag: Tensor) -> str:
-    """The format's name in a tag.
-
-    Raises:
-        CheckpointError: the tag is malformed, or of a version that this release does not support.
-    """
-    if tag.is_floating_point():
-        raise CheckpointError(
-            "its format tag has a floating-point dtype, as in averages of state dicts, which average codes; average "
-            "checkpoints.high_precision_state_dict(model) instead"
-        )
-    if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
-        raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
-    version, *padded, _ = tag.reshape(-1).tolist()
-    if version != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"the checkpoint has format version {version}, this release of quantshard reads version "
-            f"{CHECKPOINT_VERSION}; install the release that wrote it, or a newer one"
-        )
-    return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
+# Where the components of a sharded weight are
 
 
 def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
@@ -159,14 +81,57 @@ def component_placements(shard: Shard, component: Component, placements: tuple[P
     return [Replicate() if axis in whole else placement for axis, placement in enumerate(placements)]
 
 
+def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
+    """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor."""
+    return {name: storage_tensor(storage, owner, name) for name in storage.components}
+
+
+def storage_tensor(storage: QuantizedStorage, owner: Tensor, name: str) -> Tensor:
+    """One entry of `storage_tensors`."""
+    part = storage.components[name]
+    if not isinstance(owner, DTensor):
+        return part
+    component = storage.cell.format.by_name[name]
+    placements = component_placements(storage.shard, component, owner.placements)
+    return as_dtensor(part, owner, placements, sharding.whole(storage.shard.global_shape).component_shape(component))
+
+
+def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
+    """A DTensor on the mesh of `like` around a local tensor, without a copy or a move."""
+    return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
+
+
+def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
+    """Zeros of the parameter's shape, with `last` appended; a DTensor if the parameter is one."""
+    local = private_torch.local_tensor(param)
+    zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return zeros
+    return as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
+
+
+def shard_of(param: Tensor) -> Shard:
+    """The rectangle of the global tensor that a 2-D parameter's local tensor holds."""
+    local = quantized_local(param)
+    if local is not None:
+        return local.quantized_storage.shard
+    shard = sharding.whole((param.shape[0], param.shape[1]))
+    if isinstance(param, DTensor):
+        mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+        assert coordinate is not None
+        dims = private_torch.cut_dims(param.placements)
+        for axis in reversed(range(mesh.ndim)):  # tensor parallelism has the last axes and cuts first
+            dim = dims[axis]
+            if dim is not None:
+                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # as in torch.chunk
+                shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
+    return shard
+
+
 def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
     """Check that DTensor's metadata match how FSDP2 and tensor parallelism really cut these tensors.
 
-    DCP saves and loads by the metadata. The check is arithmetic over the mesh, so all ranks get the same result. Plain
-    tensors always pass.
-
-    Raises:
-        ConfigurationError: a piece is misplaced; the message names the first such tensor, a rank and the two places.
+    DCP saves and loads by the metadata. The check is arithmetic over the mesh, so all ranks raise the same error.
     """
     for name, tensor in named:
         if isinstance(tensor, DTensor):
@@ -175,7 +140,7 @@ def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
             if problem is not None:
                 raise ConfigurationError(
                     limits.refusal(
-                        "misplaced pieces", f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
+                        "misplaced shards", f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
                     )
                 )
 
@@ -206,122 +171,46 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
     return None
 
 
-def shard_of(param: Tensor) -> Shard:
-    """The rectangle of the global tensor that a 2-D parameter's local tensor holds."""
-    local = quantized_local(param)
-    if local is not None:
-        return local.quantized_storage.shard
-    shard = sharding.whole((param.shape[0], param.shape[1]))
-    if isinstance(param, DTensor):
-        mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
-        assert coordinate is not None
-        dims = private_torch.cut_dims(param.placements)
-        for axis in reversed(range(mesh.ndim)):  # tensor parallelism has the last axes and cuts first
-            dim = dims[axis]
-            if dim is not None:
-                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # as in torch.chunk
-                shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
-    return shard
+# State-dict entries of one weight
 
 
-def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
-    """A DTensor on the mesh of `like` around a local tensor, without a copy or a move."""
-    return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
+FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
 
 
-@torch.no_grad()
-def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Move or cast a quantized parameter like `nn.Module` does a plain one, keeping the object, its attributes and its
-    grad.
+CHECKPOINT_VERSION = 1
+"""Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
 
-    `change` returns the moved or cast version of a tensor. Hooks survive too, except on the way to or from the meta
-    device, where PyTorch can only swap tensors and a plain parameter would lose its hooks as well.
+
+def format_tag(name: str, padding: int = 0) -> Tensor:
+    """The `X_format` entry of a weight, uint8 [16].
+
+    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros. Byte 15
+    is the number of elements that pad each row to a whole byte.
     """
-    changed, grad = change(param), param.grad
-    if private_torch.takes_data(param, changed):
-        param.data = changed
-        if grad is not None:
-            grad.data = change(grad)
-        return
-    # as in `nn.Module._apply`: a gradient that has a Python object prevents the swap
-    param.grad = None
-    with attributes_kept([param]):
-        torch.utils.swap_tensors(param, nn.Parameter(changed, requires_grad=param.requires_grad))
-    if grad is not None:
-        param.grad = change(grad)
+    padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
+    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
 
 
-@contextmanager
-def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
-    """Restore, on exit, tensor attributes that PyTorch removed by swapping tensors."""
-    attributes_before = [(param, dict(vars(param))) for param in params]
-    yield
-    for param, attributes in attributes_before:
-        vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
-
-
-_OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
-"""Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
-and the loading marks of transformers."""
-_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
-
-
-def set_attributes(param: Tensor) -> dict[str, Any]:
-    """Attributes that users and frameworks have set on a parameter."""
-    return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
-
-
-def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
-    """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
-
-    PyTorch makes new objects for a shard, for an unsharded parameter and for a move off the meta device, and drops
-    such attributes. An unsharded parameter receives the attributes of its shard and passes none back.
-    """
-    # the last condition is a fast path: each gather calls this function
-    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:
-        return
-    if user_attributes := set_attributes(old):
-        before, after = quantized_local(old), quantized_local(new)
-        if before is None or after is None or before.quantized_storage.gathered:
-            return
-        if before.quantized_storage.state.get(KEY) is after.quantized_storage.state.get(KEY):
-            vars(new).update(user_attributes)
-
-
-def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
-    """Zeros of the parameter's shape, with `last` appended; a DTensor if the parameter is one."""
-    local = private_torch.local_tensor(param)
-    zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
-    if not isinstance(param, DTensor):
-        return zeros
-    return as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
-
-
-def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
-    """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor."""
-    return {name: storage_tensor(storage, owner, name) for name in storage.components}
-
-
-def storage_tensor(storage: QuantizedStorage, owner: Tensor, name: str) -> Tensor:
-    """One entry of `storage_tensors`."""
-    part = storage.components[name]
-    if not isinstance(owner, DTensor):
-        return part
-    placements = component_placements(storage.shard, storage.cell.format.by_name[name], owner.placements)
-    return as_dtensor(part, owner, placements, global_component_shape(storage.cell.format, storage.shard, name))
-
-
-def global_component_shape(fmt: Format, shard: Shard, name: str) -> tuple[int, int]:
-    """Shape of a component of the whole tensor."""
-    return sharding.whole(shard.global_shape).component_shape(fmt.by_name[name])
+def read_format_tag(tag: Tensor) -> str:
+    """The format's name in a tag. Raises CheckpointError for a malformed tag or another version."""
+    if tag.is_floating_point():
+        raise CheckpointError(
+            "its format tag has a floating-point dtype, as in averages of state dicts, which average codes; average "
+            "checkpoints.high_precision_state_dict(model) instead"
+        )
+    if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
+        raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
+    version, *padded, _ = tag.reshape(-1).tolist()
+    if version != CHECKPOINT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, this release of quantshard reads version "
+            f"{CHECKPOINT_VERSION}; install the release that wrote it, or a newer one"
+        )
+    return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
 
 
 def state_of(param: Tensor) -> dict[str, Tensor]:
-    """Key suffix -> live tensor, for each checkpoint entry of a quantized parameter.
-
-    Raises:
-        ConfigurationError: see `check_offsets`.
-    """
+    """Key suffix -> live tensor, for each checkpoint entry of a quantized parameter."""
     storage = storage_of(param)
     # each save and load calls this function, and DCP would silently mix up misplaced pieces
     check_offsets([(f"the {storage.cell.tag} weight", param)])
@@ -354,23 +243,20 @@ def state_entry(param: Tensor, suffix: str) -> Tensor | None:
     return state_of(param).get(suffix) if suffix in suffixes(param) else None
 
 
+# Loading entries into a weight
+
+
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     """Copy loaded components and state, by key suffix, into a quantized parameter. No value is dequantized.
 
-    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
-
-    Raises:
-        CheckpointError: the values have another format or shape; nothing was written.
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component. If one
+    does not fit, a CheckpointError is raised and nothing is written.
     """
     write_components(param, fitting_pairs(param, values, name))
 
 
 def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of live local tensors and their loaded values, as `load_components` copies them.
-
-    Raises:
-        CheckpointError: the values have another format or shape.
-    """
+    """Pairs of live local tensors and their loaded values, as `load_components` copies them."""
     storage = storage_of(param)
     tag = values.get(FORMAT_SUFFIX)
     if tag is not None and read_format_tag(tag) != storage.cell.tag:
@@ -393,6 +279,33 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
     return pairs
 
 
+def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
+    """The local tensors to copy to and from."""
+    target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
+    # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
+    if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
+        (r0, r1), (c0, c1) = shard.resident(component)
+        source = source[r0:r1, c0:c1]
+    if component is not None and source.dtype != target.dtype:
+        raise CheckpointError(
+            f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
+            f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
+            "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
+        )
+    if key.endswith(AMAX_HISTORY) and source.shape != target.shape:
+        raise CheckpointError(
+            f"{key}: amax_history_len is {source.numel()} in the state dict, {target.numel()} in this model; build "
+            "the model with the checkpoint's recipe"
+        )
+    if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
+        raise CheckpointError(
+            f"{key}: shape {tuple(value.shape)} (local {tuple(source.shape)}) in the state dict, "
+            f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
+            "for local tensors, of another mesh"
+        )
+    return target, source
+
+
 def power_of_two_scales(param: Tensor) -> list[str]:
     """Key suffixes of a parameter's float32 scales that must be powers of two by its scaling.
 
@@ -406,11 +319,7 @@ def power_of_two_scales(param: Tensor) -> list[str]:
 
 
 def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Check the scales among this rank's loaded components, by key suffix.
-
-    Raises:
-        CheckpointError: the parameter's scaling needs powers of two, and a scale is not one.
-    """
+    """Check that loaded scales, by key suffix, are powers of two if the parameter's scaling needs them."""
     for suffix in power_of_two_scales(param):
         scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
         if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
@@ -450,7 +359,7 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
     if isinstance(param, DTensor):
         tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
     loaded_param = nn.Parameter(tensor, requires_grad=param.requires_grad)
-    vars(loaded_param).update(set_attributes(param))
+    vars(loaded_param).update(moves.set_attributes(param))
     return loaded_param
 
 
@@ -465,28 +374,48 @@ def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tens
     return loaded.to(where, own.dtype, copy=True)
 
 
-def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
-    """The local tensors to copy to and from."""
-    target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
-    # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
-    if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
-        (r0, r1), (c0, c1) = shard.resident(component)
-        source = source[r0:r1, c0:c1]
-    if component is not None and source.dtype != target.dtype:
-        raise CheckpointError(
-            f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
-            f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
-            "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
-        )
-    if key.endswith(AMAX_HISTORY) and source.shape != target.shape:
-        raise CheckpointError(
-            f"{key}: amax_history_len is {source.numel()} in the state dict, {target.numel()} in this model; build "
-            "the model with the checkpoint's recipe"
-        )
-    if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
-        raise CheckpointError(
-            f"{key}: shape {tuple(value.shape)} (local {tuple(source.shape)}) in the state dict, "
-            f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
-            "for local tensors, of another mesh"
-        )
-    return target, source
+# State-dict keys of a whole model that differ from its parameters
+
+
+def zero_centered_gammas(model: nn.Module) -> list[str]:
+    """Names of the normalization weights that are stored as gamma - 1 (`zero_centered_gamma`)."""
+    names = (
+        canonical_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "zero_centered_gammas", ())
+    )
+    return list(dict.fromkeys(names))  # wrappers expose the attributes of the module inside, so names repeat
+
+
+def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
+    """Split state dict entries that stack the rows of several parameters of a module.
+
+    TransformerEngine stores the gated `fc1_weight` as gate over up. Entries with a row count that does not divide stay
+    as they are. A state dict without stacked entries is returned itself, since it may read a file at each access.
+    """
+    stacked: dict[str, list[str]] = {}
+    for path, owner in module.named_modules():
+        start = prefix + (f"{canonical_name(path)}." if path else "")
+        for name, parts in getattr(owner, "stacked_names", {}).items():
+            if start + name in state_dict:
+                stacked[start + name] = [start + part for part in parts]
+    if not stacked:
+        return state_dict
+    entries = dict(state_dict)
+    for name, parts in stacked.items():
+        value = entries[name]
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] % len(parts) == 0:
+            entries.update(zip(parts, entries.pop(name).chunk(len(parts)), strict=True))
+    return entries
+
+
+def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
+    """The state dict keys, of the whole model, of experts that live on other ranks (`GroupedLinear`)."""
+    result: set[str] = set()
+    for prefix, module in model.named_modules():
+        # duck typing: `GroupedLinear` is in a higher layer of the package, so it cannot be imported here
+        is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
+        if is_held_elsewhere is not None:
+            start = f"{canonical_name(prefix)}." if prefix else ""
+            result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
+    return result

@@ -1,7 +1,4 @@
-"""The observer that layers report their operands to: at most one, and only in sampled steps.
-
-Layers check `active`, which is None in other steps. An observer must not change its arguments.
-"""
+"""The observer that layers report their operands to: at most one, and only in sampled steps."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class Observer(ABC):
-    """Receives the operands of GEMMs while it is `active`."""
+    """Receives the operands of GEMMs while it is `active`. It must not change them."""
 
     @abstractmethod
     def see_operand(
@@ -25,25 +22,23 @@ class Observer(ABC):
 
         Args:
             key: key of the layer's weight, int64 [1] on the CPU.
-            role: the role of the tensor.
             for_wgrad: whether the operand was quantized separately for wgrad, along tokens.
             values: [R, C], this rank's piece.
-            operand: the quantized `values`, of the same rectangle; or `values` themselves in high precision.
+            operand: the quantized `values`, or in high precision `values` themselves.
         """
 
     @abstractmethod
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Receive the tensors of a training layer that runs in high precision, without quantized operands.
+        """Receive the tensors of a training layer in high precision. Hooks on the outputs receive their gradients.
 
         Args:
             keys: keys of the layer's weights.
-            x: [..., in_features], the common input.
-            weights: [out_features, in_features].
-            outputs: [..., out_features], one per weight. Hooks on the outputs receive their gradients.
+            x: [..., in_features].
+            weights, outputs: [out_features, in_features] and [..., out_features], one each per weight.
         """
 
 
 active: Observer | None = None
-"""The current observer."""
+"""The current observer; None outside of sampled steps."""

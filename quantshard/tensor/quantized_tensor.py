@@ -1,14 +1,9 @@
-"""The one tensor class: a `torch.Tensor` whose data are the components of a format row.
+"""The one tensor class: a `torch.Tensor` whose data are the components of a number format.
 
 To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
 the same storage, so views never dequantize. `aten_rules` and `arithmetic` list the allowed ATen operations and the
-callers that need them; every other operation raises.
-
-FSDP2 cuts, pads, gathers and frees weights through the operations in `aten_rules` and the two hooks at the end of the
-class. It calls, in this order: `split` into chunks; `new_zeros` of the padded chunk; `copy_` into a `narrow` of that
-chunk; another `narrow`, which becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros`
-returns a placeholder, and `copy_` fills its storage.
+callers that need them; every other operation raises. `all_gather` is what FSDP2's two hooks do.
 """
 
 from __future__ import annotations
@@ -16,21 +11,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch, limits, private_torch, sharding
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Orientation
+from quantshard import limits, private_torch, sharding
+from quantshard.errors import UnsupportedOperationError
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import requantize
+from quantshard.tensor import all_gather, requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.all_gather import GatherMetadata
+from quantshard.tensor.storage import Placeholder, QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -41,22 +34,8 @@ _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names i
 _OF_AVERAGES = {
     getattr(torch.ops.aten, of + name) for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")
 }
-_AVERAGE = (
-    ". An average of the weights, as torch.optim.swa_utils.AveragedModel computes one, is kept by ema_decay=0.999 of "
-    "FusedAdam, Lion, Muon or MasterWeights, in float32; averaged_weights evaluates with it"
-)
+_AVERAGE = "; average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
 """Hint in the error of operations that compute averages of weights out-of-place."""
-
-
-def _name_in_running_model(weight: Tensor | None) -> str:
-    """The weight's name in the outermost module that is being called, or ""."""
-    frame, name = inspect.currentframe(), ""
-    while frame is not None:
-        module = frame.f_locals.get("self") if frame.f_code is nn.Module.__call__.__code__ else None
-        params = module.named_parameters() if isinstance(module, nn.Module) else ()
-        name = next((path for path, param in params if param is weight and "." in path), name)
-        frame = frame.f_back
-    return name
 
 
 class QuantizedTensor(Tensor):
@@ -105,16 +84,12 @@ class QuantizedTensor(Tensor):
                 `requantize_` runs once for all weights of a model.
         """
         self.check_filled("quantize_")
-        shared = [
-            c.name
-            for c in self.quantized_storage.cell.format.components
-            if self.quantized_storage.shard.shares_blocks(c)
-        ]
+        storage = self.quantized_storage
+        shared = [part.name for part in storage.cell.format.components if storage.shard.shares_blocks(part)]
         if shared:
             raise UnsupportedOperationError(
-                f"quantize_ on {self!r}: its {' and '.join(shared)} belong to several ranks, so new values need one "
-                "reduction of amaxes over them; call quantshard.requantize_([(parameter, local_values), ...]) on "
-                "every rank"
+                f"quantize_ on {self!r}: other ranks share its {' and '.join(shared)}; call "
+                "quantshard.requantize_([(parameter, local_values), ...]) on every rank"
             )
         if tensor.shape != self.shape or not tensor.is_floating_point():
             raise UnsupportedOperationError(
@@ -122,7 +97,7 @@ class QuantizedTensor(Tensor):
                 f"{tuple(tensor.shape)}"
             )
         if noop_flag is None or not noop_flag.any():
-            requantize.requantize_([(self, tensor.to(self.device).reshape(self.quantized_storage.shard.shape))])
+            requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
@@ -137,8 +112,7 @@ class QuantizedTensor(Tensor):
     def check_filled(self, what: str) -> None:
         if isinstance(self.quantized_storage, Placeholder):
             raise UnsupportedOperationError(
-                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing until a "
-                "quantized tensor is copied into them"
+                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing; copy one into it"
             )
 
     def data_ptr(self) -> int:
@@ -156,38 +130,21 @@ class QuantizedTensor(Tensor):
         """Raise: a quantized tensor has no storage of its own to share."""
         raise UnsupportedOperationError(limits.refusal("shared memory", self))
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raise, like `tolist`, `np.asarray` and DLPack: there is no array of values."""
-        raise UnsupportedOperationError(limits.refusal("array", self))
-
-    def tolist(self) -> NoReturn:
-        """Raise, like `numpy`."""
-        self.numpy()
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        self.numpy()
-
-    def __dlpack__(self, **_: Any) -> NoReturn:  # type: ignore[override]
-        self.numpy()
-
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
         """A detached handle to the same storage, like `data` of any tensor.
 
         A quantized tensor of the same format and place, such as the result of `.to()`, can be assigned. This tensor
         then becomes a handle to that storage, and keeps its identity, attributes and hooks.
-
-        Raises:
-            UnsupportedOperationError: the assigned tensor is plain, or has another format or place.
         """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # `components.move_parameter` and `w.data -= update` assign it
+        # `moves.move_parameter` and `w.data -= update` assign it
         if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
             description = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
-            raise UnsupportedOperationError(limits.refusal("new data", f"{description} as .data of {self!r}"))
+            raise UnsupportedOperationError(limits.refusal("assigned data", f"{description} as .data of {self!r}"))
         private_torch.set_data(self, value)
         self.quantized_storage = value.quantized_storage
 
@@ -252,45 +209,22 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            first = first_quantized((*args, *(kwargs or {}).values()))
-            if name := _name_in_running_model(first):
-                raise UnsupportedOperationError(
-                    f"{name}: the model reads this weight directly ({func}), which a quantized weight does not allow; "
-                    "read .dequantize() of it, or leave the layer out: convert(model, "
-                    f"{{'*.{name.split('.')[-2]}': 'bf16', '*': recipe}})"
-                )
+            hint = _AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else ""
             raise UnsupportedOperationError(
-                f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
-                "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "
-                "it, a module's init_method to initialize it, and a quantshard module to multiply with it; the layer "
-                "of a weight that other code reads is left out by convert(filter=...)"
-                + (_AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else "")
+                f"{func} on {first_quantized((*args, *(kwargs or {}).values()))!r} would dequantize or change it; "
+                "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), a quantshard module to "
+                f"multiply, requantize_() to write it, or convert(filter=...) to leave its layer out{hint}"
             )
         return rule(*args, **(kwargs or {}))
 
     # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """All-gather inputs of this rank: the components that other ranks lack, of the copies that the coming pass
-        reads.
+        """The tensors that this rank sends; see `all_gather`.
 
-        FSDP2's longer hook signature does not fit: with it, inputs of padded shards must have the padded parameter's
-        size, which scales do not have.
+        FSDP2's longer signature does not fit: inputs of padded shards would need the padded parameter's size.
         """
-        storage = self.quantized_storage
-        plan = _fsdp_plan(self)
-        if plan.reshards_to_other_mesh:
-            raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
-        if mesh.size() == 1:
-            # FSDP2 then copies only the first input and gathers nothing; the post hook uses the local components.
-            return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
-        copies = tuple(storage.cell.format.copies)
-        passes: tuple[tuple[Orientation, ...], ...] = (copies,)
-        if len(copies) > 1 and plan.frees_between_passes:  # fprop reads the rowwise copy, dgrad the columnwise one
-            passes = tuple((which,) for which in copies)
-        this_pass = passes[-1] if private_torch.in_backward() else passes[0]
-        slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
-        return tuple(_padded(storage, slot) for slot in slots), GatherMetadata(storage, tuple(slots), mesh)
+        return all_gather.gather_inputs(self.quantized_storage, mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -300,14 +234,10 @@ class QuantizedTensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The unsharded weight. Gathered components alias FSDP2's buffers. Resident components are copied from the
-        shard, since a forward can be a call of `unshard`, but alias it in a backward after which FSDP2 frees the
-        weight."""
-        for_a_pass = private_torch.in_backward() and _fsdp_plan(self).frees_after_passes()
-        gathered = _assemble(metadata, all_gather_outputs, for_a_pass)
-        # FSDP2 refilled the buffers of the first gather; `out` is a DTensor under TP
+        """The unsharded weight, or None after refilling `out`, that of an earlier all-gather."""
+        gathered = all_gather.unsharded_storage(metadata, all_gather_outputs)
         if out is not None:
-            unsharded: Any = private_torch.local_tensor(out)
+            unsharded: Any = private_torch.local_tensor(out)  # a DTensor under tensor parallelism
             unsharded.quantized_storage.take(gathered)
             return None
         return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; a few scales stay
@@ -339,118 +269,6 @@ def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
     return alike and not passing and private_torch.takes_data(old, new)
 
 
-class Placeholder(QuantizedStorage):
-    """The result of `new_zeros` and `new_empty`: a storage that is empty until a quantized tensor is copied into it."""
-
-    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
-        super().__init__(parent.cell, parent.shard, {}, parent.state)
-        self.parent = parent
-        self.target = device
-
-    @property
-    def device(self) -> torch.device:
-        return self.target
-
-    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
-        """A placeholder on another device. FSDP2's CPU offload moves the empty chunk of a rank without rows."""
-        return Placeholder(self.parent, self.target if device is None else torch.device(device))
-
-    def fill(self, source: QuantizedStorage) -> None:
-        """Become a real storage: the source itself if the placeholder was made from it, otherwise a copy."""
-        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets the whole be freed. At the first
-        # forward and after loads reset_sharded_param pads the shard, whose tensors optimizers and state dicts have.
-        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
-        if filled is not source and filled.high_precision is not None:
-            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
-        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # so that existing handles see it
-        del self.parent, self.target
-        self.take(filled)
-
-
-class GatherMetadata(NamedTuple):
-    """State that the pre hook passes to the post hook: live shard, component of each input, mesh to gather over."""
-
-    storage: QuantizedStorage
-    slots: tuple[sharding.GatherSlot, ...]
-    mesh: DeviceMesh
-
-
-_plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
-
-
-def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
-    """The FSDP2 plan of a weight at its first gather, when FSDP2 fixes the sizes of its buffers. A weight with two
-    copies gathers different components under another plan, so its plan must not change afterwards."""
-    storage = tensor.quantized_storage.home
-    if storage not in _plans:
-        _plans[storage] = private_torch.fsdp_plan(storage)
-    plan = _plans[storage]
-    if len(storage.cell.format.copies) > 1 and plan.changed():
-        raise ConfigurationError(limits.refusal("changed plan", tensor))
-    return plan
-
-
-def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
-    """All-gather input of a slot, with uninitialized padding."""
-    reference = next(iter(storage.components.values()))
-    # only formats of two copies have such slots, and they store bytes: any component has the right dtype
-    if slot.name is None:
-        return reference.new_empty(slot.numel)
-    part = storage.components[slot.name]
-    if part.numel() == slot.numel:
-        return part.reshape(-1)
-    padded = part.new_empty(slot.numel)
-    padded[: part.numel()] = part.reshape(-1)
-    return padded
-
-
-def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass: bool) -> QuantizedStorage:
-    """Put the unsharded storage together. `for_a_pass`: nothing writes to the shard while the result is in use."""
-    local = gathering.storage
-    shard = local.shard.before_cut()
-    by_name = local.cell.format.by_name
-    components = {}
-    for slot, output in zip(gathering.slots, outputs if gathering.slots else (), strict=True):
-        if slot.name is None:
-            continue
-        pieces = output.view(-1, slot.numel)[:, : slot.rows * slot.cols]  # a view unless the slot is padded
-        rows = shard.component_shape(by_name[slot.name])[0]
-        components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
-    for name, part in local.components.items():
-        if part.is_cuda and local.home is not local:
-            # CPU offload allocated it on FSDP2's stream, which must not reuse it before this stream is done
-            part.record_stream(torch.cuda.current_stream(part.device))
-        if not gathering.slots:
-            components[name] = part  # a mesh of one rank
-        elif not local.shard.gathers(by_name[name]):
-            # A few scales. FSDP2 may keep gathered codes over an optimizer's step, which writes the shard's scales in
-            # place: old codes must not be read with new scales.
-            components[name] = part if for_a_pass else part.clone()
-    # CPU offload gathers from a copy of the shard on another device; draws are counted in the shard
-    return QuantizedStorage(
-        local.cell, shard, components, local.home.state, version=local.version, gathered=True,
-        captured=kernel_dispatch.is_capturing(),
-        fetch=partial(_gather_copy, ref(local.home), gathering.mesh, local.device), source=ref(local.home),
-    )  # fmt: skip
-
-
-def _gather_copy(
-    shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
-) -> dict[str, Tensor]:
-    """Gather one copy of a weight outside FSDP2, which gathered the other copy for this pass. Activation recomputation
-    needs it: it runs fprop in backward. All ranks recompute the same layers, so all ranks make this collective call."""
-    home = shard()
-    assert home is not None
-    storage = home.map(lambda part: part.to(device))  # FSDP2's copy under CPU offload no longer exists
-    slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
-    outputs = []
-    for slot in slots:
-        part = _padded(storage, slot)
-        outputs.append(part.new_empty(mesh.size() * slot.numel))
-        private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
-    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs), for_a_pass=False).components
-
-
 class _Dequantize(torch.autograd.Function):
     # connects the result to the tensor, since autograd does not see its components
     @staticmethod
@@ -480,9 +298,6 @@ def quantize_weight(
         dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
-
-    Raises:
-        UnsupportedOperationError: `values` is not a matrix of a floating dtype.
     """
     if values.ndim != 2 or not values.is_floating_point():
         raise UnsupportedOperationError(

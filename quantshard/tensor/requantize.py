@@ -129,8 +129,8 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
     storage = _storage_of(weight)
     if storage.gathered:
         raise UnsupportedOperationError(
-            f"{private_torch.local_tensor(weight)!r} is the copy that FSDP gathered, and what is written to it is "
-            "lost; call reshard() on the FSDP-wrapped module first, and write to its sharded parameter"
+            f"{private_torch.local_tensor(weight)!r} is the copy that FSDP gathered; call reshard() on the "
+            "FSDP-wrapped module, and write to its sharded parameter"
         )
     if values.shape != storage.shard.shape:
         raise ConfigurationError(
@@ -154,10 +154,8 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
             name = names[index] if names else repr(private_torch.local_tensor(weight))
             is_quantized = hasattr(private_torch.local_tensor(weight), "quantized_storage")
             problem = non_finite(values, _storage_of(weight).shard.origin if is_quantized else None)
-            hint = "codes saturate, which would hide it, so " if is_quantized else ""
             raise ConfigurationError(
-                f"requantize_: {name}: {problem or 'values that other ranks hold are infinite or NaN'}; {hint}nothing "
-                "was written. Look at where the values come from"
+                f"requantize_: {name}: {problem or 'values of other ranks are infinite or NaN'}; nothing was written"
             )
 
 

@@ -143,23 +143,18 @@ class QuantizedStorage:
         return self.gathered and self.version != self.home.version
 
     def check_captured(self, owner: str) -> None:
-        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none.
-
-        Raises:
-            ConfigurationError: they do not; the message names the weight, `owner`.
-        """
+        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none."""
         if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
             return
         if self.captured:
             raise ConfigurationError(
-                f"{owner} was gathered by FSDP while a CUDA graph was captured, so it has values in replays only; "
-                "capture forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
+                f"{owner} was gathered while a CUDA graph was captured, so it has values in replays only; capture "
+                "forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
             )
         if is_capturing and torch.is_grad_enabled():
             raise ConfigurationError(
-                f"{owner} was gathered by FSDP before the capture of this CUDA graph, so all replays would use its "
-                "values of now; call reshard() on the FSDP-wrapped module before the capture: a forward without a "
-                "backward leaves weights gathered"
+                f"{owner} was gathered before the capture of this CUDA graph, so all replays would use its present "
+                "values; call reshard() on the FSDP-wrapped module before the capture"
             )
 
     @property
@@ -266,11 +261,7 @@ class QuantizedStorage:
 
     def take(self, source: QuantizedStorage) -> None:
         """Become another handle to the data of `source`."""
-        self.cell, self.shard, self.components = source.cell, source.shard, source.components
-        self.state, self.high_precision = source.state, source.high_precision
-        self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
-        self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
-        self._views = source._views
+        vars(self).update(vars(source))
 
     @torch.no_grad()
     def write(
@@ -348,6 +339,38 @@ class QuantizedStorage:
         return replace(self, components=self.components | self.fetch(which))
 
 
+class Placeholder(QuantizedStorage):
+    """A storage without components until a quantized tensor is copied into it: the result of `new_zeros`.
+
+    `fully_shard` pads a chunk of the weight by `new_zeros`, `copy_` into a narrow of the zeros, and another narrow,
+    which becomes the sharded parameter. The padding is never built.
+    """
+
+    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
+        super().__init__(parent.cell, parent.shard, {}, parent.state)
+        self.parent = parent
+        self.target = device
+
+    @property
+    def device(self) -> torch.device:
+        return self.target
+
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
+        """A placeholder on another device. FSDP2's CPU offload moves the empty chunk of a rank without rows."""
+        return Placeholder(self.parent, self.target if device is None else torch.device(device))
+
+    def fill(self, source: QuantizedStorage) -> None:
+        """Become a real storage: the source itself if the placeholder was made from it, otherwise a copy."""
+        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets the whole be freed. At the first
+        # forward and after loads reset_sharded_param pads the shard, whose tensors optimizers and state dicts have.
+        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
+        if filled is not source and filled.high_precision is not None:
+            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
+        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # so that existing handles see it
+        del self.parent, self.target
+        self.take(filled)
+
+
 def empty(
     cell: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
 ) -> QuantizedStorage:
@@ -401,16 +424,12 @@ def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
 
 
 def next_draw(state: dict[str, Tensor]) -> int | Tensor:
-    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them.
-
-    Raises:
-        UnsupportedOperationError: the host counts draws while a CUDA graph is being captured.
-    """
+    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them."""
     draws = state[DRAWS]
     if not counts_on_host(state):
         number: int | Tensor = draws.view(()).clone()  # `add_` below would change a view
     elif kernel_dispatch.is_capturing():
-        raise UnsupportedOperationError(limits.refusal("captured draws", "stochastic rounding"))
+        raise UnsupportedOperationError(limits.refusal("captured rounding", "stochastic rounding"))
     else:
         number = int(draws)
     draws.add_(1)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
-from quantshard.distributed.distribute import shard_parameter
+from quantshard.distributed.module_meshes import shard_parameter
 from tests.distributed import pool
 from tests.distributed.models import RECIPES
 

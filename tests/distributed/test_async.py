@@ -35,7 +35,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.loop import make_optimizer
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed import durability
 from tests.distributed.forked import SECONDS, fork_server, forked_savers, on_new_ranks
 from tests.distributed.models import RECIPES

@@ -17,7 +17,7 @@ import torch
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.modules.graphs import step_graph, step_replay
 from quantshard.tools.trainer import loop, worker
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
+from quantshard.tools.trainer.measurements import RunStatistics
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
+from quantshard.tools.trainer.measurements import flops_of_token
 from quantshard.tools.trainer.models.model import ModelSpec, build
-from quantshard.tools.trainer.monitoring.performance import flops_of_token
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses
@@ -62,7 +62,7 @@ def flops_on(mesh: str) -> float | None:
         TrainSettings(), hidden=32, heads=2, layers=2, ffn=48, experts=6, recipe="mxfp8", mesh=mesh
     ).resolved()
     spec = ModelSpec(settings)
-    model = spec.described() if not mesh else build(spec, MeshSpec.parse(mesh).device_mesh("cpu"))
+    model = spec.converted()[0] if not mesh else build(spec, MeshSpec.parse(mesh).device_mesh("cpu"))
     return flops_of_token(model, settings, None)
 
 

@@ -136,7 +136,7 @@ def test_slurm_puts_the_job_back_until_it_is_done(text, tmp_path):  # noqa: F811
     assert f"resumed after step {stopped}" in out and f"{run}: done, {STEPS} of {STEPS} steps are saved" in out
     assert alike(run, text, tmp_path, (2, STEPS))
     code, out = ended(job(2, "--lr", "0.5"))  # it is done, and these flags are wrong: not again
-    assert "--auto-resume goes on with it, but lr = 0.5 is given" in out and requeued.read_text() == "7\n", out
+    assert "was started with lr = 0.001, but lr = 0.5 is given" in out and requeued.read_text() == "7\n", out
 
 
 def started_on(run):

@@ -105,7 +105,7 @@ def trained_alike(modules: str, recipe: str, where: str) -> tuple[dict[str, str]
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    errors._told.clear()
+    errors._warned_topics.clear()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     qs.convert(model, recipe, modules=modules)

@@ -19,7 +19,7 @@ from quantshard.tensor.storage import KEY
 from quantshard.tools.trainer import debugging
 from quantshard.tools.trainer.debugging import ModelPair
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 from tests.distributed.commands import quantshard
 
 pytestmark = pytest.mark.distributed

@@ -21,7 +21,7 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import ConfigurationError
 from quantshard.tools.cli import demo
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.settings.settings_file import read_settings_file
+from quantshard.tools.trainer.settings.config import read_settings_file
 from tests.distributed.commands import quantshard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

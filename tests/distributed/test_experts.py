@@ -210,10 +210,10 @@ MESSAGES = {
     "division": "experts cannot be spread equally over the",
     "combine": "do not fit the",
     "splits": "experts of the",
-    "save": "do not take this optimizer of a model whose experts are spread over ranks",
-    "load": "states are numbered as in one process",
-    "frozen": "states are numbered as in one process",
-    "others": "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters()",
+    "save": "do not take this optimizer of a model with expert parallelism",
+    "load": "its states have numbers instead of names",
+    "frozen": "its states have numbers instead of names",
+    "others": "use FusedAdam, Lion, Muon or MasterWeights over named_parameters()",
 }
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantshard as qs
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quantshard import QuantizedTensor
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 from tests.distributed.test_train_models import ANY, SIZED
 
 SMALL: dict[str, Any] = {

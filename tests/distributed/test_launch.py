@@ -14,7 +14,7 @@ import pytest
 
 from quantshard.tools import cli
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.data import preparation
+from quantshard.tools.trainer.data import corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_an_interrupted_command_ends(monkeypatch: pytest.MonkeyPatch, capsys: py
         raise KeyboardInterrupt
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(preparation, "collect", interrupted)
+    monkeypatch.setattr(corpus, "collect", interrupted)
     with patch.object(sys, "argv", ["quantshard", "train", "--run", "r"]), pytest.raises(SystemExit) as caught:
         cli.main()
     shown = capsys.readouterr()

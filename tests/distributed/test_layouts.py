@@ -22,7 +22,7 @@ from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.pool import run_ranks
 from tests.interop.layouts.models import CONFIG, RECIPES
 

@@ -191,10 +191,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_PREFIX": [wrapped],
     f"{_DTENSOR}._dtensor_spec.DTensorSpec": [sharded_state],
     f"{_DTENSOR}._dtensor_spec.TensorMeta": [sharded_state],
-    f"{_DTENSOR}._utils.compute_local_shape_and_global_offset": [offset],
-    f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [
-        lambda _: private_torch.dtensor_extents((4,), (2,), (Shard(0),), (1,))
-    ],
+    f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [offset],
     f"{_DTENSOR}.placement_types._StridedShard": [
         lambda _: private_torch.is_strided_over(_StridedShard(0, split_factor=2), 2)
     ],
@@ -209,9 +206,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
-    f"{_DTENSOR}.DTensor._op_dispatcher._custom_op_handlers": "an error of PyTorch's takes the place of ours",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",
-    "torch.ops._c10d_functional.all_gather_into_tensor.default": "the table of operations refuses it, in other words",
 }
 """Names without which nothing is lost but words."""
 

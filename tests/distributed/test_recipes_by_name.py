@@ -27,7 +27,7 @@ from quantshard.tools.cli import models as described
 from quantshard.tools.observe import explain
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.models import bits, set_gradients
 from tests.distributed.pool import run_ranks
 

@@ -55,7 +55,7 @@ def test_started_again_by_the_same_command(whole, text, tmp_path):  # noqa: F811
     told = quantshard("status", run, "--json")
     assert told.returncode == 0 and json.loads(told.stdout) == {"done": True, "step": 6, "steps": 6, "damaged": []}
     assert "no more were asked for" in again().stdout
-    one_line(again("--lr", 0.5), r"was started with lr = 0\.001, and --auto-resume goes on with it, but lr = 0\.5 is")
+    one_line(again("--lr", 0.5), r"was started with lr = 0\.001, but lr = 0\.5 is")
     one_line(quantshard(*train(run, text, *TINY)), r"exists: go on with it by `quantshard resume .*` or --auto-resume")
     one_line(quantshard("status", tmp_path / "rum"), "there is no run in .*rum: it has no config.toml")
 
@@ -104,7 +104,7 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         (folder / "step-000003" / ".metadata").unlink()
     assert quantshard("status", run, "--checkpoints", place).returncode == NOT_DONE
     if kind == "url":
-        one_line(quantshard("status", run), "if you name it: --checkpoints")
+        one_line(quantshard("status", run), "if you pass it: --checkpoints")
     result = quantshard("resume", run, "--steps", 6)
     assert result.returncode == 0 and f"resumed after step 2, from {place}/step-000002" in result.stdout, result.stderr
     assert f"skipped the incomplete checkpoint {place}/step-000003" in result.stdout
@@ -112,7 +112,7 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
     assert Manager(place, read_only=True).steps() == [4, 6]
     other = tmp_path / "other"
     shutil.copytree(run, other)  # somebody else's settings, which name these checkpoints
-    says = f"is not known as this run's: of-run.json there says that they are those of {run}; if it is, name it with"
+    says = f"is not known as this run's: of-run.json there names {run}; if it is, pass"
     one_line(quantshard("resume", other, "--steps", 8), says)
     one_line(quantshard(*train(tmp_path / "new", text, *TINY, *named)), f"holds checkpoints of {run}; name another")
     assert not (tmp_path / "new").exists()
@@ -126,4 +126,4 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Shelf, "fails_at", ("read",))
             told = quantshard("status", other, "--checkpoints", moved)
-            one_line(told, f"{moved} cannot be looked at .403: you may not read.; see that it")
+            one_line(told, f"cannot list the checkpoints in {moved} .403: you may not read.")

@@ -26,7 +26,7 @@ from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.models import RECIPES, Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0

@@ -41,7 +41,7 @@ from quantshard.tools.report.history import read_history
 from quantshard.tools.report.page import render
 from quantshard.tools.report.watching import RunWatch
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
-from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.data.shards import ShardedSource
 from quantshard.tools.trainer.data.sources import INDEX, TextOptions, find
 from quantshard.tools.trainer.settings.config import TrainSettings

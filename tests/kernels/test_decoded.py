@@ -54,7 +54,7 @@ def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> Non
     def made(yes: bool) -> GemmOperands:
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         with emulated(yes):
-            return gemm_operands(x, role, call, state, OperandUsage(True, True, transient=passing))
+            return gemm_operands(x, role, call, state, OperandUsage(True, True, num_transient=passing))
 
     found, before = made(True), made(False)
     assert found.for_wgrad.transposed and before.for_wgrad.transposed
@@ -138,7 +138,7 @@ def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyP
     assert blackwell == {"mxfp8": False, "nvfp4": False, "current": False, "block": True}
     assert not any(asked(None, BF16) or asked((9, 0), torch.float32) for asked in cells.values())
     assert not producers.is_emulated(None, BF16, (9, 0))
-    rowwise, role, usage = recipe.resolve("rowwise"), TensorRole.GRAD_OUTPUT, OperandUsage(True, True, transient=2)
+    rowwise, role, usage = recipe.resolve("rowwise"), TensorRole.GRAD_OUTPUT, OperandUsage(True, True, num_transient=2)
     monkeypatch.setattr(hardware, "capability_of", lambda device: (9, 0))
     plan = producers.KernelPlan(rowwise, role, usage, values(32, 64), False, False)
     assert plan.one is not None and plan.one.spec.decoded and plan.two is not None and not plan.two.spec.decoded

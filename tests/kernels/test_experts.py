@@ -491,7 +491,7 @@ def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.Monke
     strictly(two_copies, 1)
     strictly(AT_ONCE["block"])
     rows = {name: qs.explain(experts(rule), recipe=rule).rows for name, rule in (("two", two_copies), *AT_ONCE.items())}
-    assert all(row.fallbacks == ("one by one",) for row in rows.pop("two") if "weight" in row.name)
+    assert all(row.fallbacks == ("one expert at a time",) for row in rows.pop("two") if "weight" in row.name)
     assert not any(row.fallbacks for of in rows.values() for row in of)
 
 

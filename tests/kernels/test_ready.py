@@ -29,7 +29,7 @@ from quantshard.modules import fused_activation
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import OperandRequest, gemm_operands, gradient_operands
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.numerics import swizzling
+from quantshard.numerics import swizzled
 from quantshard.recipe import QuantSpec, TensorRole, resolve
 from quantshard.tensor import observation
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
@@ -90,7 +90,7 @@ def test_a_stored_matrix_is_swizzled(name: str, turned: bool, shape: tuple[int, 
         for part, size in enumerate((shape, (64, 96))):
             parts = numerics.quantize(values(*size, seed=part).float(), FORMATS[name])
             amax = None if stored.amax is None else parts[stored.amax.name]
-            other = swizzling.swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.multiplied)
+            other = swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.multiplied)
             nan_flags = (torch.tensor(bad), other) if part == 0 else (None, None)
             given.append((size, parts[stored.codes.name], parts[stored.scale.name], amax, *nan_flags))
         theirs = copy.deepcopy(given)

@@ -18,7 +18,7 @@ from quantshard.compat.transformer_engine.pytorch import quantization
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process."""
-    monkeypatch.setattr(errors, "_told", set())
+    monkeypatch.setattr(errors, "_warned_topics", set())
     yield
 
 
@@ -163,7 +163,7 @@ def test_weights_that_an_autocast_quantizes_each_time_are_told_once() -> None:
             with qs.autocast(recipe="mxfp8"):
                 layer(x)
     assert len(told) == 1
-    errors._told.clear()
+    errors._warned_topics.clear()
     importlib.reload(quantization)  # where layers keep weights in high precision, as TransformerEngine's
     with warnings.catch_warnings(record=True) as told, qs.autocast(recipe="mxfp8"):
         warnings.simplefilter("always")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import quantshard as qs
+from benchmarks.convergence_table import bytes_of
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
@@ -62,7 +63,7 @@ def test_the_bytes_are_those_that_are_allocated(preset, recipe):
         layer = qs.Linear(256, 256, bias=False)
     optimizer = FusedAdam(layer.parameters(), preset=preset)
     elements = 256 * 256
-    told = PRESETS[preset].bytes_of(resolve(recipe).weight.format)
+    told = bytes_of(PRESETS[preset], resolve(recipe).weight.format)
     held = optimizer.state[layer.weight]
     of_master = sum(each.nbytes for key, each in held.items() if key.startswith("master"))
     of_moments = sum(each.nbytes for key, each in held.items() if key.startswith("exp_avg"))
@@ -76,12 +77,12 @@ def test_the_bytes_by_hand():
     FP8 codes a master is one byte more, beside FP4 ones whole."""
     scale = 4 / 128
     weight = resolve("current").weight.format
-    assert PRESETS["lean8"].bytes_of(weight) == pytest.approx((1, 1, 1 + scale + 1 + 1 / 128))
-    assert PRESETS["lean6"].bytes_of(weight) == pytest.approx((1, 1, 1 + scale + 2))
-    assert PRESETS["lean8"].bytes_of(weight).together == pytest.approx(4.0390625)
-    assert PRESETS["lean6"].bytes_of(weight).together == pytest.approx(5.03125)
-    assert PRESETS["lean8"].bytes_of(resolve("nvfp4").weight.format).master == pytest.approx(2 + scale)
-    assert StateOptions(master_weights=False).bytes_of(weight) == pytest.approx((1, 0, 8))
+    assert bytes_of(PRESETS["lean8"], weight) == pytest.approx((1, 1, 1 + scale + 1 + 1 / 128))
+    assert bytes_of(PRESETS["lean6"], weight) == pytest.approx((1, 1, 1 + scale + 2))
+    assert bytes_of(PRESETS["lean8"], weight).together == pytest.approx(4.0390625)
+    assert bytes_of(PRESETS["lean6"], weight).together == pytest.approx(5.03125)
+    assert bytes_of(PRESETS["lean8"], resolve("nvfp4").weight.format).master == pytest.approx(2 + scale)
+    assert bytes_of(StateOptions(master_weights=False), weight) == pytest.approx((1, 0, 8))
 
 
 @every_preset

@@ -12,7 +12,6 @@ from torch.optim import swa_utils
 from quantshard import Linear, quantized_model_init, requantize_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
-from quantshard.tensor import arithmetic
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
@@ -321,7 +320,7 @@ def test_refused_targets():
         gathered.mul_(0.5)
     with raises("placeholder"):
         weight(MXFP8).new_zeros(SHAPE).mul_(0.5)
-    with raises("no values yet"):
+    with raises("call reset_parameters"):
         weight(MXFP8).to("meta").mul_(0.5)
     with raises("broadcast"):
         weight(MXFP8).add_(torch.ones(1, *SHAPE))
@@ -338,7 +337,7 @@ def test_averages_of_stock_torch_are_refused_with_what_to_do_instead():
     for options in ({}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}):
         average = swa_utils.AveragedModel(model, **options)
         average.update_parameters(model)
-        with raises(r"\. An average of the weights, as .*AveragedModel .* is kept by ema_decay=0\.999 of FusedAdam"):
+        with raises(r"average weights by ema_decay=0\.999 of FusedAdam"):
             average.update_parameters(model)
     with raises("for an average of weights give FusedAdam, Lion, Muon or MasterWeights ema_decay"):
         cut(weight(MXFP8), [(0, 3)])[0].mul_(0.5)
@@ -527,10 +526,6 @@ def test_users_loops():
         if hasattr(new, "quantized_storage"):
             moved = (new.dequantize() - old.dequantize()).detach().float().mean()
             assert moved == pytest.approx(-1.1e-2, rel=0.1)
-
-
-def test_every_formula_has_both_forms():
-    assert arithmetic.IN_PLACE.keys() == arithmetic.IN_PLACE_LISTS.keys()
 
 
 @pytest.mark.parametrize("foreach", [True, False])

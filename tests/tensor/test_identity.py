@@ -264,7 +264,7 @@ def test_data_of_another_kind_is_refused(other):
     before = contents(param)
     with pytest.raises(UnsupportedOperationError) as error:
         param.data = other
-    assert str(limits.REFUSALS["new data"]) in str(error.value) and repr(other) in str(error.value)
+    assert str(limits.REFUSALS["assigned data"]) in str(error.value) and repr(other) in str(error.value)
     assert not differing(before, contents(param))
 
 

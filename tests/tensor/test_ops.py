@@ -338,7 +338,7 @@ def test_copy_between_different_places():
     first, second = torch.chunk(weight(MXFP8, 64), 2)
     before = contents(second)
     for source in (first, weight(MXFP8, 32), weight(MXFP8, 64)):
-        with raises(r"one shard.*\(\(32, 64\), \(0, 40\)\)"):
+        with raises(r"\(\(32, 64\), \(0, 40\)\).*one format and shard"):
             second.copy_(source)
     assert not differing(before, contents(second))
 
@@ -525,7 +525,7 @@ def test_item_of_one_element(cell):
 )
 def test_there_is_no_array_of_values(read):
     """Of DLPack's, the address would be null: to read from it ends the process."""
-    with pytest.raises(RuntimeError, match=r"not supported|hold codes|\.dequantize\(\)"):
+    with pytest.raises(RuntimeError, match=r"not supported|Cannot access data pointer"):
         read(weight(MXFP8))
 
 
@@ -536,7 +536,7 @@ def test_compiled_code_that_would_read_a_null_pointer_raises(read):
 
 
 def test_the_message_names_the_way_out():
-    with raises(r"\.dequantize\(\).*quantize_\(\).*requantize_\(\).*module"):
+    with raises(r"\.dequantize\(\).*module.*requantize_\(\).*convert\(filter"):
         weight(MXFP8).sum()
 
 

@@ -205,7 +205,7 @@ class FusedGatedMLP(nn.Module):
 @private_torch.constant_in_graphs
 def _tell_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
     if context.setting(setting).strict:
-        raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
+        raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
     storage_note = "" if storage == HIGH_PRECISION else f", and keeps gate and up as they are in place of {storage}"
     warn_once(
         _UNFUSED,

@@ -17,7 +17,7 @@ from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, stock_name
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, moves, requantize
 from quantshard.tensor.storage import KEY
 
 FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
@@ -157,7 +157,7 @@ def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bo
     if not weight.is_meta:
         new.take_values(weight, f"{name}.weight", keep_values)
     new.weight.requires_grad_(weight.requires_grad)
-    new.weight.__dict__.update(components.set_attributes(weight))  # marks set by frameworks
+    new.weight.__dict__.update(moves.set_attributes(weight))  # marks set by frameworks
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)
@@ -184,7 +184,7 @@ def _plain_weight(weight: Tensor) -> nn.Parameter:
     empty = weight.is_meta
     values = torch.empty(weight.shape, dtype=weight.dtype, device="meta") if empty else weight.detach().dequantize()
     new = nn.Parameter(values, requires_grad=weight.requires_grad)
-    new.__dict__.update(components.set_attributes(weight))
+    new.__dict__.update(moves.set_attributes(weight))
     return new
 
 

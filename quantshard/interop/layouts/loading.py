@@ -30,7 +30,7 @@ from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
-from quantshard.tensor import components, requantize, state_keys
+from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -180,7 +180,7 @@ class _LayoutLoader:
         self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
-        self.zero_centered = set() if files_center_gamma(self.config) else set(state_keys.zero_centered_gammas(model))
+        self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         params = dict(model.named_parameters())
         name_map = names or default_names(params)

@@ -229,7 +229,7 @@ def corrections_kernel(
     CORRECTION: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Write into a step's table, for each group: step, lr, the factor of weight decay, 1 / (1 - beta**step) as in
-    `Hyperparameters.corrections`, and `averages.share`.
+    `Hyperparameters.corrections`, and `adam.average_share`.
 
     `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and the factor of weight decay. `decays`: float64 [groups,
     3], both betas and the decay of averages. `corrected`: int64 [groups], bias correction flags.

@@ -1,7 +1,7 @@
 """Adam, Lion and Muon over many tensors. `states` describes the tables that the kernels read.
 
 One launch updates the states and weights of all parameters with the same storage and formula (`formulas`). It also
-moves the averages of their weights (`numerics.averages.moved`), if there are any. For Muon's matrices,
+moves the averages of their weights (`numerics.adam.moved_average`), if there are any. For Muon's matrices,
 `momentum_kernel` first writes the matrices to orthogonalize, and the step reads the orthogonalized ones.
 
 A program works on a tile of whole scale blocks of the global block grid, so it quantizes the new weight in the same

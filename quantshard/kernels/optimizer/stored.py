@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from quantshard.formats import ALL, Format, Orientation, OrientedCodes, Scaling
-from quantshard.numerics import adam, averages, lion, muon
+from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.adam import Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
@@ -196,7 +196,7 @@ def table_of(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
             assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
             step = row.step
             columns |= {"lr": float(row.lr), "kept": float(row.kept)}
-            columns["share"] = float(averages.share(row.ema_decay, step)) if row.ema_decay else 0.0
+            columns["share"] = float(adam.average_share(row.ema_decay, step)) if row.ema_decay else 0.0
         table += [seed or 0, step]
         decays += [*row.betas, row.ema_decay]
         floats += [columns.get(name, 0.0) for name in SETTINGS]

@@ -32,7 +32,7 @@ from quantshard.kernels.quantize.targets import (
     Targets,
     plan_quantization,
 )
-from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
+from quantshard.numerics import HADAMARD_NEGATIVE
 
 NO_RANDOM_WORDS = rw.random_arguments_of([])
 NAN = tl.constexpr(0x7FC00000)

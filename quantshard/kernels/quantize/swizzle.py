@@ -1,7 +1,7 @@
 """Stored weights in the layout that tensor cores of compute capability 10 read: a swizzled block scale for every row.
 
 A program works on a tile of 128 x 128 elements; the scales of a tile fill one or two swizzle tiles
-(`numerics.swizzling`). If products sum along the other dim, the program also transposes the codes, of 8 or 4 bits. NaN
+(`numerics.swizzled`). If products sum along the other dim, the program also transposes the codes, of 8 or 4 bits. NaN
 flags are merged into the scales in the same pass: into these scales, or into the second scale, and into the scales of
 another operand of the same gradient.
 
@@ -47,7 +47,7 @@ class SwizzleConfig(NamedTuple):
 
 @triton.jit
 def swizzled(i, j, tiles):
-    """Return the offsets of rows i and columns j in `numerics.swizzling.swizzled`, with `tiles` tiles in a row."""
+    """Return the offsets of rows i and columns j in `numerics.swizzled`, with `tiles` tiles in a row."""
     return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
 

@@ -41,7 +41,7 @@ class KernelConfig(NamedTuple):
     `ql.row_order`. `transposed`: registers hold the tile as its transpose [cols, rows]. `words_transposed`: random
     words are `RandomBits.transposed`. `words_shared`: the other direction has drawn the random words already. `pairs`:
     block amaxes come from `ql.line_amax`. `by_columns`: scales are stored column by column. `swizzled`: scales are
-    stored as by `numerics.swizzling.swizzled`. `nan_from_amax`, `merges_scale`, `decoded`: see `QuantizeSpec`.
+    stored as by `numerics.swizzled`. `nan_from_amax`, `merges_scale`, `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -111,7 +111,7 @@ class QuantizeSpec(NamedTuple):
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales are stored as by `numerics.swizzling.swizzled`."""
+        """Whether scales are stored as by `numerics.swizzled`."""
         return self.ready and self.copy.scale.encoding.bits == 8
 
     @property

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import numerics, private_torch, sharding
 from quantshard.collectives import flat_max
-from quantshard.distributed import distribute
+from quantshard.distributed import module_meshes
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, moves, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
@@ -73,7 +73,7 @@ def empty_weight(
     """A parameter without values, quantized by `cell` or in high precision if `cell` is None."""
     shape: tuple[int, int] = module._weights[name].shape
     if module.tp_mesh is not None:
-        return distribute.empty_parameter(
+        return module_meshes.empty_parameter(
             shape, module.tp_mesh, module._cuts[name], dtype=dtype, device=device, cell=cell, state=state
         )
     if cell is None:
@@ -156,7 +156,7 @@ def quantize_weight(module: Any, name: str, owner: str) -> None:
     module._born_states[name] = {key: value.clone() for key, value in state.items()}
     new = empty_weight(module, name, cell, state, old.dtype, device)
     new.requires_grad_(old.requires_grad)
-    new.__dict__.update(components.set_attributes(old))
+    new.__dict__.update(moves.set_attributes(old))
     values = private_torch.local_tensor(old).detach()
     if not values.is_meta and not module._awaits_values:  # otherwise values are loaded later
         requantize.requantize_([(new, values)], names=[f"{owner}.{name}"])

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from quantshard import limits, private_torch
 from quantshard.collectives.process_groups import Group
-from quantshard.distributed import distribute, module_meshes, tensor_parallel
+from quantshard.distributed import module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
@@ -31,7 +31,7 @@ from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Recipe, resolve, stock_name
-from quantshard.tensor import components
+from quantshard.tensor import components, moves
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -145,7 +145,7 @@ class QuantizedModule(nn.Module):
         self._vectors[name], self._cuts[name] = fill, cut
         param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
         if self.tp_mesh is not None:
-            param = distribute.shard_parameter(param, self.tp_mesh, cut)
+            param = module_meshes.shard_parameter(param, self.tp_mesh, cut)
         self.register_parameter(name, param)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
@@ -175,10 +175,10 @@ class QuantizedModule(nn.Module):
         """Move or cast, as `.to()` and `.half()` do. Amax histories stay float32; RNG counters move along."""
         before = dict(self.named_buffers(recurse=False))
         sharded = [param for param in self.parameters(recurse=False) if isinstance(param, DTensor)]
-        with private_torch.set_aside(self, QuantizedTensor) as quantized, components.attributes_kept(sharded):
+        with private_torch.set_aside(self, QuantizedTensor) as quantized, moves.attributes_kept(sharded):
             super()._apply(fn, recurse)
         for param in quantized:
-            components.move_parameter(param, fn)
+            moves.move_parameter(param, fn)
         for name, buffer in before.items():
             moved = self.get_buffer(name)
             if buffer.is_meta and not moved.is_meta:
@@ -297,7 +297,7 @@ class QuantizedModule(nn.Module):
         if param is None or not assignment.take(self, name, param):
             old = private_torch.registered_parameter(self, name)
             super().register_parameter(name, param)
-            components.carry_attributes(old, param)
+            moves.carry_attributes(old, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
@@ -309,7 +309,7 @@ class QuantizedModule(nn.Module):
         is_swap = old is not None and sharded and isinstance(value, nn.Parameter)
         if is_swap and (name not in self._weights or components.quantized_local(value) is not None):
             private_torch.put_parameter(self, name, value)
-            components.carry_attributes(old, value)
+            moves.carry_attributes(old, value)
         else:
             super().__setattr__(name, value)
 

@@ -184,9 +184,9 @@ def activation_history(module: Any, name: str, length: int, weight: str, recipe:
     history = private_torch.registered_buffer(module, name)
     if history is None:
         if module.training and context.is_strict():
-            raise limits.fallback_error(("late history",), module.label(name))
+            raise limits.fallback_error(("late amax history",), module.label(name))
         if module.training:
-            warnings.warn(f"{module.label(name)}: {limits.FALLBACKS['late history']}", stacklevel=2)
+            warnings.warn(f"{module.label(name)}: {limits.FALLBACKS['late amax history']}", stacklevel=2)
         device = private_torch.local_tensor(module.get_parameter(weight)).device
         module.register_buffer(name, history := _empty_history(length, device))
     if history.numel() != length:

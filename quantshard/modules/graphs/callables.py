@@ -281,7 +281,7 @@ def _is_in_graph(param: Tensor) -> bool:
 
 def _check_owners(subject: nn.Module, name: str) -> None:
     """Raise if FSDP2 or DDP manages the parameters."""
-    sharded = {id(param) for param, _ in private_torch.sharded_parameters()}
+    sharded = {id(param) for param in private_torch.sharded_parameters()}
     for module in subject.modules():
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedOperationError(limits.refusal("captured replicas", name))

@@ -36,11 +36,10 @@ from quantshard.tools.observe.table import GATHERED, WEIGHTS, plain_table
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import TABLES, from_mapping, read_settings_file
+from quantshard.tools.trainer.settings.config import TABLES, TrainSettings, from_mapping, read_settings_file
 
 SETTINGS: dict[str, Any] = {
     "hidden": 128,

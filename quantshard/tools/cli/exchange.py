@@ -26,11 +26,10 @@ from quantshard.tensor import components
 from quantshard.tools.terminal import inputs, outputs
 from quantshard.tools.terminal.progress import transfer_bar
 from quantshard.tools.terminal.screen import say
-from quantshard.tools.trainer.models.configuration import config_of_run, settings_of, tokenizer_of_run
-from quantshard.tools.trainer.models.initialization import recipe_of_files
-from quantshard.tools.trainer.models.model import LanguageModel, recipes_of
+from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
+from quantshard.tools.trainer.models.initialization import config_of_run, recipe_of_files, settings_of, tokenizer_of_run
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _LONGEST = 1 << 30
 """Maximum size in bytes of a file that is copied next to the weights."""

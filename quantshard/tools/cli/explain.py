@@ -28,10 +28,11 @@ from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import losses, trained_loss
 from quantshard.tools.trainer.optimizer import muon_head
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import TP, MeshSpec
-from quantshard.tools.trainer.settings.optimizer_states import (
+from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
     STATE_SETTINGS,
+    TP,
+    MeshSpec,
     as_settings,
     state_options,
 )

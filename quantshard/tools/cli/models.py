@@ -26,7 +26,7 @@ from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _RUN = "config.toml"
 
@@ -105,7 +105,7 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     settings, launch_config, _ = RunDir(path).read_config()
     settings = replace(settings, recipe=recipe_name or settings.recipe)
     settings.check(str(path))
-    model = ModelSpec(settings, RunDir(path).read_model(settings)).described()
+    model = ModelSpec(settings, RunDir(path).read_model(settings)).converted()[0]
     mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     description = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"

@@ -14,7 +14,7 @@ from quantshard.tools.trainer.data.shards import ShardedSource
 from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.settings.config import KINDS
-from quantshard.tools.trainer.settings.schema import check_value
+from quantshard.tools.trainer.settings.values import check_value
 
 
 def register(app: typer.Typer) -> None:

@@ -19,20 +19,17 @@ import typer
 from quantshard.errors import ConfigurationError, nearest
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
-from quantshard.tools.trainer import launch, restarts, worker
+from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.models import initialization
-from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.optimizer_states import (
-    FLOAT32_STATES,
-    above_file,
-    below_flags,
-    decided_names,
-    dropped_preset,
-    float_momentum,
-    of_preset,
+from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
+from quantshard.tools.trainer.settings.config import (
+    TrainSettings,
+    from_mapping,
+    merged_values,
+    read_settings_file,
+    setting_fields,
 )
-from quantshard.tools.trainer.settings.settings_file import given_processes, given_values
+from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE_SETTINGS, named_preset
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
@@ -99,16 +96,18 @@ def train(
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
         flags["data"] = [*flags["data"], *more_data]
-    flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
+    flag_values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if value is not None
+    }
+    content: dict[str, Any] = {}
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
-    folder, flag_values = RunDir(run), given_values(flags, None)
+        content = read_settings_file(config, follow=True)
+    folder = RunDir(run)
     exists = auto_resume and (folder.is_begun() or launch.is_other_worker())
-    file = given_values({}, config)
-    file_values = below_flags(file, flag_values, str(config))
-    flag_values = above_file(flag_values, file, file_values)
-    values = {**file_values, **flag_values}
+    values = merged_values(flag_values, from_mapping(content, str(config)))
     if not exists:
+        file_values = {name: value for name, value in values.items() if name not in flag_values}
         model_values = initialization.chosen(flag_values, file_values)
         defaults = initialization.fine_tuning_defaults(model_values)
         if defaults and not launch.is_worker():
@@ -116,15 +115,13 @@ def train(
     settings = TrainSettings(**(values if exists else defaults | model_values))
     if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
-        if not launch.is_worker() and (notice := dropped_preset(file, file_values, flag_values, str(config))):
-            say(notice)
-        if not launch.is_worker() and (notice := float_momentum(flag_values, settings)):
-            say(notice)
-    settings, decided = settings.resolved(), decided_names(values)
+    settings = settings.resolved()
+    decided = (*values, *(STATE_SETTINGS if values.get("preset") == FLOAT32_STATES else ()))
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
         worker.main(run, replace(order, new=asdict(settings), given=decided))
-    processes = nproc_per_node or worker.of_mesh(settings) or given_processes(config) or launch.default_processes()
+    processes = nproc_per_node or worker.of_mesh(settings) or recorded_processes(content, str(config))
+    processes = processes or launch.default_processes()
     launch.check_processes(processes)
     if auto_resume and folder.is_begun():
         changed = worker.changes(folder, settings, decided, processes)
@@ -186,7 +183,7 @@ def resume(
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
     if preset is not None:
-        changes |= of_preset(preset)
+        changes |= dict.fromkeys(STATE_SETTINGS, AUTO) | {"preset": named_preset(preset), "master_weights": True}
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):
         if paths:
             changes[name] = [str(Path(path).absolute()) for path in paths]
@@ -205,20 +202,10 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     """Check that an existing run can be resumed, and launch it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
-    # Raises for forbidden edits; the workers report the others.
-    restarts.edited(str(folder.config), settings, folder.read_starts())
     mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
     processes = processes or mesh_processes or int(launched["processes"])
     launch.check_processes(processes)
-    settings = worker.changed(settings, order.overrides, processes)
-    settings.check_ranks(processes)
-    worker.check_logs(settings)
-    folder.follow(settings)
-    folder.check_place("checkpoints" in order.overrides)
-    if not order.restart:
-        folder.last_complete()
-    restarts.check_steps(str(folder.path), settings.steps, folder.saved_steps()[0])
-    worker.check_copy(order.copy_to)
+    settings, _ = worker.check_resumed(folder, order, settings, processes)
     # If the data have moved, the workers get the new paths.
     if worker.recorded_data(settings, corpus).table() != corpus:
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}

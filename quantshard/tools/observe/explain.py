@@ -247,7 +247,7 @@ def gemm_of(
         )
     if not is_quantshard:
         path, reason = hardware.gemm_path(None, device)
-        fallbacks = ("not ours",) if chosen is not None and chosen.table else ()
+        fallbacks = ("foreign module",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
     cell = None if chosen is None else chosen.weight
@@ -260,7 +260,7 @@ def gemm_of(
 def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
     """Names in `limits.FALLBACKS` of all fallbacks that one parameter uses."""
     thin, moments = bool(shared.warning), bool(moments_note)
-    return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
+    return (*gemm.fallbacks, *["replicated scales"] * thin, *["float32 states"] * moments)
 
 
 def _device(param: Tensor) -> torch.device:

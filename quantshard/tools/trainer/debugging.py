@@ -22,27 +22,19 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER, has_master
 from quantshard.recipe import HighPrecision
 from quantshard.tensor import components
-from quantshard.tools.statistics.sensitivity import (
-    GemmError,
-    LayerError,
-    RecipeSuggestion,
-    gemm_errors,
-    gradient_error,
-    gradients,
-    layer_errors,
-    suggest,
-)
+from quantshard.tools.statistics import sensitivity
+from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import Corpus
-from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel, linear_names, recipes_of
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.run_dir import RunDir, run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 
 @dataclass(frozen=True)
@@ -68,9 +60,7 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     elif "://" in source or (location.is_dir() and is_complete(source)):
         owner = run_of_checkpoint(source)
         if owner is None:
-            raise ConfigurationError(
-                f"{source} is not in a run's folder, so its model and data are not known; name RUN/checkpoints/step-..."
-            )
+            raise ConfigurationError(f"{source} is not in a run's folder; name RUN/checkpoints/step-...")
         run = owner
     else:
         raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
@@ -80,29 +70,16 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     if is_run:
         run.look_in(checkpoints)
         source = str(run.checkpoint(run.last_complete()[0]))
-    return DebugSource(source, settings, run.read_model(settings), _corpus_here(run, corpus))
-
-
-def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
-    """Return the recorded data with current paths, in case the run's folder was moved."""
-    corpus = data.from_table(recorded)
-    return replace(
-        corpus,
-        documents=tuple(replace(document, path=Path(run.here(str(document.path)))) for document in corpus.documents),
-    )
+    recorded = data.from_table(corpus)
+    # the run's folder may have been moved
+    documents = [replace(document, path=Path(run.here(str(document.path)))) for document in recorded.documents]
+    return DebugSource(source, settings, run.read_model(settings), replace(recorded, documents=tuple(documents)))
 
 
 @dataclass(frozen=True)
 class DebugReport:
-    """The cost of quantization on one batch.
-
-    Args:
-        loss: loss under the recipe.
-        exact_loss: loss in float32.
-        gradient: relative error of the gradient of all parameters.
-        gemms: errors of GEMMs.
-        layers: errors of layers; empty unless requested.
-    """
+    """The cost of quantization on one batch: losses under the recipe and in float32, relative error of the gradient of
+    all parameters, and errors of GEMMs and (if requested) layers."""
 
     loss: float
     exact_loss: float
@@ -117,25 +94,24 @@ class ModelPair:
     `recipes`: recipe of each quantized module, by module name.
     """
 
-    def __init__(self, found: DebugSource, batch: Tensor) -> None:
-        self.settings = replace(found.settings, dropout=0.0, mesh="", dp_replicate=1)
+    def __init__(self, source: DebugSource, batch: Tensor) -> None:
+        self.settings = replace(source.settings, dropout=0.0, mesh="", dp_replicate=1)
         self._patterns = LayerRecipes.parse(self.settings.recipe)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.batch = batch.to(device)
         torch.manual_seed(self.settings.seed)
-        if found.configuration is None:
-            recipes = models.recipes_of(self.settings)
+        if source.configuration is None:
+            recipes = recipes_of(self.settings)
             self._names = [f"layers.{number}" for number in range(self.settings.layers)]
             if isinstance(recipes, LayerRecipes):
-                self._patterns, self._names = recipes, models.linear_names(self.settings)
+                self._patterns, self._names = recipes, linear_names(self.settings)
+            in_float32 = replace(self.settings, params_dtype="float32")
             self.model: nn.Module = LanguageModel(self.settings, recipes, device)
-            self.exact: nn.Module = LanguageModel(
-                replace(self.settings, params_dtype="float32"), HighPrecision(), device
-            )
+            self.exact: nn.Module = LanguageModel(in_float32, HighPrecision(), device)
         else:
-            self.model, self.exact = _of_transformers(found.configuration, self.settings.model, self._patterns, device)
+            self.model, self.exact = _of_transformers(source.configuration, self.settings.model, self._patterns, device)
             self._names = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        self._load(found.checkpoint)
+        self._load(source.checkpoint)
         self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
 
     def _whole(self, name: str) -> str:
@@ -169,24 +145,23 @@ class ModelPair:
     def compare(self, end_to_end: bool) -> DebugReport:
         """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized."""
         passes: list[tuple[float, dict[str, Tensor]]] = []
-        gemms = gemm_errors(
+        gemms = sensitivity.gemm_errors(
             self.exact, self.recipes,
-            lambda: passes.append(gradients(self.exact, lambda: self._pass(self.exact))),
+            lambda: passes.append(sensitivity.gradients(self.exact, lambda: self._pass(self.exact))),
         )  # fmt: skip
         ((exact_loss, exact),) = passes
         if not math.isfinite(exact_loss):
             raise ConfigurationError(
-                f"the loss of this batch is {exact_loss} in float32 too, so its errors say nothing; name an older "
-                "checkpoint, or other text with --data"
+                f"the loss of this batch is {exact_loss} in float32 too; name an older checkpoint, or other --data"
             )
-        loss, grads = gradients(self.model, lambda: self._pass(self.model))
+        loss, grads = sensitivity.gradients(self.model, lambda: self._pass(self.model))
         layers: list[LayerError] = []
         if end_to_end:
             with warnings.catch_warnings():
                 # delayed-scaling histories are created late here
                 warnings.simplefilter("ignore")
-                layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
-        return DebugReport(loss, exact_loss, gradient_error(grads, exact), gemms, layers)
+                layers = sensitivity.layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
+        return DebugReport(loss, exact_loss, sensitivity.gradient_error(grads, exact), gemms, layers)
 
     def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
         """Suggest layers to keep in high precision, by errors of the full gradient if the report has them, otherwise by
@@ -194,17 +169,14 @@ class ModelPair:
         errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
         for row in report.layers or report.gemms:
             errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
-        return suggest(errors, share, self._patterns.patterns, self._names)
+        return sensitivity.suggest(errors, share, self._patterns.patterns, self._names)
 
 
 def _of_transformers(
     configuration: Mapping[str, Any], where: str, recipes: LayerRecipes, device: torch.device
 ) -> tuple[nn.Module, nn.Module]:
-    """Build a transformers model under its recipes, and in float32 with layers that report their operands. Both are
-    without values.
-
-    Both models are in eval mode, which disables dropout, except for the quantized layers.
-    """
+    """Build a transformers model under its recipes, and in float32 with layers that report their operands, both without
+    values. Both are in eval mode, which disables dropout, except for the quantized layers."""
     model, _ = huggingface.converted(configuration, where, recipes, causal=True)
     plain = LayerRecipes.parse(recipe.HighPrecision.name)
     exact, _ = huggingface.converted({**configuration, "dtype": "float32"}, where, plain, causal=True)
@@ -227,11 +199,11 @@ def _quantized_modules(model: nn.Module) -> list[str]:
     ]
 
 
-def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
+def batch_of(source: DebugSource, paths: Sequence[str], count: int) -> Tensor:
     """Return the first sequences of a run's first step, from its data or `paths`: int64 [count, seq_length + 1]."""
-    settings = found.settings
+    settings = source.settings
     if not paths:
-        windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)
+        windows = data.Windows(source.corpus, settings.seq_length, settings.heldout)
         return windows.batch(settings.seed, 1, 0, count)
     changed_settings = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
     with tempfile.TemporaryDirectory() as folder:

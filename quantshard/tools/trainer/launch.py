@@ -84,19 +84,11 @@ def is_other_worker() -> bool:
 
 def process_numbers() -> tuple[int, int, int]:
     """Return the rank, the world size and the local rank of this process, as its launcher set them."""
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigurationError(
-            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; start with torchrun, "
-            "or unset RANK to have the processes started here"
-        )
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigurationError(f"RANK is set, but {name} is not; start with torchrun, or unset RANK")
     rank = int(os.environ["RANK"])
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
-
-
-def is_of_torchrun() -> bool:
-    """Return True if torchrun's agent started this process."""
-    return is_worker() and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def default_processes() -> int:
@@ -110,8 +102,8 @@ def check_processes(processes: int) -> None:
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
     if processes > most:
         raise ConfigurationError(
-            f"{processes} processes are too many for this machine of {cores} CPU cores, on which at most {most} are "
-            "started; name fewer with --nproc-per-node or --mesh, or start them on several machines with torchrun"
+            f"{processes} processes are too many for this machine of {cores} CPU cores; start at most {most}, or use "
+            "torchrun on several machines"
         )
 
 
@@ -141,7 +133,11 @@ def launch(processes: int, arguments: list[str]) -> None:
             monitor_interval=_MONITOR_SECONDS,
             local_addr="localhost",
         )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), **_agent_options())
+        # before torch 2.12 the agent waits a fixed 30 s for workers to exit
+        parameters_of_agent = inspect.signature(LocalElasticAgent.__init__).parameters
+        has_timeout = "shutdown_timeout" in parameters_of_agent
+        options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), **options)
         with _forwarded_signals(agent) as received:
             result = agent.run()
         failures = dict(result.failures) if result is not None else {}
@@ -160,12 +156,6 @@ def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[in
         raise error
     if code:
         raise SystemExit(code)
-
-
-def _agent_options() -> dict[str, Any]:
-    """Return how long the agent waits for workers to exit; before torch 2.12 the wait is fixed at 30 s."""
-    parameters = inspect.signature(LocalElasticAgent.__init__).parameters
-    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in parameters else {}
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -29,20 +29,19 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
+from quantshard.tools.trainer.measurements import RunStatistics, StepProfile, flops_of_token, peak_of
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.monitoring.performance import StepProfile, flops_of_token, peak_of
-from quantshard.tools.trainer.monitoring.progress import Progress
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
-from quantshard.tools.trainer.monitoring.trackers import Tracker
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
+from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import TP, SequenceShare
+from quantshard.tools.trainer.settings.values import TP
+from quantshard.tools.trainer.trackers import Tracker
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Trainer:
     `configuration`: configuration of a transformers model, or None.
     """
 
+    # Set-up ----------------------------------------------------------------------------------------------------------
+
     def __init__(
         self,
         settings: TrainSettings,
@@ -88,7 +89,7 @@ class Trainer:
         self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
-        self.share = SequenceShare.of(mesh)
+        self.share = models.SequenceShare.of(mesh)
         self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
         identity = {"seed": settings.seed, "corpus": corpus.sha256}
         self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
@@ -97,146 +98,13 @@ class Trainer:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
         check_graphs(settings, place.device)
-        self._graph = StepGraph(self._stepped, self.model, self.optimizer, enabled=settings.cuda_graphs)
+        self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
         self._flops = flops_of_token(self.model, settings, configuration)
         self._peak = peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
         self.trackers: list[Tracker] = []
         if settings.peak_tflops and self._flops is None:
-            self.progress.note("no MFU is told: what a token of this model takes, by its configuration, is not known")
-
-    # One step --------------------------------------------------------------------------------------------------------
-
-    def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
-        """Train one step; return its loss (mean over the global batch), the gradient norm, and whether to stop."""
-        for group in self.optimizer.param_groups:
-            _set_rate(group, learning_rate(self.settings, step))
-        stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
-        batch = self._seeded(step)
-        sampled = statistics is not None and statistics.is_sampling
-        context = statistics.whole_step if statistics is not None and sampled else nullcontext
-        # per-expert statistics read the number of rows of each expert on the host, which a graph cannot do
-        run_eagerly = sampled and self.settings.experts
-        if run_eagerly:
-            with context():
-                sums = self._stepped(batch, stop)
-        else:
-            sums = self._graphed(context, batch, stop)
-        if statistics is not None:
-            # statistics of the previous step, while the device works on this one
-            statistics.settle()
-        # the only point where a step waits for the device, after all of its work is launched
-        loss, squares, stops = sums.tolist()
-        return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
-
-    def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
-        """Run `_stepped`, as a CUDA graph if the settings enable graphs."""
-        try:
-            sums: Tensor = self._graph.within(around, batch, stop)
-        except UnsupportedOperationError as error:
-            if not self.settings.cuda_graphs:
-                raise
-            raise UnsupportedOperationError(
-                f"{error}; start again without --cuda-graphs, or, if there is a checkpoint, go on with: quantshard "
-                "resume RUN --no-cuda-graphs"
-            ) from error
-        return sums
-
-    def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
-        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
-        sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
-        if self.settings.clip:
-            self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums
-
-    def _clip(self, norm: Tensor) -> None:
-        """Clip the gradient, given its norm over all ranks."""
-        # expert-parallel weights are on another mesh than the rest
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-        for param in self.model.parameters():
-            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-        for params in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
-
-    def passes(self, step: int) -> Tensor:
-        """Run forward and backward of a step; return the mean loss of this rank's sequences, float64."""
-        return self._passes(self._seeded(step))
-
-    def _seeded(self, step: int) -> Tensor:
-        """Return the batch of a step, after seeding the random numbers of that step."""
-        settings, share, batch = self.settings, self.share, self.loader.batch(step)
-        # ranks that compute the same sequences (tensor parallelism) share one seed
-        if settings.dropout or not settings.is_by_sizes:
-            torch.manual_seed(settings.seed + step * share.count + share.index)
-        return batch
-
-    def _passes(self, batch: Tensor) -> Tensor:
-        settings = self.settings
-        total = torch.zeros((), dtype=torch.float64, device=batch.device)
-        parts = batch.chunk(settings.parts(self.axes))
-        for number, part in enumerate(parts):
-            models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            losses = models.losses(self.model, part[:, :-1], part[:, 1:])
-            (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
-            total += (losses.cross_entropy.detach() / len(parts)).double()
-        return total
-
-    def _batch(self, step: int) -> Tensor:
-        """Build this rank's share of the global batch of a step; runs in the loader's thread."""
-        count = self.settings.global_batch // self.share.count
-        return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
-
-    def _squares(self) -> Tensor:
-        """Sum the squares of this rank's gradient shards, float64. Gradients replicated over a tensor-parallel group
-        count on its first rank only."""
-        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
-        parts = [
-            grad.to_local() if isinstance(grad, DTensor) else grad
-            for grad in grads
-            if self.share.counts or _is_cut(grad)
-        ]
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        return torch.stack(norms).square().sum()
-
-    def _sum(self, *values: Tensor) -> Tensor:
-        """Sum float64 scalars over all ranks, in one collective."""
-        flat = torch.stack(values)
-        dist.all_reduce(flat)
-        return flat
-
-    @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean loss over the held-out windows, or None if nothing is held out."""
-        count, index = self.share.count, self.share.index
-        windows = self.windows.heldout(self.settings.eval_sequences)
-        if not len(windows):
-            return None
-        micro_batch = self.settings.sequences_at_once(self.axes)
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
-        self.model.eval()
-        for first in range(0, len(windows), count * micro_batch):
-            local = windows[first + index * micro_batch : first + (index + 1) * micro_batch].to(self.place.device)
-            # every rank must take part in the all-gathers of every forward, even a rank without a window
-            inputs = local if len(local) else windows[:1].to(self.place.device)
-            padding = -len(inputs) % models.batch_multiple(self.model)
-            logits = models.logits(self.model, torch.cat([inputs, inputs[-1:].expand(padding, -1)])[:, :-1])[
-                : len(inputs)
-            ]
-            total += models.loss(logits, inputs[:, 1:]).double() * len(local)
-        self.model.train()
-        models.reshard(self.model)
-        return float(self._sum(total * self.share.counts)) / len(windows)
-
-    def evaluate_average(self) -> float | None:
-        """Evaluate the averaged weights (EMA); None if there are no averages."""
-        if not self.settings.ema:
-            return None
-        with averaged_weights(self.model, self.optimizer):
-            return self.evaluate()
-
-    # The run ---------------------------------------------------------------------------------------------------------
+            self.progress.note("MFU is not reported: the configuration of this model lacks sizes")
 
     @cached_property
     def manager(self) -> checkpoints.Manager:
@@ -262,42 +130,20 @@ class Trainer:
         saved_step = restored.extra.get("step")
         if type(saved_step) is not int or saved_step != restored.step:
             raise CheckpointError(
-                f"{restored.path}: its saved step is {saved_step!r:.100}, not {restored.step}; restore that name, or "
-                "choose another checkpoint"
+                f"{restored.path}: its saved step is {saved_step!r:.100}, not {restored.step}; restore its name"
             )
         self.loader.load_state_dict(restored.extra)
         return restored
 
-    def save(self, step: int) -> None:
-        """Save a checkpoint into the run's folder and log its cost."""
-        with self.progress.moving("saving"):
-            report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
-        self.progress.saved(step)
-        suffix = ", written in the background" if self.settings.async_save else ""
-        self.progress.note(
-            f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
-            f"{report.held_seconds:.2f} s{suffix}"
-        )
-
-    def extra(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint records in addition to the model and the optimizer."""
-        settings = self.settings
-        tokens = step * settings.global_batch * settings.seq_length
-        return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
-
-    def save_to(self, path: str, step: int) -> None:
-        """Save a checkpoint to any path."""
-        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
+    # The loop --------------------------------------------------------------------------------------------------------
 
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last step, saving and evaluating as the settings say."""
-        settings, last_saved = self.settings, done
-        statistics = RunStatistics(
-            settings, self.model, self.optimizer, self.record_statistics, self.progress.note, done
-        )
+        settings, last_saved, note = self.settings, done, self.progress.note
+        statistics = RunStatistics(settings, self.model, self.optimizer, self.record_statistics, note, done)
         if done < settings.steps:
             self.sample(done)
-        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
+        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, note)
         with statistics, self.progress.running(done), closing(self.loader), self._graph, profile:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
@@ -306,10 +152,8 @@ class Trainer:
                 seconds = time.perf_counter() - start
                 profile.step()
                 last = stop or step == settings.steps
-                evaluates = _due(step, settings.eval_every) or step == settings.steps
-                heldout = self.evaluate() if evaluates else None
-                heldout_ema = self.evaluate_average() if evaluates else None
-                self.record(step, loss, norm, seconds, heldout, heldout_ema)
+                heldout = self.evaluate_all() if _due(step, settings.eval_every) or step == settings.steps else {}
+                self.record(step, loss, norm, seconds, heldout)
                 if last or _due(step, settings.save_every):
                     statistics.settle()
                     self.save(step)
@@ -320,51 +164,132 @@ class Trainer:
                     break
         self.manager.wait()
         if last_saved < settings.steps:
-            self.progress.note(f"stopped at step {last_saved}, resume with: quantshard resume {self.run.path}")
+            note(f"stopped at step {last_saved}, resume with: quantshard resume {self.run.path}")
             return
         if done < settings.steps:
             self.sample(last_saved)
         suffix = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
-        self.progress.note(f"done: {last_saved} steps{suffix}, saved in {self.run.checkpoint(last_saved)}")
+        note(f"done: {last_saved} steps{suffix}, saved in {self.run.checkpoint(last_saved)}")
 
-    def record(
-        self, step: int, loss: float, norm: float, seconds: float, heldout: float | None, heldout_ema: float | None
-    ) -> None:
-        """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""
-        if self.place.rank:
-            return
+    # One step --------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
+        """Train one step; return its loss (mean over the global batch), the gradient norm, and whether to stop."""
+        rate = learning_rate(self.settings, step)
+        for group in self.optimizer.param_groups:
+            # in place if it is the tensor that a CUDA graph reads
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
+        batch = self._seeded_batch(step)
+        sampled = statistics is not None and statistics.is_sampling
+        context = statistics.whole_step if statistics is not None and sampled else nullcontext
+        # per-expert statistics read the number of rows of each expert on the host, which a graph cannot do
+        if sampled and self.settings.experts:
+            with context():
+                sums = self._forward_backward_step(batch, stop)
+        else:
+            sums = self._graph.within(context, batch, stop)
+        if statistics is not None:
+            # statistics of the previous step, while the device works on this one
+            statistics.settle()
+        # the only point where a step waits for the device, after all of its work is launched
+        loss, squares, stops = sums.tolist()
+        return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+
+    def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
+        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
+        sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
+        if self.settings.clip:
+            self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums
+
+    def passes(self, step: int) -> Tensor:
+        """Run forward and backward of a step; return the mean loss of this rank's sequences, float64."""
+        return self._passes(self._seeded_batch(step))
+
+    def _passes(self, batch: Tensor) -> Tensor:
         settings = self.settings
-        entry: dict[str, Any] = {"step": step, "loss": loss}
-        if heldout is not None:
-            entry["heldout_loss"] = heldout
-        if heldout_ema is not None:
-            entry["heldout_loss_ema"] = heldout_ema
-        entry |= {
-            "lr": learning_rate(settings, step),
-            "grad_norm": norm,
-            "skipped_steps": self.optimizer.skipped_steps,
-            "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
-            "memory_bytes": memory_bytes(self.place.device),
-            "data_wait_s": self.loader.waited,
-        }
-        if self._flops is not None and self._peak is not None:
-            entry["mfu"] = entry["tokens_per_s"] * self._flops / (self._peak * self.place.ranks)
-        if self.corpus.weights:
-            windows = self.windows.counts(settings.seed, step, settings.global_batch)
-            entry["source_tokens"] = [count * settings.seq_length for count in windows]
-        self.run.append(self.run.metrics, entry)
-        self.progress.step(entry)
-        for tracker in self.trackers:
-            tracker.metrics(entry)
+        total = torch.zeros((), dtype=torch.float64, device=batch.device)
+        parts = batch.chunk(settings.parts(self.axes))
+        for number, part in enumerate(parts):
+            models.reduce_gradients(self.model, now=number == len(parts) - 1)
+            losses = models.losses(self.model, part[:, :-1], part[:, 1:])
+            (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
+            total += (losses.cross_entropy.detach() / len(parts)).double()
+        return total
 
-    def record_statistics(self, record: Mapping[str, Any]) -> None:
-        """Append a record {"step", "rows", "alarms"} to `statistics.jsonl` and show its alarms. Rank 0 only."""
-        if self.place.rank:
-            return
-        self.run.append(self.run.statistics, record)
-        self.progress.statistics(record)
-        for tracker in self.trackers:
-            tracker.statistics(record)
+    def _seeded_batch(self, step: int) -> Tensor:
+        """Return the batch of a step, after seeding the random numbers of that step."""
+        settings, share, batch = self.settings, self.share, self.loader.batch(step)
+        # ranks that compute the same sequences (tensor parallelism) share one seed
+        if settings.dropout or not settings.is_by_sizes:
+            torch.manual_seed(settings.seed + step * share.count + share.index)
+        return batch
+
+    def _batch(self, step: int) -> Tensor:
+        """Build this rank's share of the global batch of a step; runs in the loader's thread."""
+        count = self.settings.global_batch // self.share.count
+        return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
+
+    def _clip(self, norm: Tensor) -> None:
+        """Clip the gradient, given its norm over all ranks."""
+        # expert-parallel weights are on another mesh than the rest
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+        for param in self.model.parameters():
+            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        for params in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
+
+    def _squares(self) -> Tensor:
+        """Sum the squares of this rank's gradient shards, float64. Gradients replicated over a tensor-parallel group
+        count on its first rank only."""
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        norms = [
+            torch.linalg.vector_norm(grad.to_local() if isinstance(grad, DTensor) else grad, dtype=torch.float64)
+            for grad in grads
+            if self.share.counts or _is_cut(grad)
+        ]
+        return torch.stack(norms).square().sum()
+
+    def _sum(self, *values: Tensor) -> Tensor:
+        """Sum float64 scalars over all ranks, in one collective."""
+        flat = torch.stack(values)
+        dist.all_reduce(flat)
+        return flat
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluate_all(self) -> dict[str, float | None]:
+        """Evaluate the weights and their average (EMA), if there is one."""
+        losses = {"heldout_loss": self.evaluate()}
+        if self.settings.ema:
+            with averaged_weights(self.model, self.optimizer):
+                losses["heldout_loss_ema"] = self.evaluate()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over the held-out windows, or None if nothing is held out."""
+        count, index = self.share.count, self.share.index
+        windows = self.windows.heldout(self.settings.eval_sequences)
+        if not len(windows):
+            return None
+        micro_batch = self.settings.sequences_at_once(self.axes)
+        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        self.model.eval()
+        for first in range(0, len(windows), count * micro_batch):
+            local = windows[first + index * micro_batch : first + (index + 1) * micro_batch].to(self.place.device)
+            # every rank must take part in the all-gathers of every forward, even a rank without a window
+            inputs = local if len(local) else windows[:1].to(self.place.device)
+            padding = -len(inputs) % models.batch_multiple(self.model)
+            padded = torch.cat([inputs, inputs[-1:].expand(padding, -1)])
+            logits = models.logits(self.model, padded[:, :-1])[: len(inputs)]
+            total += models.loss(logits, inputs[:, 1:]).double() * len(local)
+        self.model.train()
+        models.reshard(self.model)
+        return float(self._sum(total * self.share.counts)) / len(windows)
 
     def sample(self, step: int) -> None:
         """Generate, show and record a sample text, if the settings enable it. Collective."""
@@ -387,6 +312,65 @@ class Trainer:
             self.run.append(self.run.samples, {"step": step, "text": text})
             self.progress.note(f"--- generated after {step} steps ---\n{text}\n---")
 
+    # Records and checkpoints -----------------------------------------------------------------------------------------
+
+    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: Mapping[str, float | None]) -> None:
+        """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""
+        if self.place.rank:
+            return
+        settings = self.settings
+        tokens_per_s = settings.global_batch * settings.seq_length / seconds
+        entry: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            **{name: value for name, value in heldout.items() if value is not None},
+            "lr": learning_rate(settings, step),
+            "grad_norm": norm,
+            "skipped_steps": self.optimizer.skipped_steps,
+            "tokens_per_s": tokens_per_s,
+            "memory_bytes": memory_bytes(self.place.device),
+            "data_wait_s": self.loader.waited,
+        }
+        if self._flops is not None and self._peak is not None:
+            entry["mfu"] = tokens_per_s * self._flops / (self._peak * self.place.ranks)
+        if self.corpus.weights:
+            windows = self.windows.counts(settings.seed, step, settings.global_batch)
+            entry["source_tokens"] = [count * settings.seq_length for count in windows]
+        self.run.append(self.run.metrics, entry)
+        self.progress.step(entry)
+        for tracker in self.trackers:
+            tracker.metrics(entry)
+
+    def record_statistics(self, record: Mapping[str, Any]) -> None:
+        """Append a record {"step", "rows", "alarms"} to `statistics.jsonl` and show its alarms. Rank 0 only."""
+        if self.place.rank:
+            return
+        self.run.append(self.run.statistics, record)
+        self.progress.statistics(record)
+        for tracker in self.trackers:
+            tracker.statistics(record)
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint into the run's folder and log its cost."""
+        with self.progress.moving("saving"):
+            report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        self.progress.saved(step)
+        suffix = ", written in the background" if self.settings.async_save else ""
+        self.progress.note(
+            f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
+            f"{report.held_seconds:.2f} s{suffix}"
+        )
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint records in addition to the model and the optimizer."""
+        settings = self.settings
+        tokens = step * settings.global_batch * settings.seq_length
+        return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
+
+    def save_to(self, path: str, step: int) -> None:
+        """Save a checkpoint to any path."""
+        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
+
 
 def memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: allocated on the GPU, or resident on a CPU."""
@@ -404,20 +388,11 @@ def _is_cut(grad: Tensor) -> bool:
     return any(name == TP and not placement.is_replicate() for name, placement in axes)
 
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's learning rate, in place if it is the tensor that a CUDA graph reads."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
 def check_graphs(settings: TrainSettings, device: torch.device) -> None:
     """Check that the device supports CUDA graphs if the settings enable them."""
     if settings.cuda_graphs and device.type != "cuda":
         raise ConfigurationError(
-            f"cuda_graphs = true needs a GPU, and this run is on {device.type}; leave --cuda-graphs out, or go on with "
-            "--no-cuda-graphs"
+            f"cuda_graphs = true needs a GPU, and this run is on {device.type}; give --no-cuda-graphs"
         )
 
 
@@ -428,16 +403,9 @@ def _due(step: int, every: int) -> bool:
 def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
     """Return one line about the model, the mesh and the data of a run."""
     axes, files = settings.axes(place.ranks), len(corpus.documents)
-    divided = ""
-    if axes.tp > 1:
-        divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
-        if settings.sequence_parallel == "auto":
-            divided += f" ({settings.sequences_at_once(axes)} sequences a micro-batch)"
-    model = f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
-    if settings.model:
-        model = settings.model + (f", {model}" if settings.is_by_sizes else "")
+    model = settings.model or f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
     return (
-        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}{divided}), "
-        f"{files} file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
+        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}), {files} "
+        f"file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
         f"{'on' if settings.deterministic else 'off'}"
     )

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
-from quantshard.state_storage import ADAMW, LION, MUON
+from quantshard.state_storage import LION, MUON
 from quantshard.tensor import components
 from quantshard.tools.trainer.settings.config import TrainSettings
 
@@ -30,60 +30,29 @@ _NO_HIDDEN_LAYERS = ("embedding", "positions", "head", "layers.*.mlp.router")
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> ElementwiseOptimizer:
     """Build the optimizer. Only matrices (including stacked experts) get weight decay. The model's high-precision
     initial values are freed, because the masters hold them now."""
-    optimizer = _OPTIMIZERS[settings.optimizer](model, settings)
+    betas = (settings.beta1, settings.beta2)
+    adam: dict[str, Any] = {"betas": betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
+    common: dict[str, Any] = {
+        "lr": settings.lr,
+        "capturable": settings.cuda_graphs,
+        "ema_decay": settings.ema,
+        **settings.state_options.arguments(settings.optimizer),
+    }
+    optimizer: ElementwiseOptimizer
+    if settings.optimizer == MUON:
+        # AdamW's learning rate, so that one schedule serves all groups
+        common |= {"momentum": settings.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        groups = muon_groups(model, head=muon_head(model, settings), adamw=adam)
+        optimizer = Muon(groups, weight_decay=settings.weight_decay, **common)
+    elif settings.optimizer == LION:
+        optimizer = Lion(_groups(model), betas=betas, weight_decay=settings.weight_decay, **common)
+    else:
+        optimizer = FusedAdam(_groups(model), **adam, **common)
     for param in model.parameters():
         weight = components.quantized_local(param)
         if weight is not None:
             weight.clear_high_precision_init_val()
     return optimizer
-
-
-def _fused_adam(model: nn.Module, settings: TrainSettings) -> FusedAdam:
-    return FusedAdam(
-        _groups(model),
-        lr=settings.lr,
-        **_adam(settings),
-        **settings.state_options.arguments(),
-        capturable=settings.cuda_graphs,
-        ema_decay=settings.ema,
-    )
-
-
-def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
-    return Lion(
-        _groups(model),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        **settings.state_options.arguments(LION),
-        capturable=settings.cuda_graphs,
-        ema_decay=settings.ema,
-    )
-
-
-def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
-    """Build Muon with AdamW's learning rate, so that one schedule serves all groups."""
-    return Muon(
-        muon_groups(model, head=muon_head(model, settings), adamw=_adam(settings)),
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        momentum=settings.momentum,
-        adjust_lr_fn="match_rms_adamw",
-        capturable=settings.cuda_graphs,
-        **settings.state_options.arguments(MUON),
-        ema_decay=settings.ema,
-    )
-
-
-def muon_head(model: nn.Module, settings: TrainSettings) -> list[str] | None:
-    """Return the modules that AdamW trains alongside Muon, in the form that `muon_groups` takes."""
-    names = [name for name, _ in model.named_modules()]
-    return (
-        [pattern for pattern in _NO_HIDDEN_LAYERS if fnmatch.filter(names, pattern)] if settings.is_by_sizes else None
-    )
-
-
-_OPTIMIZERS = {ADAMW: _fused_adam, LION: _lion, MUON: _muon}
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -95,36 +64,27 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _adam(settings: TrainSettings) -> dict[str, Any]:
-    betas = (settings.beta1, settings.beta2)
-    return {"betas": betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
-
-
-def _cosine(done: float, floor: float) -> float:
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _linear(done: float, floor: float) -> float:
-    return 1 - (1 - floor) * done
-
-
-_FALLS: Final[dict[str, Callable[[float, float], float]]] = {
-    "constant": lambda done, floor: 1.0,
-    "linear": _linear,
-    "cosine": _cosine,
-    "wsd": _linear,
-}
+def muon_head(model: nn.Module, settings: TrainSettings) -> list[str] | None:
+    """Return the modules that AdamW trains alongside Muon, in the form that `muon_groups` takes."""
+    if not settings.is_by_sizes:
+        return None
+    names = [name for name, _ in model.named_modules()]
+    return [pattern for pattern in _NO_HIDDEN_LAYERS if fnmatch.filter(names, pattern)]
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:
     """Return the learning rate of a step, counted from 1."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
     begin, end = settings.warmup, settings.decay_steps
     if settings.schedule == "wsd":
         begin = max(begin, end - round(settings.decay_share * end))
-    done = min(1.0, max(0, step - begin) / max(1, end - begin))
-    return settings.lr * _FALLS[settings.schedule](done, settings.lr_floor)
+    done, floor = min(1.0, max(0, step - begin) / max(1, end - begin)), settings.lr_floor
+    if settings.schedule == "cosine":
+        return settings.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return settings.lr * (1 - (1 - floor) * done)
 
 
 def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:
@@ -134,21 +94,13 @@ def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Ite
     `settings`: resolved settings. `resumed_after`: last step before a resume.
     """
     steps, warmup, end = settings.steps, settings.warmup, settings.decay_steps
-    falls, top = settings.schedule != "constant", settings.lr
-    rate = f"{learning_rate(settings, steps):g}"
+    final_rate, last = learning_rate(settings, steps), max(end, warmup)
+    decays = settings.schedule != "constant"
     if warmup > steps:
-        yield f"warmup = {warmup} is more than steps = {steps}: the learning rate ends at {rate}, not at {top:g}"
-    elif falls and end > steps:
-        floor = f"{top * settings.lr_floor:g}"
-        yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {rate}, not at {floor}"
-    elif falls and warmup > end:
-        yield f"warmup = {warmup} is more than decay_steps = {end}: after it the learning rate is at once {rate}"
-    elif falls and warmup == end == steps:
-        yield f"warmup = {warmup} is all of steps = {steps}: the learning rate never falls"
-    elif settings.schedule == "wsd" and not round(settings.decay_share * end):
-        yield f"decay_share = {settings.decay_share} of {end} steps is none: the learning rate never falls"
-    last = max(end, warmup)
-    if falls and last < steps and settings.lr_floor == 0:
+        yield f"warmup = {warmup} is more than steps = {steps}: the learning rate ends at {final_rate:g}"
+    elif decays and end > steps:
+        yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {final_rate:g}"
+    if decays and last < steps and settings.lr_floor == 0:
         yield f"decay_steps = {end}, lr_floor = 0: steps {last + 1} to {steps} have a learning rate of 0"
-    elif falls and resumed_after is not None and (first := max(last, resumed_after) + 1) <= steps:
-        yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {rate}"
+    elif decays and resumed_after is not None and (first := max(last, resumed_after) + 1) <= steps:
+        yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {final_rate:g}"

@@ -24,14 +24,14 @@ import torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends
 from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.mesh import MeshSpec
-from quantshard.tools.trainer.settings.optimizer_states import (
+from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
     STATE_SETTINGS,
+    MeshSpec,
     as_settings,
     named_preset,
+    shown_value,
 )
-from quantshard.tools.trainer.settings.schema import shown_value
 from quantshard.version import __version__
 
 CHANGEABLE = frozenset(
@@ -39,7 +39,7 @@ CHANGEABLE = frozenset(
 )
 """Settings that a restart may change: the device and those of `resume`, except the recipe and the preset."""
 
-_RESUMED = ("recipe", "preset", *STATE_SETTINGS)
+_CONVERTED = ("recipe", "preset", *STATE_SETTINGS)
 """Settings that only `resume` may change, by converting weights or states."""
 
 _ALWAYS = ("deterministic", "device")
@@ -65,8 +65,8 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
     """List the settings in `config.toml` that were edited since the last start, one message each. The edited values are
     used.
 
-    `starts`: records of the run. The last two count, because a start that
-    was killed before it wrote `config.toml` left the file of the start before.
+    `starts`: records of the run. The last two count, because a start that was killed before it wrote `config.toml` left
+    the file of the start before.
     """
     recorded_settings = [start["settings"] for start in starts if isinstance(start.get("settings"), dict)][-2:]
     now, messages = recorded(settings), []
@@ -78,13 +78,12 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
         change = f"{name} = {shown_value(now[name])}"
         if setting.metadata["panel"] in _KEPT_PANELS and name not in CHANGEABLE and name not in _SPLITS:
             advice = "start another run with --init-from"
-            if name == "preset" or name in STATE_SETTINGS:
-                advice = "give its optimizer other states after that, by quantshard resume --preset"
-            if name == "recipe":
-                advice = f"quantize its weights anew after that, by quantshard resume --recipe {shlex.quote(now[name])}"
+            if name in _CONVERTED:
+                flag = f"recipe {shlex.quote(now[name])}" if name == "recipe" else "preset"
+                advice = f"change it with quantshard resume --{flag}"
             raise ConfigurationError(
-                f"{config} has {change}, and the run was started with {shown_value(values[0])}, which it keeps, as its "
-                f"checkpoints do; write that there again, or {advice}"
+                f"{config} has {change}, and the run was started with {shown_value(values[0])}, which it keeps; write "
+                f"that again, or {advice}"
             )
         messages.append(f"{config} was edited: {change}, and was {shown_value(values[0])}")
     return tuple(messages)
@@ -95,7 +94,7 @@ def check_steps(run: str, steps: int, complete: Sequence[int]) -> None:
     if complete and steps < complete[-1]:
         raise ConfigurationError(
             f"{run} has a checkpoint of step {complete[-1]}, and steps = {steps} would end before it; give at least "
-            f"{complete[-1]}, or another run its weights with --init-from"
+            f"{complete[-1]}"
         )
 
 
@@ -114,22 +113,17 @@ def overrides(
         if value == old or (name == "mesh" and value and MeshSpec.parse(value).processes != processes):
             continue
         if name not in CHANGEABLE:
-            since = " or resumed" if name in _RESUMED else ""
+            since = " or resumed" if name in _CONVERTED else ""
+            was, now_ = (shown_value(FLOAT32_STATES if name == "preset" and not v else v) for v in (old, value))
             raise ConfigurationError(
-                f"{run} was started{since} with {name} = {_shown(name, old)}, and --auto-resume goes on with it, but "
-                f"{name} = {_shown(name, value)} is given; give what it was, or name another --run"
+                f"{run} was started{since} with {name} = {was}, but {name} = {now_} is given; give what it was, or "
+                "name another --run"
             )
         result[name] = list(value) if isinstance(value, tuple) else value
     return result | {name: getattr(now, name) for name in _ALWAYS}
 
 
-def _shown(name: str, value: Any) -> str:
-    """Format a setting's value as the user would write it."""
-    return shown_value(FLOAT32_STATES if name == "preset" and not value else value)
-
-
-Environment = dict[str, Any]
-"""JSON object: strings and booleans by name, and "variables": a table of environment variables."""
+# The environment ------------------------------------------------------------------------------------------------------
 
 _PREFIXES = ("CUBLAS", "CUDNN_", "DNNL_", "NCCL_", "ONEDNN_", "TORCH_BLAS_")
 _NAMES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
@@ -137,34 +131,31 @@ _NO_MATTER = ("CUBLAS_LOGDEST_DBG", "CUBLAS_LOGINFO_DBG", "NCCL_DEBUG", "NCCL_DE
 """Names and prefixes of environment variables that change how libraries compute, and exceptions among them."""
 
 
-def current_environment(settings: TrainSettings, device: torch.device) -> Environment:
-    """Return the environment of this process, which computes on `device`."""
+def current_environment(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+    """Return what determines the bits of this process on `device`: strings and booleans by name, and "variables", a
+    table of environment variables."""
+    hardware = {"device": f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"}
+    if device.type == "cuda":
+        has_nccl = torch.distributed.is_nccl_available()
+        hardware = {
+            "device": torch.cuda.get_device_name(device),
+            "triton": _version("triton"),
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
+        }
     head_size = settings.hidden // settings.heads
-    on_gpu = _of_gpu(device) if device.type == "cuda" else {"device": f"CPU {_cpu()}"}
+    names = [name for name in sorted(os.environ) if name in _NAMES or name.startswith(_PREFIXES)]
     return {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        **on_gpu,
+        **hardware,
         "python": platform.python_version(),
         "quantshard": __version__,
         "torch": torch.__version__,
         "attention": attention_backends.described("auto", device, settings.torch_params_dtype, head_size),
         "float32 products": torch.get_float32_matmul_precision(),
-        "variables": {name: os.environ[name] for name in sorted(os.environ) if _matters(name)},
+        "variables": {name: os.environ[name] for name in names if name not in _NO_MATTER},
     }
-
-
-def _of_gpu(device: torch.device) -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "triton": _version("triton"),
-        "cuda": str(torch.version.cuda or torch.version.hip),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
-    }
-
-
-def _cpu() -> str:
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _version(package: str) -> str:
@@ -174,19 +165,11 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _matters(name: str) -> bool:
-    return (name in _NAMES or name.startswith(_PREFIXES)) and name not in _NO_MATTER
-
-
-def differences(before: object, now: Environment) -> list[str]:
+def differences(before: object, now: Mapping[str, Any]) -> list[str]:
     """List the entries that were added, removed or changed. `before`: read from a file, so of any type."""
-    environments = [{**side, **_table(side.get("variables"))} for side in map(_table, (before, now))]
-    names = [name for name in dict.fromkeys([*environments[0], *environments[1]]) if name != "variables"]
-    return [
-        f"{name} was {_said(environments[0].get(name))}, is {_said(environments[1].get(name))}"
-        for name in names
-        if environments[0].get(name) != environments[1].get(name)
-    ]
+    old, new = ({**side, **_table(side.get("variables"))} for side in map(_table, (before, now)))
+    names = [name for name in {**old, **new} if name != "variables" and old.get(name) != new.get(name)]
+    return [f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in names]
 
 
 def _table(value: object) -> dict[str, Any]:
@@ -194,7 +177,7 @@ def _table(value: object) -> dict[str, Any]:
     return {str(name): entry for name, entry in value.items()} if isinstance(value, Mapping) else {}
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else value if isinstance(value, str) and len(value) < 200 else shown_value(value)

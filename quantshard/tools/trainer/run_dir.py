@@ -13,7 +13,7 @@
     checkpoints/step-000050   the checkpoint after 50 steps; appears when complete
                               (docs/checkpoints.md#checkpoints-of-a-run). The setting `checkpoints` moves them to
                               another folder or URL, marked by `of-run.json`
-    logs/rank-1.log           log of a rank (trainer/monitoring/progress.py)
+    logs/rank-1.log           log of a rank (trainer/progress.py)
     logs/rank-1.txt           traceback of a failed rank
     profile/rank-0.json       trace of some steps, if enabled; memory-rank-0.pickle: GPU memory
     tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
@@ -30,9 +30,11 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
@@ -42,25 +44,43 @@ from quantshard.foreign import FILE_BYTES, json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.tools.terminal import inputs, outputs
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import (
-    corpus_table,
+from quantshard.tools.trainer.settings.config import (
+    COUNT,
+    KINDS,
+    SIZE,
+    STEPS,
+    TrainSettings,
     from_mapping,
-    launch_table,
     read_settings_file,
-    to_toml,
 )
+from quantshard.tools.trainer.settings.values import SettingType, read_table
 
 _RECORD_BYTES = 1 << 30
-"""The most bytes of a record file that are read whole: four million steps."""
-
-_LONG_BYTES = 1 << 26
-"""Above this size only the end of a record file is read."""
+"""The most bytes of a record file that are read."""
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
 _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
 """File next to checkpoints outside of the run's folder; names the run that owns them."""
+
+_LAUNCH = {
+    "processes": SettingType(int, 1, COUNT),
+    "mesh": KINDS["mesh"],
+    "threads": SettingType(int, 1, 4096),
+    "python": SettingType(str, most=200),
+    "torch": SettingType(str, most=200),
+}
+_CORPUS = {
+    "sha256": SettingType(str, 64, 64),
+    "bytes": SettingType(int, 0, (1 << 63) - 1),
+    "files": SettingType(list, 68, 4200),
+    "sources": SettingType(list, 1, 100),
+    "heldout_files": SettingType(int, 0, STEPS),
+    "tokenizer": SettingType(str, 64, 64),
+    "vocabulary": SettingType(int, 1, SIZE),
+    "end_of_document": SettingType(int, 0, SIZE),
+}
+_REQUIRED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
 
 class RunDir:
@@ -88,22 +108,16 @@ class RunDir:
 
     def check_new(self) -> None:
         """Refuse a folder that holds anything except tokens and what `withdraw` leaves."""
-        if not self.path.exists() or (self.path.is_dir() and self._is_free()):
+        checkpoints, marks = self.path / _CHECKPOINTS, {ownership.LOCK_FILE, ownership.OWNER_FILE}
+        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
+        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= marks:
+            allowed.add(checkpoints)
+        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= allowed):
             return
         advice = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
         if not self.path.is_dir() or not self._has_checkpoint():
-            advice = "it holds no checkpoint to go on from, so remove it if you want its place"
+            advice = "it holds no checkpoint, so remove it"
         raise ConfigurationError(f"{self.path} exists: {advice}, or name another --run")
-
-    def _is_free(self) -> bool:
-        checkpoints = self.path / _CHECKPOINTS
-        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= {
-            ownership.LOCK_FILE,
-            ownership.OWNER_FILE,
-        }:
-            allowed.add(checkpoints)
-        return set(self.path.iterdir()) <= allowed
 
     def is_begun(self) -> bool:
         """Return True if there is a run here, with or without a checkpoint."""
@@ -128,13 +142,12 @@ class RunDir:
         model."""
         self.check_new()
         self.follow(settings)
-        self._check_place_is_free()
-        text = _config(settings, launch, corpus)
-        if len(text) > (most := FILE_BYTES["run"]):
-            raise ConfigurationError(
-                f"{self.config} would have {len(text)} bytes, more than the {most} that are read of it: it lists "
-                f"{len(corpus['files'])} data files; join them into fewer"
-            )
+        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
+            owner = self._marked() or "another run"
+            raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
+        text = to_toml(settings, {"launch": launch, "corpus": corpus})
+        if len(text.encode()) > FILE_BYTES["run"]:
+            raise ConfigurationError(f"{self.config} cannot list {len(corpus['files'])} data files; join some")
         outputs.make_folder(self.path)
         if model is not None:
             self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
@@ -158,7 +171,7 @@ class RunDir:
         """Write or replace `config.toml`, and mark the location of the checkpoints as this run's."""
         self.follow(settings)
         self._mark_place()
-        self.write(self.config, _config(settings, launch, corpus))
+        self.write(self.config, to_toml(settings, {"launch": launch, "corpus": corpus}))
 
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
         """Read the settings and the tables [launch] and [corpus]."""
@@ -171,7 +184,7 @@ class RunDir:
         data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
         settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))
         self.follow(settings)
-        return settings, launch_table(content, where), corpus_table(content, where)
+        return settings, _table("launch", _LAUNCH, content, where), _table("corpus", _CORPUS, content, where)
 
     def here(self, path: str) -> str:
         """Return the current path of something in `tokens` if the run's folder was renamed; other paths are
@@ -188,17 +201,10 @@ class RunDir:
         """Check that no path of the run leads to another place."""
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
-            locks = (ownership.LOCK_FILE, f"{_CHECKPOINTS}/{ownership.LOCK_FILE}")
             folders = (self.logs, self.path / _CHECKPOINTS, self.tokens, self.model, self.profile, self.tensorboard)
-            model = f"{self.model.name}/{CONFIGURATION}"
-            names = (
-                *(file.name for file in files),
-                *(f"{folder.name}/" for folder in folders),
-                "wandb/",
-                model,
-                *locks,
-            )
-            outputs.check_no_links(self.path, names)
+            names = [*(file.name for file in files), *(f"{folder.name}/" for folder in folders), "wandb/"]
+            locks = [ownership.LOCK_FILE, f"{_CHECKPOINTS}/{ownership.LOCK_FILE}"]
+            outputs.check_no_links(self.path, (*names, *locks, f"{self.model.name}/{CONFIGURATION}"))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -219,12 +225,8 @@ class RunDir:
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
             numbers = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
             complete = [step for step in numbers if checkpoints.is_complete(self.checkpoint(step))]
-        except NotADirectoryError:
-            raise CheckpointError(
-                f"{self.checkpoints} is no folder, in which checkpoints are kept; name another"
-            ) from None
         except OSError as error:
-            raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
+            raise CheckpointError(f"cannot list the checkpoints in {self.checkpoints} ({why(error)})") from error
         return complete, [step for step in numbers if step not in complete]
 
     def check_place(self, named: bool) -> None:
@@ -236,10 +238,10 @@ class RunDir:
         """
         if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
             return
-        reason = f"says that they are those of {run}" if run else "is not there"
+        reason = f"names {run}" if run else "is not there"
         raise ConfigurationError(
             f"{self.checkpoints}, where {self.config} has the checkpoints, is not known as this run's: {_OF_RUN} there "
-            f"{reason}; if it is, name it with --checkpoints {self.checkpoints}"
+            f"{reason}; if it is, pass --checkpoints {self.checkpoints}"
         )
 
     def look_in(self, named: str | None) -> None:
@@ -251,17 +253,10 @@ class RunDir:
             self.checkpoints = named or self.path / _CHECKPOINTS
         elif isinstance(self.checkpoints, str) and not is_local(self.checkpoints):
             raise ConfigurationError(
-                f"{self.config} has the checkpoints in {self.checkpoints}, and a URL is asked only if you name it: "
-                f"--checkpoints {self.checkpoints}"
+                f"the checkpoints of {self.config} are at a URL, which is requested only if you pass it: --checkpoints "
+                f"{self.checkpoints}"
             )
         self.check_place(named is not None)
-
-    def _check_place_is_free(self) -> None:
-        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
-            raise ConfigurationError(
-                f"{self.checkpoints} holds checkpoints of {self._marked() or 'a run that is not named there'}; name "
-                "another place with --checkpoints"
-            )
 
     def _marked(self) -> str:
         """Return the run in the mark next to outside checkpoints; "" if there is no mark."""
@@ -271,7 +266,7 @@ class RunDir:
         except (FileNotFoundError, ValueError, KeyError):
             return ""
         except OSError as error:
-            raise CheckpointError(f"{self.checkpoints} cannot be read ({why(error)}); see that it can") from error
+            raise CheckpointError(f"cannot read {self.checkpoints} ({why(error)})") from error
 
     def _mark_place(self) -> None:
         run = str(self.path.absolute())
@@ -283,23 +278,19 @@ class RunDir:
             store.write(store.join(path, _OF_RUN), json.dumps({"run": run}).encode())
         except OSError as error:
             raise CheckpointError(
-                f"{self.checkpoints} cannot be written ({why(error)}); see that it can, or name another place with "
-                "--checkpoints"
+                f"cannot write to {self.checkpoints} ({why(error)}); name another place with --checkpoints"
             ) from error
 
     def last_complete(self) -> tuple[int, list[int]]:
         """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
         complete, incomplete = self.saved_steps()
         if not complete:
+            elsewhere = "" if isinstance(self.checkpoints, Path) else f" in {self.checkpoints}"
             raise ConfigurationError(
-                f"{self.path} has no complete checkpoint to go on from{self._elsewhere}; start again with `quantshard "
+                f"{self.path} has no complete checkpoint to go on from{elsewhere}; start again with `quantshard "
                 f"train --config {self.config} --run ANOTHER`"
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
-
-    @property
-    def _elsewhere(self) -> str:
-        return "" if isinstance(self.checkpoints, Path) else f" in {self.checkpoints}"
 
     # Records ---------------------------------------------------------------------------------------------------------
 
@@ -313,11 +304,8 @@ class RunDir:
 
     def read_starts(self) -> list[dict[str, Any]]:
         """Read the records of `starts`, without truncated lines."""
-        return [start for line in self._content(self.starts).split(b"\n") if (start := _record(line))]
-
-    def last_start(self) -> dict[str, Any]:
-        """Return the last record of `starts`; empty if there is none."""
-        return next(reversed(self.read_starts()), {})
+        content = read_regular(self.starts, _RECORD_BYTES) if os.path.lexists(self.starts) else b""
+        return [start for line in content.split(b"\n") if (start := _record(line))]
 
     def requantized(self) -> tuple[bool, bool]:
         """Return whether any start requantized the weights to another recipe, and whether any did so without
@@ -326,22 +314,11 @@ class RunDir:
         return bool(starts), any(start.get("lossy") is True for start in starts)
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps and truncated lines, so that the files read as one run.
-
-        In a long file only the end is read, because its steps are in order.
-        """
+        """Drop the records of later steps and a truncated line, so that the files read as one run. Steps are in
+        order."""
         for file in (self.metrics, self.samples, self.starts, self.statistics):
-            if os.path.lexists(file) and os.lstat(file).st_size > _LONG_BYTES:
+            if os.path.lexists(file):
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
-                continue
-            content = self._content(file)
-            remaining = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
-            if remaining != content:
-                self.write(file, remaining)
-
-    def _content(self, file: Path) -> bytes:
-        """Read a record file; empty if it does not exist."""
-        return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
 
     def write(self, file: Path, content: str | bytes) -> None:
         """Write or replace a file of the run."""
@@ -355,10 +332,7 @@ class RunDir:
             self._lock = ownership.lock(self.path)
             self._is_locked = True
         except TimeoutError:
-            message = f"{self.path} is in use by another training process; stop that one first"
-            raise ConfigurationError(message) from None
-        except OSError as error:
-            raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
+            raise ConfigurationError(f"{self.path} is in use by another training process; stop that first") from None
 
 
 def run_of_checkpoint(checkpoint: str) -> RunDir | None:
@@ -372,26 +346,30 @@ def run_of_checkpoint(checkpoint: str) -> RunDir | None:
     if os.path.lexists(mark):
         run_path = read_json(mark, _OF_RUN_BYTES).get("run")
         if isinstance(run_path, str) and os.path.isabs(run_path) and (run := RunDir(Path(run_path))).is_begun():
-            settings = run.read_config()[0]
-            if _is_same_folder(settings.checkpoints, folder):
+            named = run.read_config()[0].checkpoints
+            if named and is_local(named) and os.path.realpath(local(named, "")) == os.path.realpath(folder):
                 return run
     run = RunDir(folder.parent)
     return run if run.config.is_file() else None
 
 
-def _is_same_folder(named: str, place: Path) -> bool:
-    return bool(named) and is_local(named) and os.path.realpath(local(named, "")) == os.path.realpath(place)
+def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
+    """Serialize the settings, then the tables, as `config.toml`."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
+    return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)
 
 
-def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
-    """Serialize `config.toml`."""
-    try:
-        return to_toml(settings, {"launch": dict(launch), "corpus": dict(corpus)}).encode("utf-8")
-    except UnicodeEncodeError as error:
-        near = error.object[max(0, error.start - 40) : error.end]
-        raise ConfigurationError(
-            f"config.toml is UTF-8, and cannot say ...{near}, which is not; rename the file or folder"
-        ) from None
+def recorded_processes(content: Mapping[str, Any], where: str) -> int:
+    """Return the number of ranks in the content of a `config.toml`; 0 if the file belongs to no run."""
+    return int(_table("launch", _LAUNCH, content, where)["processes"]) if "launch" in content else 0
+
+
+def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    table = content.get(name)
+    if not isinstance(table, dict) or any(key not in table for key in _REQUIRED[name]):
+        keys = ", ".join(_REQUIRED[name])
+        raise ConfigurationError(f"{where} is not the configuration of a run: it lacks [{name}] with {keys}")
+    return read_table(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
 
 
 def _record(line: bytes) -> dict[str, Any]:

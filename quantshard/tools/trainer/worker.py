@@ -10,10 +10,10 @@ import logging
 import os
 import platform
 import random
+import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
 from pathlib import Path
@@ -28,28 +28,26 @@ from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.tools.observe import explain
-from quantshard.tools.observe.table import MORE, Report
+from quantshard.tools.observe.table import MORE
 from quantshard.tools.terminal import screen
-from quantshard.tools.trainer import data, launch, restarts
-from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer import data, launch, progress, restarts, trackers
+from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, check_graphs, describe_run
 from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models.model import ModelSpec
-from quantshard.tools.trainer.monitoring import progress, trackers
 from quantshard.tools.trainer.optimizer import shortfalls
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
-from quantshard.tools.trainer.settings.settings_file import from_mapping
+from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
+from quantshard.tools.trainer.settings.values import MeshSpec
 
 _log = logging.getLogger(__name__)
 
-_CHANGES = 20
+_MAX_CHANGES = 20
 """The most changes of the environment that a resume lists."""
 _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
 """Settings that a run records with their detected values."""
-_PATHS = 5
+_MAX_PATHS = 5
 """The most data paths that a message names."""
 
 
@@ -86,25 +84,25 @@ class RunSetup:
     Args:
         settings: settings of the run.
         launched, corpus: tables [launch] and [corpus] of `config.toml`.
-        incomplete: steps that have only an incomplete checkpoint.
-        left: previous mesh of the run, if the number of ranks changed.
-        again, restores: whether the run existed before, and whether a checkpoint is loaded.
-        requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
         configuration: configuration of a transformers model, or None.
-        edited: one message per edited setting of `config.toml`.
+        existed, restores: whether the run existed before, and whether a checkpoint is loaded.
+        requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
+        notes, warnings: messages for the user.
     """
 
     settings: TrainSettings
     launched: dict[str, Any]
     corpus: dict[str, Any]
-    incomplete: tuple[int, ...] = ()
-    left: str = ""
-    again: bool = False
+    configuration: dict[str, Any] | None = None
+    existed: bool = False
     restores: bool = False
     requantize: bool = False
     lossy: bool = False
-    configuration: dict[str, Any] | None = None
-    edited: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+# Creating and changing a run ------------------------------------------------------------------------------------------
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
@@ -114,7 +112,8 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     run.check_new()
     settings.check_ranks(processes)
     kind = device_kind(settings.device)
-    if kind == "cuda" and not launch.is_worker():  # under torchrun some ranks are on other machines
+    # under torchrun some ranks are on other machines
+    if kind == "cuda" and not launch.is_worker():
         check_local_gpu(processes - 1)
     check_logs(settings)
     check_graphs(settings, torch.device(kind))
@@ -137,14 +136,13 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """Build the [launch] table of a run that starts now."""
-    of_openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": 4 on the outermost level
-    if of_openmp and not (of_openmp.isdecimal() and 0 < int(of_openmp[:9]) <= 4096):
-        raise ConfigurationError(f"OMP_NUM_THREADS = {of_openmp[:80]!r} is not a number of threads; unset it")
-    threads = settings.threads or int(of_openmp or (1 if processes > 1 else os.cpu_count() or 1))
+    # "4,2": 4 on the outermost level
+    openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    default = 1 if processes > 1 else os.cpu_count() or 1
     return {
         "processes": processes,
         "mesh": str(settings.axes(processes)),
-        "threads": threads,
+        "threads": settings.threads or (int(openmp) if re.fullmatch("[1-9][0-9]{0,2}", openmp) else default),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -163,7 +161,8 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     """
     updates = from_mapping(overrides, "resume")
     if "mesh" in updates:
-        settings = replace(settings, dp_replicate=1)  # the new mesh replaces both
+        # the new mesh replaces both
+        settings = replace(settings, dp_replicate=1)
     elif processes and of_mesh(settings) not in (0, processes):
         settings = replace(settings, mesh="", dp_replicate=1)
     result = replace(settings, **updates)
@@ -171,57 +170,61 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     return result.resolved()
 
 
-def check_logs(settings: TrainSettings) -> None:
-    """Check the trackers and the log level of a run."""
-    trackers.check_trackers(settings)
-    trackers.check_account(settings)
-    progress.asked_level(settings)
-
-
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
     """Return the settings that `train --auto-resume` changes in an existing run; see `restarts.overrides`."""
     before = run.read_config()[0]
     cache = before.token_cache
-    derived = [  # token folders made from texts that the same command names
+    # token folders made from texts that the same command names
+    derived = [
         name
         for name in _DATA
         if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
     ]
     if derived:
-        derived.append("data_format")  # the flag describes the texts, not the tokens made from them
+        # the flag describes the texts, not the tokens made from them
+        derived.append("data_format")
     if not new.vocabulary:
-        derived.append("vocabulary")  # derived from the tokenizer, or by another release's rule
+        # derived from the tokenizer, or by another release's rule
+        derived.append("vocabulary")
     compared = [name for name in given if name not in derived]
     prepared = Preparation(new).settings if _PREPARED.intersection(compared) else new
     result = restarts.overrides(str(run.path), before, prepared, compared, processes)
     if new.checkpoints and "checkpoints" in given:
-        result["checkpoints"] = new.checkpoints  # named explicitly, even if unchanged
+        # named explicitly, even if unchanged
+        result["checkpoints"] = new.checkpoints
     return result
+
+
+def check_resumed(
+    run: RunDir, order: WorkerJob, before: TrainSettings, processes: int
+) -> tuple[TrainSettings, tuple[str, ...]]:
+    """Check that an existing run can continue on `processes` ranks; return its new settings, and a message for each
+    edited setting."""
+    edits = restarts.edited(str(run.config), before, run.read_starts())
+    settings = changed(before, order.overrides, processes)
+    settings.check_ranks(processes)
+    check_logs(settings)
+    check_copy(order.copy_to)
+    run.follow(settings)
+    run.check_place("checkpoints" in order.overrides)
+    if not order.restart:
+        # raises with advice if there is no checkpoint
+        run.last_complete()
+    restarts.check_steps(str(run.path), settings.steps, run.saved_steps()[0])
+    return settings, edits
+
+
+def check_logs(settings: TrainSettings) -> None:
+    """Check the trackers and the log level of a run."""
+    trackers.check_trackers(settings)
+    trackers.check_account(settings)
+    progress.explicit_level(settings)
 
 
 def check_copy(path: str) -> None:
     """Refuse an existing `--copy-to` path."""
     if path and is_taken(path):
         raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
-
-
-def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
-    """Find the data of a resumed run at the paths in its settings, and check that they are unchanged."""
-
-    def announce() -> None:
-        if settings.data:
-            num_more = len(settings.data) - _PATHS
-            paths = ", ".join(settings.data[:_PATHS]) + (f" and {num_more} more" if num_more > 0 else "")
-            screen.say(f"reading the data of the run: {paths}")
-
-    corpus = data.from_table(recorded)
-    if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
-        raise ConfigurationError(
-            f"config.toml: vocabulary = {settings.vocabulary}, but [corpus] has {corpus.vocabulary} tokens; restore "
-            "the file"
-        )
-    check_sampling(settings, corpus)
-    return data.collect_recorded(settings.data, corpus, announce, settings.heldout_data)
 
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
@@ -231,9 +234,79 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
     if not settings.tokenizer and not corpus.is_bytes:
         raise ConfigurationError(
             f"sample_tokens = {settings.sample_tokens}, but nothing says which tokenizer made the data; name it with "
-            "--tokenizer, or leave sample_tokens out"
+            "--tokenizer"
         )
     data.load_tokenizer(settings.tokenizer, settings.end_of_document, corpus.tokenizer)
+
+
+def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
+    """Find the data of a resumed run at the paths in its settings, and check that they are unchanged."""
+    corpus = data.from_table(recorded)
+    if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
+        raise ConfigurationError(
+            f"config.toml: vocabulary = {settings.vocabulary}, but [corpus] has {corpus.vocabulary} tokens; restore "
+            "the file"
+        )
+    check_sampling(settings, corpus)
+    if settings.data:
+        screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_PATHS])}")
+    return data.collect_recorded(settings.data, corpus, settings.heldout_data)
+
+
+# Reading the setup, on rank 0 -----------------------------------------------------------------------------------------
+
+
+def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
+    """Create the run if it is new, lock it, and read the setup of all ranks."""
+    if order.new is not None:
+        new = TrainSettings(**from_mapping(order.new, "train"))
+        if order.restart and run.is_begun():
+            order = replace(order, resume=True, overrides=changes(run, new, order.given, place.ranks))
+        else:
+            create_run(run, new, place.ranks)
+    run.check_ours()
+    run.lock()
+    settings, launched, corpus = run.read_config()
+    setup = RunSetup(settings, launched, corpus, run.read_model(settings))
+    return _read_resumed(run, order, place, setup) if order.resume else setup
+
+
+def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: RunSetup) -> RunSetup:
+    """Apply the changes of a resume to the setup of a run."""
+    settings, edits = check_resumed(run, order, before.settings, place.ranks)
+    started = how_started(settings, place.ranks)
+    if not settings.threads and before.launched["processes"] == place.ranks and "threads" in before.launched:
+        # the order of CPU sums depends on the number of threads
+        started["threads"] = before.launched["threads"]
+    complete, incomplete = run.saved_steps()
+    corpus = before.corpus
+    # otherwise the launcher has just checked the data
+    if not order.launched or "data" in order.overrides:
+        corpus = recorded_data(settings, corpus).table()
+    later = [step for step in incomplete if not complete or step > complete[-1]]
+    notes = [f"skipped the incomplete checkpoint {run.checkpoint(step)}" for step in later]
+    if before.settings.mesh and not settings.mesh:
+        old, now = before.settings.mesh, settings.axes(place.ranks)
+        notes.append(f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}")
+    if not complete:
+        notes.append(f"{run.path} has no complete checkpoint, so it begins again")
+    requantize, lossy = _requantization(run, order)
+    exists = (True, bool(complete), requantize, lossy)
+    return RunSetup(settings, started, corpus, before.configuration, *exists, tuple(notes), edits)
+
+
+def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
+    """Return whether to requantize weights or round states, and whether also without masters. Without such an override
+    the run's earlier starts decide, because checkpoints keep the old format until the next save."""
+    if not {"recipe", "preset"} & order.overrides.keys():
+        return run.requantized()
+    last_step = run.saved_steps()[0][-1:]
+    # a lossy start that has not saved since
+    allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == last_step]
+    return True, order.lossy or bool(allowed)
+
+
+# Training, on every rank ----------------------------------------------------------------------------------------------
 
 
 def train_run(run: RunDir, order: WorkerJob) -> None:
@@ -241,161 +314,94 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     stop = StopFlag()
     for number in launch.STOP_SIGNALS:
         signal.signal(number, lambda number, frame: stop.set())
-    if order.launched or launch.is_of_torchrun():
+    if order.launched or "TORCHELASTIC_RUN_ID" in os.environ:
         launch.die_with_parent()
     raw_settings = (order.new or asdict(run.read_config()[0])) | order.overrides
-    deterministic(raw_settings["deterministic"])  # before the first use of the GPU and NCCL
+    # before the first use of the GPU and NCCL
+    deterministic(raw_settings["deterministic"])
     process = _join(raw_settings["device"])
-    task = _from_rank_0(lambda: _read(run, order, process), process)
+    setup = _from_rank_0(lambda: _read(run, order, process), process)
     if process.device.type == "cpu":
-        torch.set_num_threads(task.launched.get("threads", 1))
+        torch.set_num_threads(setup.launched.get("threads", 1))
     try:
-        with progress.logged(task.settings, process.rank, run.path):
-            _train(run, order, process, task, stop)
+        with progress.logged(setup.settings, process.rank, run.path):
+            _train(run, order, process, setup, stop)
     except QuantshardError:
         run.withdraw()
         raise
 
 
-def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, stop: StopFlag) -> None:
+def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, stop: StopFlag) -> None:
+    settings = setup.settings
     _log.info("process %d is rank %d of %d, on %s", os.getpid(), place.rank, place.ranks, place.device)
-    random.seed(task.settings.seed)
-    np.random.seed(task.settings.seed % 2**32)
-    init_from = None if task.restores else task.settings.init_from
-    corpus = data.from_table(task.corpus)
-    trainer = Trainer(task.settings, corpus, run, place, stop, init_from, task.configuration)
+    random.seed(settings.seed)
+    np.random.seed(settings.seed % 2**32)
+    init_from = None if setup.restores else settings.init_from
+    corpus = data.from_table(setup.corpus)
+    trainer = Trainer(settings, corpus, run, place, stop, init_from, setup.configuration)
     with trainer.manager:
-        restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if task.restores else None
+        restored = trainer.restore(requantize=setup.requantize, lossy=setup.lossy) if setup.restores else None
         done = 0 if restored is None else restored.step
-        if place.rank == 0 and task.again:  # late, so that a failed start leaves the records alone
-            run.forget_after(done)
-        _record_start(run, task, place, trainer, restored)
-        if place.rank == 0 and task.again:  # after the record, so that a kill in between loses nothing
-            run.write_config(task.settings, task.launched, task.corpus)
+        if place.rank == 0:
+            if setup.existed:
+                # late, so that a failed start leaves the records alone
+                run.forget_after(done)
+            _record_start(run, setup, trainer, restored)
+            if setup.existed:
+                # after the record, so that a kill in between loses nothing
+                run.write_config(settings, setup.launched, setup.corpus)
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
             run.write(run.parameters, table.to_json())
-        _announce(run, task, place, trainer, table, restored, saves=done < task.settings.steps or bool(order.copy_to))
+        more = f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"
+        trainer.progress.report(table.summary(more))
+        _announce(setup, trainer, restored, saves=done < settings.steps or bool(order.copy_to))
         if order.copy_to:
             trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
-        with _tracked(run, task, place, trainer, done):
+        if settings.tensorboard or settings.wandb:
+            # if a tracker fails to open, every rank raises
+            _from_rank_0(lambda: trainer.trackers.extend(trackers.open_trackers(settings, run, done)), place)
+        try:
             trainer.train(done)
+        finally:
+            for tracker in trainer.trackers:
+                tracker.close(failed=sys.exc_info()[0] is not None)
 
 
-@contextmanager
-def _tracked(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, done: int) -> Iterator[None]:
-    """Keep rank 0's trackers open while the run trains. If a tracker fails to open, every rank raises."""
-
-    def open_all() -> None:
-        trainer.trackers = trackers.open_trackers(task.settings, run, done)
-
-    if task.settings.tensorboard or task.settings.wandb:
-        _from_rank_0(open_all, place)
-    try:
-        yield
-    finally:
-        for tracker in trainer.trackers:
-            tracker.close(failed=sys.exc_info()[0] is not None)
-
-
-def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, restored: Restored | None) -> None:
-    """Record this start and the environment that determines its bits; warn if the environment changed."""
-    if place.rank:
-        return
-    done = 0 if restored is None else restored.step
-    now = restarts.current_environment(task.settings, place.device)
-    previous = run.last_start() if done else {}
-    if previous and (changes := restarts.differences(previous.get("environment"), now)):
-        suffix = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
-        trainer.progress.note(
-            "WARNING: from here on losses may differ from those of the run without a stop, because "
-            f"{'; '.join(changes[:_CHANGES])}{suffix} (starts.jsonl has both)",
-            logging.WARNING,
-        )
-    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
+def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Restored | None) -> None:
+    """Record this start and the environment that determines its bits; warn if the environment changed. Rank 0 only."""
+    done, place = 0 if restored is None else restored.step, trainer.place
+    now = restarts.current_environment(setup.settings, place.device)
+    previous = run.read_starts()[-1:] if done else []
+    if previous and (changes := restarts.differences(previous[0].get("environment"), now)):
+        reasons = f"{'; '.join(changes[:_MAX_CHANGES])} (starts.jsonl has both)"
+        text = f"WARNING: from here on losses may differ from those of the run without a stop, because {reasons}"
+        trainer.progress.note(text, logging.WARNING)
+    start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}
     if restored is not None and restored.requantized:
-        start |= {"requantized": restored.requantized, "lossy": task.lossy}
-    run.append(run.starts, start | {"settings": restarts.recorded(task.settings), "environment": now})
+        start |= {"requantized": restored.requantized, "lossy": setup.lossy}
+    run.append(run.starts, start | {"settings": restarts.recorded(setup.settings), "environment": now})
 
 
-def _announce(
-    run: RunDir,
-    task: RunSetup,
-    place: ProcessInfo,
-    trainer: Trainer,
-    table: Report,
-    restored: Restored | None,
-    *,
-    saves: bool,
-) -> None:
+def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, saves: bool) -> None:
+    """Show what is trained and from where. `saves`: the loaded state will be saved again."""
     note = trainer.progress.note
-    trainer.progress.report(table.summary(f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"))
-    note(describe_run(task.settings, data.from_table(task.corpus), place))
-    done = 0 if restored is None else restored.step
-    for step in (step for step in task.incomplete if step > done):
-        note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")
-    if task.left:
-        now = task.settings.axes(place.ranks)
-        note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
-    if task.again and not task.restores:
-        note(f"{run.path} has no complete checkpoint, so it begins again")
-    resumed_after = None if restored is None else done
-    for text in (*task.edited, *shortfalls(task.settings, resumed_after)):
+    note(describe_run(setup.settings, trainer.corpus, trainer.place))
+    for text in setup.notes:
+        note(text)
+    for text in (*setup.warnings, *shortfalls(setup.settings, None if restored is None else restored.step)):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
     if restored is not None:
-        note(f"resumed after step {done}, from {restored.path}")
+        note(f"resumed after step {restored.step}, from {restored.path}")
         if restored.requantized:
-            goes_on = "losses go on from other numbers than were saved"
-            ends = "no step is left that would save it: ask for more with --steps, or save it elsewhere with --copy-to"
-            note(f"{restored.requantized}; {goes_on if saves else ends}")
+            unsaved = "no step is left that would save it: ask for more with --steps, or pass --copy-to"
+            note(f"{restored.requantized}; {'losses go on from these' if saves else unsaved}")
 
 
-def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
-    """On rank 0: create the run if it is new, lock it, and read the setup of all ranks."""
-    if order.new is not None:
-        new = TrainSettings(**from_mapping(order.new, "train"))
-        if order.restart and run.is_begun():
-            order = replace(order, resume=True, overrides=changes(run, new, order.given, place.ranks))
-        else:
-            create_run(run, new, place.ranks)
-    check_copy(order.copy_to)
-    run.check_ours()
-    run.lock()
-    settings, launched, corpus = run.read_config()
-    configuration = run.read_model(settings)
-    if not order.resume:
-        return RunSetup(settings, launched, corpus, configuration=configuration)
-    edited = restarts.edited(str(run.config), settings, run.read_starts())
-    before, settings = settings, changed(settings, order.overrides, place.ranks)
-    settings.check_ranks(place.ranks)
-    check_logs(settings)
-    run.follow(settings)
-    run.check_place("checkpoints" in order.overrides)
-    started = how_started(settings, place.ranks)
-    if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
-        started["threads"] = launched["threads"]  # the order of CPU sums depends on the number of threads
-    if not order.restart:
-        run.last_complete()  # raises with advice if there is no checkpoint
-    complete, incomplete = run.saved_steps()
-    restarts.check_steps(str(run.path), settings.steps, complete)
-    if not order.launched or "data" in order.overrides:  # otherwise the launcher has just checked the data
-        corpus = recorded_data(settings, corpus).table()
-    old_mesh = before.mesh if not settings.mesh else ""
-    progress = (tuple(incomplete), old_mesh, True, bool(complete))
-    return RunSetup(settings, started, corpus, *progress, *_anew(run, order), configuration, edited)
-
-
-def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
-    """Return whether to requantize weights or round states, and whether also without masters. Without such an override
-    the run's earlier starts decide, because checkpoints keep the old format until the next save."""
-    if not {"recipe", "preset"} & order.overrides.keys():
-        return run.requantized()
-    last_step = run.saved_steps()[0][-1:]
-    allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == last_step]
-    return True, order.lossy or bool(allowed)  # a lossy start that has not saved since
+# Processes ------------------------------------------------------------------------------------------------------------
 
 
 def _join(wanted: str) -> ProcessInfo:
@@ -449,11 +455,13 @@ def main(run: Path, order: WorkerJob) -> NoReturn:
         train_run(folder, order)
         dist.destroy_process_group()
         code = 0
-    except BaseException as error:  # report every failure, whatever its type
+    # report every failure, whatever its type
+    except BaseException as error:
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
             screen.complain(f"process {os.environ.get('RANK')}: {line}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    end_at_once(code)  # no destructor may wait for ranks that are gone
+    # no destructor may wait for ranks that are gone
+    end_at_once(code)

@@ -24,7 +24,7 @@ from quantshard.optimizers import FusedAdam, MasterWeights
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process; optimizers of other tests are gone."""
-    monkeypatch.setattr(errors, "_told", set())
+    monkeypatch.setattr(errors, "_warned_topics", set())
     gc.collect()
     yield
 

@@ -53,7 +53,7 @@ TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(errors, "_told", set())
+    monkeypatch.setattr(errors, "_warned_topics", set())
 
 
 def born(family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 import quantshard as qs
 from quantshard import checkpoints, recipe
 from quantshard.tensor import components
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 CONFIG: dict[str, Any] = {

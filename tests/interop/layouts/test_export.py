@@ -18,7 +18,7 @@ from quantshard.interop.layouts import LAYOUTS, LLAMA, Layout, export, load, nam
 from quantshard.interop.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
 from quantshard.modules import RMSNorm, TransformerLayer
 from quantshard.tensor import components
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from tests.covering import exhaustive
 from tests.interop.layouts import models
 

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from quantshard.interop.layouts import LLAMA, export
-from quantshard.tools.trainer.models import configuration
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models import initialization
+from quantshard.tools.trainer.models.decoder import LanguageModel
 from tests.interop.layouts import models
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the readers' own
@@ -91,13 +91,13 @@ def test_transformers_reads_plain_with_our_logits(exported, recipe):
 def test_transformers_computes_what_a_run_does(changes, tmp_path):
     """Angles, epsilons, heads of other sizes and normalized queries are those of the configuration that is written."""
     model, checkpoint = models.save(tmp_path / "checkpoint", "bf16", **changes)
-    config = configuration.hf_config(model.settings)
+    config = initialization.hf_config(model.settings)
     export(checkpoint, "plain-fp32", tmp_path / "out", config=config, values="weights")
     loaded, found = logits(tmp_path / "out")
     assert type(loaded).__name__ == ("Qwen3ForCausalLM" if "qk_norm" in changes else "LlamaForCausalLM")
     with torch.no_grad():
         check_logits(found, model.eval()(TOKENS))
-    again = configuration.settings_of(json.loads((tmp_path / "out" / "config.json").read_text()), "here")
+    again = initialization.settings_of(json.loads((tmp_path / "out" / "config.json").read_text()), "here")
     assert all(getattr(again, name) == value for name, value in changes.items())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, recipe
 from quantshard.formats import ALL, FORMATS, Encoding, Format, Orientation, OrientedCodes, Role, Scaling
 from quantshard.gemm import producers
-from quantshard.numerics import RandomBits, quantization_error, swizzling
+from quantshard.numerics import RandomBits, quantization_error, swizzled
 from quantshard.tools.doctor import recipe_names
 from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, KernelRow, bytes_of
 
@@ -342,7 +342,7 @@ def ready_case(x: Tensor, fmt: Format, weight: Format | None = None, turned: boo
     """
     copy, parts = fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt)
     request = QuantizeRequest(QuantizeSpec(copy, Scaling(), ready=True), second_amax=parts.get("amax"))
-    swizzled_scales = swizzling.swizzled(parts[copy.scale.name])
+    swizzled_scales = swizzled(parts[copy.scale.name])
     second_amax = parts.get("amax")
     unit = 1.0 / (copy.codes.encoding.max * copy.scale.encoding.max)
     expected: list[Tensor | None] = [

@@ -14,8 +14,7 @@ import tomli_w
 from quantshard.tools import cli
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import read_settings_file
+from quantshard.tools.trainer.settings.config import TrainSettings, read_settings_file
 
 SMALL = TrainSettings(recipe="mxfp8", hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
 
@@ -58,7 +57,7 @@ def read(run: Path) -> None:
     folder.check_ours()
     settings, _, corpus = folder.read_config()
     worker.recorded_data(settings, corpus)
-    folder.last_start()
+    folder.read_starts()
     folder.requantized()
 
 

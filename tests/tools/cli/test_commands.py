@@ -9,7 +9,7 @@ from quantshard.tools import cli
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def run(monkeypatch, capsys, *arguments):
         ),
         (["train", "--run", "r", "--recipe", "mxpf8"], 1, "recipe 'mxpf8'; did you mean 'mxfp8'? choose one of: auto"),
         (["train", "--run", "r", "--optimizer", "adamm"], 1, "did you mean 'adamw'? choose one of: adamw"),
-        (["train", "--run", "r", "--mesh", "dp_shrd=2"], 1, "no axis 'dp_shrd'; did you mean 'dp_shard'? use dp_rep"),
+        (["train", "--run", "r", "--mesh", "dp_shrd=2"], 1, "'dp_shrd=2' must be AXIS=SIZE; did you mean 'dp_shard'?"),
         (["resume", "r", "--lrr", "1"], 2, "--lrr (--lr is one of train; resume keeps what the run has) (see quantsh"),
         (
             ["resume", "--run", "r"],
@@ -86,7 +86,7 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--run", "text"], 1, "text exists"),
         (["train", "--run", "text/r", "--data", "text"], 1, "cannot write text/r: Not a directory"),
         (["train", "--steps", "3"], 2, "--run"),
-        (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "text is no folder, in which checkp"),
+        (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "cannot list the checkpoints in "),
         (["train", "--run", "r", "--recipe", ""], 1, "recipe = '': must be text of 1 to 4096 characters"),
         (["inspect", "text"], 1, "text is a file, and no checkpoint, which is a folder, nor .safetensors"),
         (["resume", "none"], 1, "there is no run in none"),
@@ -99,23 +99,16 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, code, say
     assert lines[0].startswith("quantshard: ") and sorted(p.name for p in tmp_path.iterdir()) == ["text"]
 
 
-def test_a_flag_goes_before_the_preset_of_a_file(monkeypatch, capsys, tmp_path):
+def test_a_flag_that_contradicts_the_preset_of_a_file_is_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "launch", lambda processes, arguments: None)
     (tmp_path / "some.toml").write_text('preset = "lean8"\nseq_length = 16\n')
-    command = ["quantshard", "train", "--run", "r", "--data", "text", "--config", "some.toml", "--nproc-per-node", "1"]
-    monkeypatch.setattr("sys.argv", [*command, "--exp-avg-dtype", "float32", "--exp-avg-sq-dtype", "auto"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert not caught.value.code, shown
-    assert "some.toml: preset = 'lean8', but for exp_avg_dtype = 'float32'; of it stay master_weights = True" in shown
+    command = ["train", "--run", "r", "--data", "text", "--config", "some.toml", "--nproc-per-node", "1"]
+    code, (line,) = run(monkeypatch, capsys, *command, "--exp-avg-dtype", "float32")
+    assert code == 1 and "'float32' is given; leave one of the two out, or give preset = 'none'" in line
+    flags = ("--preset", "none", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "auto")
+    assert run(monkeypatch, capsys, *command, *flags) == (0, [])
     settings = RunDir(tmp_path / "r").read_config()[0]
-    assert (settings.preset, settings.master_dtype, settings.exp_avg_dtype) == ("", "float16", "float32")
-    assert settings.exp_avg_sq_dtype == "fp8"
-    (tmp_path / "some.toml").write_text('preset = "lean8"\nexp_avg_dtype = "bfloat16"\n')
-    code, lines = run(monkeypatch, capsys, *command[1:])
-    assert code == 1 and len(lines) == 1
-    assert "some.toml: preset = 'lean8' has exp_avg_dtype = 'fp8', but exp_avg_dtype = 'bfloat16' is given" in lines[0]
+    assert (settings.preset, settings.exp_avg_dtype, settings.exp_avg_sq_dtype) == ("", "fp8", "float32")
 
 
 def test_run_that_saved_nothing(monkeypatch, capsys, tmp_path):
@@ -165,7 +158,7 @@ def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
     ("arguments", "says"),
     [
         (["--mesh", "dp_shard=2,tp=2", "--nproc-per-node", "3"], "dp_shard=2,tp=2 is of 4 processes, but .* says 3"),
-        (["--mesh", "dp_shard=2,pp=2"], "no axis 'pp'"),
+        (["--mesh", "dp_shard=2,pp=2"], "'pp=2' must be AXIS=SIZE"),
         (["--mesh", "dp_shard=2,tp=8"], r"heads = 4 cannot be divided evenly over tp = 8 .*mesh = dp_shard=2,tp=8"),
         (["--mesh", "dp_shard=3", "--global-batch", "4"], "cannot be split evenly over 3 processes"),
         (["--mesh", "tp=2", "--dp-replicate", "2"], "dp_replicate = 2, but mesh = dp_shard=1,tp=2"),

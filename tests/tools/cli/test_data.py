@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import (
     END_OF_DOCUMENT,
     BatchLoader,
@@ -22,6 +21,7 @@ from quantshard.tools.trainer.data import (
     from_table,
 )
 from quantshard.tools.trainer.data import windows as windows_module
+from quantshard.tools.trainer.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_windows_are_slices_of_the_stream(folder):
     whole = stream(corpus)
     assert len(whole) == corpus.tokens == windows.tokens
     for start in range(len(whole) - 9):
-        assert torch.equal(windows.sources[0].stream.window(start, 10), whole[start : start + 10]), start
+        assert torch.equal(windows.sources[0].window(start, 10), whole[start : start + 10]), start
 
 
 def test_heldout_is_apart(folder, monkeypatch):
@@ -71,7 +71,7 @@ def test_heldout_is_apart(folder, monkeypatch):
         seen.append(start)
         return torch.zeros(width)
 
-    monkeypatch.setattr(source.stream, "window", window)
+    monkeypatch.setattr(source, "window", window)
     for step in range(200):
         windows.batch(0, step, 0, 8)
     assert max(seen) == source.boundary - 10 and min(seen) == 0  # the last window ends at the boundary
@@ -135,7 +135,7 @@ def test_refused(folder, tmp_path):
     windows = Windows(collect([str(folder)]), 9, 0.1)
     (folder / "c").write_bytes(b"short")
     with pytest.raises(ConfigurationError, match="became shorter"):
-        windows.sources[0].stream.window(100, 10)
+        windows.sources[0].window(100, 10)
 
 
 def test_default_is_the_library_without_tests():
@@ -148,7 +148,7 @@ def test_default_is_the_library_without_tests():
 
 
 def test_text():
-    assert data.text([104, 9, END_OF_DOCUMENT, 0xFF, 27]) == "h\t\n<end of document>\n\ufffd\ufffd"
+    assert ByteTokenizer().decode([104, 9, END_OF_DOCUMENT, 0xFF, 27]) == "h\t\n<end of document>\n\ufffd\ufffd"
 
 
 # Tokens
@@ -173,12 +173,12 @@ def test_token_files_are_streams(tmp_path):
     corpus = collect([plain, headed], like=Corpus((), vocabulary=300, end_of_document=0))
     assert [(d.dtype, d.header, d.tokens) for d in corpus.documents] == [("uint16", 0, 1200), ("uint16", 1024, 7)]
     assert from_table(corpus.table()) == corpus
-    stream = Windows(corpus, 9, 0.0).sources[0].stream
+    stream = Windows(corpus, 9, 0.0).sources[0]
     whole = torch.tensor([*tokens, *tokens[:7]])
     for start in (0, 1, 1190, 1195, 1197):
         assert torch.equal(stream.window(start, 10), whole[start : start + 10])
     corpus = collect([wide], like=Corpus((), vocabulary=70001, end_of_document=0))
-    assert Windows(corpus, 9, 0.0).sources[0].stream.window(0, 2).tolist() == [70000, 0]
+    assert Windows(corpus, 9, 0.0).sources[0].window(0, 2).tolist() == [70000, 0]
 
 
 @pytest.mark.parametrize("count", [6, 8, 0, -1])
@@ -192,7 +192,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffab".encode())
     (tmp_path / "b.txt").write_bytes("c\ufeff".encode())
     corpus = collect([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
-    assert Windows(corpus, 7, 0.0).sources[0].stream.window(0, 8).tolist() == [97, 98, 256, 99, 0xEF, 0xBB, 0xBF, 256]
+    assert Windows(corpus, 7, 0.0).sources[0].window(0, 8).tolist() == [97, 98, 256, 99, 0xEF, 0xBB, 0xBF, 256]
     assert from_table(corpus.table()) == corpus
     assert collect_recorded([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], corpus) == corpus
     as_it_is = collect([str(tmp_path / "a.txt")], data_format="text")
@@ -215,7 +215,7 @@ def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
     windows = Windows(collect([later], like=like), 9, 0.0)
     token_file(tmp_path / "later.bin", [999] * 100)
     with pytest.raises(ConfigurationError, match=r"later\.bin has changed: from token 0 on it holds 999"):
-        windows.sources[0].stream.window(0, 10)
+        windows.sources[0].window(0, 10)
 
 
 def test_text_needs_the_tokens_of_bytes(folder):
@@ -298,7 +298,7 @@ def test_batches_are_made_ahead_and_errors_come_at_their_step():
         loader.batch(4)
     assert loader.batch(2).tolist() == [2, 2]  # out of turn
     loader.load_state_dict({**loader.state_dict(), "step": 4})
-    assert [batch[0].item() for batch in loader] == [5, 6] and loader.step == 6
+    assert [loader.batch(step)[0].item() for step in (5, 6)] == [5, 6] and loader.step == 6
     assert max(made) == 6
     loader.close()
 

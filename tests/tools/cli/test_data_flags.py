@@ -9,10 +9,9 @@ import pytest
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.data import from_table
-from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.settings_file import from_mapping
+from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
 from tests.tools.cli import sources
 from tests.tools.cli.hostile import SMALL, Started, told
 
@@ -44,14 +43,13 @@ REFUSED = {
     "--data text --model moe-small --heads 2": "kv_heads = 4 must divide heads = 2",
     "--data text --model moe-small --heads 8 --kv-heads 5": "kv_heads = 5 must divide heads = 8",
     "--data-weights 1": "data_weights = '1': 1 given, and --data 0 times",
-    "--data text --heldout 0.1 --heldout-data text": "heldout = 0.1 keeps a share of the data to evaluate on, and",
     "--data text --heldout-data txet": "there is no data file or folder",
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
     "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; name the text",
     "--data text --data-format jsonl": "data_format = 'jsonl': choose one of: auto, text",
     "--data text --tokenizer tokenzier": "/tokenizer?); name a folder with tokenizer.json",
     "--data text --tokenizer text": "text cannot be read as a tokenizer",
-    "--data text --end-of-document x": "--end-of-document 'x' is about --tokenizer, which is not given",
+    "--data text --end-of-document x": "--end-of-document 'x' is about --tokenizer; give both",
     "--data text --tokenizer tokenizer --end-of-document <x>": "the tokenizer has no token '<x>' to end documents with",
     "--data a.jsonl --tokenizer tokenizer --seq-length 9000": "too few for seq_length = 9000",
     "--data a.jsonl --token-cache text": "cannot write",

@@ -62,7 +62,7 @@ def test_an_edited_recipe_is_told_how_it_is_changed(tmp_path: Path) -> None:
     run, _ = begun(tmp_path)
     edit(run, 'recipe = "mxfp8"', 'recipe = "layers.0=bf16,*=block"')
     code, _, (line,) = told("resume", run.path)
-    assert code == 1 and "write that there again, or quantize its weights anew after that, by" in line
+    assert code == 1 and "write that again, or change it with" in line
     assert line.endswith("quantshard resume --recipe 'layers.0=bf16,*=block'")
 
 
@@ -176,6 +176,6 @@ def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path, extra: dict[str
     trainer = mock.Mock(run=RunDir(tmp_path))
     trainer.progress.moving.return_value = mock.MagicMock()
     trainer.manager.restore.return_value = Restored(5, str(tmp_path / "step_5"), extra)
-    with pytest.raises(CheckpointError, match=r"step_5: its saved step is .*, not 5; restore that name, or"):
+    with pytest.raises(CheckpointError, match=r"step_5: its saved step is .*, not 5; restore its name"):
         Trainer.restore(trainer)
     trainer.loader.load_state_dict.assert_not_called()

@@ -20,8 +20,8 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.cli import exchange
-from quantshard.tools.trainer.models import configuration
-from quantshard.tools.trainer.settings.settings_file import to_toml
+from quantshard.tools.trainer.models import initialization
+from quantshard.tools.trainer.run_dir import to_toml
 from tests.interop.layouts import models
 from tests.pages import snippets
 from tests.tools.cli.hostile import told
@@ -32,12 +32,15 @@ def one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "10000")
 
 
+TABLES = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A checkpoint where a run has its own."""
     folder = tmp_path_factory.mktemp("run")
     model, checkpoint = models.save(folder / "checkpoints", "mxfp8")
-    (folder / "config.toml").write_text(to_toml(model.settings, {"launch": {}, "corpus": {}}))
+    (folder / "config.toml").write_text(to_toml(model.settings, TABLES))
     return checkpoint
 
 
@@ -243,10 +246,10 @@ def test_what_is_no_size(text):
         ({"attention_bias": True}, "without biases"),
         ({"hidden_size": None}, "hidden_size is None, and must be given"),
         ({"vocab_size": "many"}, "vocab_size is 'many', and must be an integer from 1 to"),
-        ({"head_dim": 33}, "an even number"),
+        ({"head_dim": 33}, "an even head_dim"),
         ({"num_key_value_heads": 3}, "kv_heads = 3 must divide"),
     ],
 )
 def test_configurations_that_are_refused(change, match):
     with pytest.raises(ConfigurationError, match=match):
-        configuration.settings_of({**models.CONFIG, **change}, "here")
+        initialization.settings_of({**models.CONFIG, **change}, "here")

@@ -18,8 +18,8 @@ from quantshard.readable import by_pattern, united_groups
 from quantshard.tools.cli import explain
 from quantshard.tools.cli import models as sources
 from quantshard.tools.observe.table import folded
-from quantshard.tools.trainer.models.layers import token_losses
-from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.models.decoder import LanguageModel
+from quantshard.tools.trainer.models.model import token_losses
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.interop.layouts import models
 from tests.tools.cli.hostile import made, told
@@ -311,7 +311,7 @@ def test_names_are_broken_behind_dots() -> None:
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, and at most 1024"),
         (["explain", "saved", "--recipe", "mxfp8"], "saved is a checkpoint, whose weights have their formats"),
-        (["plan", "gpt2.json"], "--recipe bf16 leaves it as it is"),
+        (["plan", "gpt2.json"], "--recipe bf16 converts nothing"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
             "no weight of this model has a name that says how 'tp' cuts it",
@@ -341,7 +341,7 @@ def test_mistakes_are_one_line(
 def test_without_transformers_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, out, err = told("explain", config(tmp_path))
-    assert code == 1 and not out and len(err) == 1 and "pip install transformers" in err[0], err
+    assert code == 1 and not out and len(err) == 1 and "pip install 'quantshard[transformers]'" in err[0], err
 
 
 def test_version() -> None:

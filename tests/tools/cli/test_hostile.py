@@ -15,14 +15,13 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quantshard import foreign
 from quantshard.foreign import FILE_BYTES, tomllib
-from quantshard.tools.trainer import launch
+from quantshard.tools.trainer import launch, run_dir
 from quantshard.tools.trainer.restarts import differences
-from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings import settings_file
-from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
-from quantshard.tools.trainer.settings.schema import SettingType
-from quantshard.tools.trainer.settings.settings_file import from_mapping, to_toml
+from quantshard.tools.trainer.run_dir import RunDir, to_toml
+from quantshard.tools.trainer.settings.config import KINDS, TrainSettings, from_mapping
+from quantshard.tools.trainer.settings.values import SettingType
 from tests.tools.cli.hostile import Started, content, made, resumed, told
 
 FILE = r"run/config\.toml"
@@ -35,15 +34,15 @@ CASES: list[tuple[Any, str]] = [
         {"launch": {"processes": 2, "thread": 1}},
         r"no setting 'thread'; did you mean 'threads'\? it has processes, mesh",
     ),
-    ({"launch": {}}, r"\[launch\] lacks processes"),
-    ({"launch": 3}, r"it lacks \[launch\] or \[corpus\]"),
-    ({"corpus": {"files": []}}, r"\[corpus\] lacks sha256"),
+    ({"launch": {}}, r"it lacks \[launch\] with processes"),
+    ({"launch": 3}, r"it lacks \[launch\]"),
+    ({"corpus": {"files": []}}, r"it lacks \[corpus\] with sha256"),
     (
         {"corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["x"]}},
         r"\[corpus\]: files = \['x'\]: must be a list of st",
     ),
     ({"corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["x" * 80]}}, r"is not a SHA-256, a length and a path"),
-    ({"corpus": {"sha256": "0" * 64, "bytes": 1, "files": [f"{'0' * 64} 1 /x"]}}, r"is not that of its files"),
+    ({"corpus": {"sha256": "0" * 64, "bytes": 1, "files": [f"{'0' * 64} 1 /x"]}}, r"\[corpus\] contradicts itself"),
     ({"corpus": {"sha256": 1.5, "bytes": 1, "files": []}}, r"\[corpus\]: sha256 = 1\.5 must be str"),
     ({"hidden": {"is": 3}}, rf"{FILE}: hidden = {{'is': 3}} must be int: 1 or more, and at most 16,777,216"),
     ({"hidden": "wide"}, r"hidden = 'wide' must be int"),
@@ -69,7 +68,7 @@ CASES: list[tuple[Any, str]] = [
     ({"data": [""]}, r"data = .* must be a list of paths, each of 1 to 4096"),
     ({"data": ["/x\0y"]}, r"data = .* must be a list of paths"),
     ({"data": ["/none"]}, r"there is no data file or folder /none"),
-    ({"data": ["/dev/zero"]}, r"/dev/zero is no regular file but a pipe, a device or a socket"),
+    ({"data": ["/dev/zero"]}, r"/dev/zero is no regular file"),
     ({"data": ["/proc/self/environ"]}, r"no text in /proc/self/environ"),
     ({"tied": 1}, r"tied = 1 must be true or false"),
     (b"hidden = 3\n\xff = 1", rf"{FILE} is not TOML: 'utf-8' codec"),
@@ -77,7 +76,7 @@ CASES: list[tuple[Any, str]] = [
     ("x = " + "[" * 20000, rf"{FILE} is not TOML"),
     ("hidden = " + "9" * 5000, rf"{FILE} is not TOML: .*(more than 64 bits|digits)"),
     ("hidden = 3\nhidden = 3\n", rf"{FILE} is not TOML: Cannot overwrite"),
-    ("", r"it lacks \[launch\] or \[corpus\]"),
+    ("", r"it lacks \[launch\]"),
 ]
 
 
@@ -143,10 +142,10 @@ def test_records_of_anybody_are_read(run: Path, sound: dict[str, Any]) -> None:
     ]
     folder.starts.write_bytes(b"\n".join(lines) + b"\n" + b'{"step": 1, "lo')
     assert folder.requantized() == (True, False)
-    assert differences(folder.last_start().get("environment"), {"torch": "2"}) == ["torch was not set, is 2"]
+    assert differences(folder.read_starts()[-1].get("environment"), {"torch": "2"}) == ["torch was not set, is 2"]
     assert differences(["\x1b"], {}) == [] and len(differences({"a": "x" * 10**6, "b": [[]]}, {})[0]) < 200
     folder.forget_after(1)
-    assert folder.starts.read_bytes() == lines[-2] + b"\n"
+    assert folder.starts.read_bytes() == b"\n".join(lines[:-1]) + b"\n"
     folder.starts.unlink()
 
 
@@ -160,12 +159,14 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     secret.write_text("password: " + "1" * 76533)
     text = (run.parent / "text").read_text()
     opened: list[str] = []
-    before = settings_file.foreign.open_regular
+    before = foreign.open_regular
     monkeypatch.setattr(
         "quantshard.tools.trainer.data.corpus.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
     )
     answer = resumed(run, sound | {"data": [str(secret)]})
-    refused(answer, rf"{secret} is not the .*text that the run was started with \(1000 bytes, .* its length is another")
+    assert answer[1] == [f"reading the data of the run: {secret}"]
+    says = rf"{secret} is not the .*text that the run was started with \(1000 bytes, .* its length is another"
+    refused((answer[0], [], answer[2]), says)
     assert not opened and not re.search(r"76,?543", answer[2][0])
     secret.write_text("x" + text[1:])
     other = run.parent / "other"
@@ -238,7 +239,7 @@ def test_folders_of_odd_files(tmp_path: Path) -> None:
     (folder / "empty").touch()
     (folder / "loop").symlink_to(folder)
     arguments = ("train", "--run", tmp_path / "r", "--nproc-per-node", 1)
-    with pytest.warns(UserWarning, match="texts/loop is a link to a folder, whose files are not read"):
+    with pytest.warns(UserWarning, match="texts/loop is a link to a folder and not read"):
         assert told(*arguments, "--data", folder)[0] is Started
     shutil.rmtree(tmp_path / "r")
     (folder / "loop").unlink()
@@ -351,15 +352,15 @@ PLACES = [
     *KINDS,
     "launch",
     "corpus",
-    *(f"launch.{n}" for n in settings_file._LAUNCH),
-    *(f"corpus.{n}" for n in settings_file._CORPUS),
+    *(f"launch.{n}" for n in run_dir._LAUNCH),
+    *(f"corpus.{n}" for n in run_dir._CORPUS),
 ]
 
 
 def fits(place: str, value: Any) -> bool:
     """Whether a value is one that the schema allows in a place."""
     table, _, name = place.rpartition(".")
-    kinds = {"": KINDS, "launch": settings_file._LAUNCH, "corpus": settings_file._CORPUS}[table]
+    kinds = {"": KINDS, "launch": run_dir._LAUNCH, "corpus": run_dir._CORPUS}[table]
     if name not in kinds:
         return False
     try:
@@ -404,5 +405,5 @@ def test_more_files_than_a_configuration_holds(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(FILE_BYTES, "run", 1000)
     (tmp_path / "text").write_text("0123456789" * 100)
     answer = told("train", "--run", tmp_path / "r", "--data", tmp_path / "text")
-    refused(answer, r"r/config\.toml would have \d+ bytes, more than the 1000 .* it lists 1 data files; join them")
+    refused(answer, r"r/config\.toml cannot list 1 data files; join some")
     assert not (tmp_path / "r").exists()

@@ -18,10 +18,9 @@ import pytest
 from quantshard import checkpoints
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam
-from quantshard.tools.trainer import launch
+from quantshard.tools.trainer import launch, trackers
 from quantshard.tools.trainer.data.sources import TextOptions, find, texts
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.monitoring import trackers
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.commands import quantshard
 from tests.interop.layouts import models
@@ -96,7 +95,7 @@ DESCRIBE = """
 import json, sys
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.monitoring import trackers
+from quantshard.tools.trainer import trackers
 from quantshard.tools.trainer.settings.config import TrainSettings
 for content in json.loads(sys.argv[1]):
     try:
@@ -283,7 +282,7 @@ def test_settings_of_wandb_in_a_folder_do_not_redirect_the_key(
 TRACKED = """
 import sys
 from pathlib import Path
-from quantshard.tools.trainer.monitoring import trackers
+from quantshard.tools.trainer import trackers
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 settings = TrainSettings(wandb="p")

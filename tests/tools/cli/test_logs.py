@@ -24,14 +24,13 @@ from quantshard.private_torch import memory
 from quantshard.private_torch.lookup import MissingName
 from quantshard.tools.statistics import Alarm
 from quantshard.tools.terminal import screen
+from quantshard.tools.trainer import measurements, progress, trackers
 from quantshard.tools.trainer.loop import ProcessInfo, Trainer
-from quantshard.tools.trainer.monitoring import performance, progress, trackers
-from quantshard.tools.trainer.monitoring.performance import StepProfile
-from quantshard.tools.trainer.monitoring.progress import Progress
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
-from quantshard.tools.trainer.monitoring.trackers import open_trackers
+from quantshard.tools.trainer.measurements import RunStatistics, StepProfile
+from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.trackers import open_trackers
 from tests.tools.cli.hostile import Started, made, resumed, told
 from tests.tools.cli.hostile import content as config_of
 from tests.tools.report.runs import NAMES, entry, sampled
@@ -87,7 +86,7 @@ def test_a_failure_is_logged_with_its_trace(run: RunDir, capsys: pytest.CaptureF
         with pytest.raises(type(error)), progress.logged(TrainSettings(), 1, run.path):
             raise error
     text = (run.logs / "rank-1.log").read_text()
-    assert "ERROR quantshard.tools.trainer.monitoring.progress: it is full\n" in text and text.count("Traceback") == 1
+    assert "ERROR quantshard.tools.trainer.progress: it is full\n" in text and text.count("Traceback") == 1
     assert "ValueError: three" in text and capsys.readouterr().err == ""  # the launcher says it
 
 
@@ -113,7 +112,7 @@ def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], l
         statistics._show(Alarm("nan", "x", 1.0, "of the loss"))
     assert capsys.readouterr() == ("100% saved %s\nALARM (nan): of the loss\n", "")
     lines = [line.partition("] ")[2] for line in (run.logs / "rank-0.log").read_text().splitlines()]
-    name = "quantshard.tools.trainer.monitoring.progress"
+    name = "quantshard.tools.trainer.progress"
     assert lines == [
         *([f"INFO {name}: 100% saved %s"] if level != "warning" else ()),
         f"WARNING {name}: ALARM (nan): of the loss",
@@ -123,7 +122,7 @@ def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], l
 # Traces
 
 
-NO_SNAPSHOT = "no snapshot of memory is written: PyTorch makes one of a GPU alone, and not of a CPU"
+NO_SNAPSHOT = "no memory snapshot is written: PyTorch supports them on GPUs only"
 
 
 def traced(
@@ -143,7 +142,7 @@ def test_no_step_was_traced_is_said(run: RunDir) -> None:
     file = run.profile / "rank-1.json"
     for steps in (0, 3):
         *others, note = traced(run, steps, 2)
-        assert note == f"no step was traced: --profile 2 begins after 3 steps, and {steps} were trained"
+        assert note == f"no step was traced: --profile begins after 3 steps, and {steps} were trained"
         assert not file.exists() and others == [NO_SNAPSHOT] * (steps == 3)
     assert traced(run, 9, 0) == [] and not file.exists()
     assert traced(run, 4, 2) == [NO_SNAPSHOT] and json.loads(file.read_text())["traceEvents"]
@@ -165,8 +164,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     assert callable(memory._record) and callable(memory._dump)
     for name, stand_in in (("_record", record), ("_dump", dump)):
         monkeypatch.setattr(memory, name, stand_in)
-    of_cpu = performance.profile
-    monkeypatch.setattr(performance, "profile", lambda activities, **more: of_cpu(activities=activities[:1], **more))
+    of_cpu = measurements.profile
+    monkeypatch.setattr(measurements, "profile", lambda activities, **more: of_cpu(activities=activities[:1], **more))
     return calls
 
 
@@ -201,7 +200,7 @@ def test_without_the_snapshot_there_is_a_trace(
     assert traced(run, 9, 2, device=GPU) == [] and recorded == [] and (run.profile / "rank-1.json").exists()
     (line,) = capsys.readouterr().err.splitlines()
     assert f"no torch.cuda.memory.{missing}, without which the snapshot cannot work" in line
-    assert line.endswith("; this process writes no snapshot of memory")
+    assert line.endswith("; the memory snapshot of this process is lost")
 
 
 def test_a_snapshot_that_cannot_be_written_is_told(
@@ -210,7 +209,7 @@ def test_a_snapshot_that_cannot_be_written_is_told(
     (run.profile).symlink_to("/tmp")
     assert traced(run, 5, 1, device=GPU) == [] and recorded[-1] == ENDED
     _, line = capsys.readouterr().err.splitlines()
-    assert line.endswith("; the snapshot of the memory of this process is lost")
+    assert line.endswith("; the memory snapshot of this process is lost")
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +262,7 @@ def test_weights_and_biases_asks_nothing(run: RunDir, monkeypatch: pytest.Monkey
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
     assert asked == [False] and sys.stdin.isatty()
     run.wandb.write_text('{"id": "../x"}')
-    with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', and must be 4 to 64 of a-z and 0-9"):
+    with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', not 4 to 64 of a-z and 0-9"):
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
     (run.path / "wandb").mkdir()
     (run.path / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")

@@ -6,7 +6,7 @@ import pytest
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def test_understood(text, axes, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp=2", "there is no axis 'pp'; use dp_replicate, dp_shard, ep, tp"),
-        ("dp_shad=2", "did you mean 'dp_shard'? use dp_replicate"),
+        ("pp=2", "'pp=2' must be AXIS=SIZE; use each of dp_replicate, dp_shard, ep, tp at most once"),
+        ("dp_shad=2", "did you mean 'dp_shard'? use each of dp_replicate"),
         ("dp_shard=2,tp=0", "'tp=0' must be AXIS=SIZE"),
-        ("tp=2,tp=2", "axis 'tp' is set twice"),
+        ("tp=2,tp=2", "'tp=2' must be AXIS=SIZE; use each"),
         ("dp_shard", "'dp_shard' must be AXIS=SIZE"),
         ("dp_shard=2;tp=2", "'dp_shard=2;tp=2' must be AXIS=SIZE"),
         ("dp_shard=2,,tp=2", "'' must be AXIS=SIZE"),

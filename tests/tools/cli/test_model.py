@@ -16,9 +16,9 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import cross_entropy
 from quantshard.tools.trainer.data import VOCABULARY
-from quantshard.tools.trainer.models import layers
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.models.model import LanguageModel, generate
+from quantshard.tools.trainer.models.decoder import LanguageModel, linear_names
+from quantshard.tools.trainer.models.model import generate
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer, shortfalls
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
@@ -140,14 +140,11 @@ def test_learning_rate_is_of_the_step():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"warmup": 13}, "warmup = 13 is more than steps = 12: the learning rate ends at 0.923077, not at 1"),
+        ({"warmup": 13}, "warmup = 13 is more than steps = 12: the learning rate ends at 0.923077"),
         ({"warmup": 13, "schedule": "constant"}, "warmup = 13 is more than steps = 12"),
-        ({"decay_steps": 20}, "decay_steps = 20 is more than steps = 12: the learning rate ends at 0.55, not at 0.1"),
-        ({"warmup": 8, "decay_steps": 6}, "warmup = 8 is more than decay_steps = 6: after it the learning rate is"),
+        ({"decay_steps": 20}, "decay_steps = 20 is more than steps = 12: the learning rate ends at 0.55"),
         ({"decay_steps": 10, "lr_floor": 0.0}, "decay_steps = 10, lr_floor = 0: steps 11 to 12 have a learning rate"),
         ({"decay_steps": 10}, ""),
-        ({"warmup": 12}, "warmup = 12 is all of steps = 12: the learning rate never falls"),
-        ({"warmup": 2, "schedule": "wsd", "decay_share": 0.01}, "decay_share = 0.01 of 12 steps is none: the learning"),
         ({"decay_steps": 20, "schedule": "constant"}, ""),
     ],
 )
@@ -238,7 +235,7 @@ def test_losses_and_their_gradient_are_those_of_float64(
     logits = (4 * torch.randn(3, 50, 301, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 301, (3, 50), generator=generator)
     with _Float32() as seen:
-        found = layers.token_losses(logits, targets)
+        found = models.token_losses(logits, targets)
         (found.cross_entropy / 2 + found.z_loss / 10).backward()
     assert dtype == torch.float32 or seen.most <= max(at_once, 301)
     exact = logits.detach().double().requires_grad_()
@@ -251,14 +248,14 @@ def test_losses_and_their_gradient_are_those_of_float64(
     step = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
-        assert layers.token_losses(logits, targets).cross_entropy == found.cross_entropy
+        assert models.token_losses(logits, targets).cross_entropy == found.cross_entropy
 
 
 def test_a_loss_keeps_its_digits_where_all_logits_are_large() -> None:
     """log(Z) less a logit would be off by a rounding of both, 0.008 at 1e5."""
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).round(decimals=2) + 1e5
     targets = torch.arange(64)
-    found = layers.token_losses(logits, targets).cross_entropy.item()
+    found = models.token_losses(logits, targets).cross_entropy.item()
     assert found == pytest.approx(nn.functional.cross_entropy(logits.double(), targets).item(), rel=1e-6)
 
 
@@ -277,7 +274,7 @@ def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, ro
     monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", at_once)
     targets = torch.tensor([2, 0])[: len(rows)]
     ours, other = (torch.tensor(rows, requires_grad=True) for _ in range(2))
-    loss, expected = layers.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
+    loss, expected = models.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -295,7 +292,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         leaf = values.clone().requires_grad_()
         logits = leaf * 2
         logits.register_hook(lambda grad: places.append(grad.data_ptr()))
-        found = layers.token_losses(logits, targets, overwrites)
+        found = models.token_losses(logits, targets, overwrites)
         loss = found.cross_entropy + found.z_loss / 10
         loss.backward(retain_graph=True)
         gradients.append(leaf.grad)
@@ -305,7 +302,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         loss.backward()
     bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        layers.token_losses(bounded, targets, True).cross_entropy.backward()
+        models.token_losses(bounded, targets, True).cross_entropy.backward()
 
 
 PARTS = {
@@ -360,14 +357,14 @@ def test_recipes_by_linear_layer():
     settings = replace(SMALL, layers=3, recipe=text)
     model = LanguageModel(settings, models.recipes_of(settings), "meta")
     parts = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
-    assert models.linear_names(settings) == [f"layers.{number}.{part}" for number in range(3) for part in parts]
+    assert linear_names(settings) == [f"layers.{number}.{part}" for number in range(3) for part in parts]
     expected = ["bf16"] * 3 + ["current", "current", "mxfp8", "current", "current", "block"]
-    own = [model.get_submodule(name).recipe for name in models.linear_names(settings)]
+    own = [model.get_submodule(name).recipe for name in linear_names(settings)]
     assert own == expected and [each.name for each in model.recipes] == ["bf16", "current", "current"]
     both = replace(settings, recipe="*1=bf16,proj=current,*=mxfp8")  # the end of a layer's name, and of all of a part's
     assert dict(models.recipes_of(both).patterns) == {"*1.*": "bf16", "proj": "current", "*": "mxfp8"}
     mixture = replace(settings, experts=4, experts_per_token=2, recipe="layers.*.proj=bf16,*=mxfp8")
-    names = models.linear_names(mixture)
+    names = linear_names(mixture)
     assert len(names) > 6 and any("mlp" in name for name in names) and not any("router" in name for name in names)
 
 

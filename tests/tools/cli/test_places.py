@@ -12,7 +12,7 @@ import tomli_w
 from quantshard.checkpoints.disk import store
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer import debugging
-from quantshard.tools.trainer.models.configuration import config_of_run, run_of
+from quantshard.tools.trainer.models.initialization import config_of_run, run_of
 from quantshard.tools.trainer.run_dir import RunDir
 from tests.tools.cli.hostile import content, made, told
 
@@ -95,7 +95,7 @@ def test_a_url_is_asked_only_if_the_user_names_it(run: Path) -> None:
     with mock.patch.object(store, "FsspecStore", side_effect=ZeroDivisionError) as asked:
         for command in ("status", "debug"):
             code, _, (line,) = told(command, run)
-            assert code == 1 and line.endswith(f"a URL is asked only if you name it: --checkpoints {URL}")
+            assert code == 1 and line.endswith(f"at a URL, which is requested only if you pass it: --checkpoints {URL}")
         assert not asked.called
         with pytest.raises(ZeroDivisionError):
             found = RunDir(run)
@@ -110,6 +110,6 @@ def test_status_of_a_place_elsewhere(run: Path) -> None:
     assert told("status", run)[0] == 0
     (place / "of-run.json").write_text(json.dumps({"run": "/other"}))
     code, _, (line,) = told("status", run)
-    assert code == 1 and "of-run.json there says that they are those of /other" in line
+    assert code == 1 and "of-run.json there names /other" in line
     assert told("status", run, "--checkpoints", place)[0] == 0
     assert told("status", run, "--checkpoints", "")[0] == 75

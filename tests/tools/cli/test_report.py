@@ -16,7 +16,7 @@ from quantshard.checkpoints.disk import ownership, transfer
 from quantshard.tools import cli
 from quantshard.tools.report.page import is_report
 from quantshard.tools.terminal.progress import transfer_bar
-from quantshard.tools.trainer.monitoring.progress import Progress
+from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.tools.cli.hostile import told
 from tests.tools.report.runs import entry, made_run, sampled, write

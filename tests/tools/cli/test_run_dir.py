@@ -11,11 +11,9 @@ import pytest
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
-from quantshard.tools.terminal import outputs
-from quantshard.tools.trainer import run_dir
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.worker import WorkerJob, _anew
+from quantshard.tools.trainer.worker import WorkerJob, _requantization
 
 CORPUS = {"sha256": "0" * 64, "bytes": 0, "files": []}
 
@@ -68,19 +66,12 @@ def test_last_complete(run):
     assert run.last_complete() == (4, [6, 1000000])
 
 
-@pytest.mark.parametrize("block", [1, 7, 50, 10000])
 @pytest.mark.parametrize("last", [0, 1, 3, 5, 9])
-def test_the_end_of_a_long_file_is_cut(run, last, block, monkeypatch):
-    """As all of a short one is read."""
+def test_the_end_of_a_file_is_cut(run, last):
     lines = [json.dumps({"step": step, "rows": ["x" * 20 * (step % 3)]}) for step in range(1, 6)]
-    found = []
-    for limit in (run_dir._LONG_BYTES, 0):
-        run.statistics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
-        monkeypatch.setattr(run_dir, "_LONG_BYTES", limit)
-        monkeypatch.setattr(outputs, "_TAIL_BYTES", block)
-        run.forget_after(last)
-        found.append(run.statistics.read_text())
-    assert found[0] == found[1] and len(found[0].splitlines()) == min(last, 5)
+    run.statistics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    run.forget_after(last)
+    assert run.statistics.read_text() == "".join(line + "\n" for line in lines[:last])
 
 
 def test_records(run):
@@ -126,7 +117,7 @@ def test_where_there_are_no_locks_a_warning_names_the_folder(run, monkeypatch):
 def test_lossy_is_asked_for_each_time(run):
     """What a start did without masters is done again until a checkpoint has it; another recipe is another question."""
     resumed, other = WorkerJob(True, False), WorkerJob(True, False, overrides={"recipe": "block"})
-    assert _anew(run, resumed) == (False, False)
+    assert _requantization(run, resumed) == (False, False)
     run.append(run.starts, {"step": 2, "recipe": "nvfp4", "requantized": "7 weights", "lossy": True})
-    assert _anew(run, resumed) == (True, True)
-    assert _anew(run, other) == (True, False)
+    assert _requantization(run, resumed) == (True, True)
+    assert _requantization(run, other) == (True, False)

@@ -164,7 +164,7 @@ def test_it_goes_on_after_an_error(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ShardedSource, "_write_shard", failing)
     with pytest.raises(KeyboardInterrupt):
         sharded(folder / "a.jsonl", folder).write(out)
-    with pytest.raises(ConfigurationError, match="holds tokens that were not finished; give the same"):
+    with pytest.raises(ConfigurationError, match="holds tokens that were not finished; run the same"):
         read_index(out)
     with pytest.raises(ConfigurationError, match=r"out holds tokens of other data, of another tokenizer"):
         sharded(folder / "a.jsonl", folder, 400).write(out)
@@ -213,8 +213,8 @@ def line(answer, says):
 
 
 BAD_LINES = {
-    "[1]": "line 2: the line is not a JSON object",
-    "{": "line 2: the line is not JSON",
+    "[1]": "line 2 is not a JSON object",
+    "{": "line 2 is not JSON",
     '{"body": "x"}': "line 2 has no 'text', only 'body'; name the text with --text-field",
     '{"text": 3}': "line 2: 'text' is 3, and must be a text",
     "\xff": "is not JSON",

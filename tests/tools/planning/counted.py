@@ -27,7 +27,7 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.values import MeshSpec
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,

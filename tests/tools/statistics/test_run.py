@@ -14,8 +14,8 @@ import torch
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import observation
-from quantshard.tools.trainer.monitoring.progress import Progress
-from quantshard.tools.trainer.monitoring.statistics import RunStatistics
+from quantshard.tools.trainer.measurements import RunStatistics
+from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.tools.statistics.models import loss_of, perceptron
@@ -126,14 +126,6 @@ def test_a_step_of_large_gradients_is_told_apart(folder, capturable):
     ]  # fmt: skip
     assert "step 2 was skipped: the gradient of 2.weight is finite, but above 1e+19" in alarms[0][1]["text"]
     assert run.passes == 5 + 1 and run.optimizer.skipped_steps == 2 and run.optimizer.large_gradient == ""
-
-
-@pytest.mark.parametrize(("steps", "is_told"), [(3, True), (4, False), (9, False)])
-def test_statistics_that_sample_no_step_are_told(folder, capsys, steps, is_told):
-    """Every fourth step; of a run of three there is none, which is no error, since a resume may add steps."""
-    Run(folder, replace(SETTINGS, steps=steps)).statistics.__exit__(None)
-    told = "statistics_every = 4: none of the steps 1 to 3 is sampled" in " ".join(capsys.readouterr().out.split())
-    assert told == is_told
 
 
 def test_alarms_change_no_bit(folder):

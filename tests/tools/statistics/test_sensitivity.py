@@ -13,7 +13,7 @@ from quantshard.formats import Orientation
 from quantshard.recipe import Gemm, TensorRole, resolve
 from quantshard.tensor import observation
 from quantshard.tools.statistics.sensitivity import gaussian_error, gemm_errors, layer_errors, suggest
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 
 def model_of(seed=0):

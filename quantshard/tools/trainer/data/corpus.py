@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,38 @@ import numpy as np
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
-from quantshard.tools.trainer.data.shards import TOKEN_DTYPES, raw_layout, read_index, token_dtype
-from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, find, unreadable
-from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
-from quantshard.tools.trainer.settings.schema import shown_value
+from quantshard.tools.terminal import screen
+from quantshard.tools.trainer.data.shards import (
+    TOKEN_DTYPES,
+    ShardedSource,
+    ShardIndex,
+    raw_layout,
+    read_index,
+    token_dtype,
+    tokenizer_copy,
+)
+from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, TextOptions, find, unreadable
+from quantshard.tools.trainer.data.tokenizer import (
+    BYTES_DIGEST,
+    END_OF_DOCUMENT,
+    VOCABULARY,
+    Tokenizer,
+    end_text,
+    load_tokenizer,
+)
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.values import shown_value
+
+_KEY_DIGITS = 16
+_MULTIPLE = 128
+"""Multiple for the vocabulary of built-in models. cuBLAS multiplies by a head of 50257 rows in kernels that read one
+element at a time: 125 TFLOP/s on an H200, where large BF16 products reach 790 (benchmarks/RESULTS.md)."""
 
 _CHUNK_BYTES = 1 << 20
 _RESTORE = "restore it, or name the unchanged files with --data"
 
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
-_SOURCE = re.compile(r"([0-9]{1,9}) files?, weight ([0-9.e+-]{1,30})")
+_SOURCE = re.compile(r"([1-9][0-9]{0,8}) files?, weight ([0-9]{1,20}(?:\.[0-9]{1,20})?(?:e-[0-9]{1,3})?)")
 
 
 @dataclass(frozen=True)
@@ -50,9 +72,14 @@ class Document:
     header: int = 0
 
     @property
+    def itemsize(self) -> int:
+        """Bytes per token."""
+        return TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1
+
+    @property
     def stored(self) -> int:
         """Number of tokens in the file; excludes the end of a text document."""
-        return (self.size - self.header) // (TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1)
+        return (self.size - self.header) // self.itemsize
 
     @property
     def tokens(self) -> int:
@@ -62,9 +89,8 @@ class Document:
     @property
     def line(self) -> str:
         """Identity of the document, without its name."""
-        return f"{self.sha256} {self.size}" + (
-            f" {self.dtype or 'text'}+{self.header}" if self.dtype or self.header else ""
-        )
+        layout = f" {self.dtype or 'text'}+{self.header}" if self.dtype or self.header else ""
+        return f"{self.sha256} {self.size}{layout}"
 
 
 @dataclass(frozen=True)
@@ -113,11 +139,10 @@ class Corpus:
         trained = self.documents[: len(self.documents) - self.heldout_files]
         paths = {document.line: document.path for document in trained if document.size}
         leaked = [document for document in self.heldout if document.line in paths]
-        if not leaked:
-            return []
         return [
-            f"WARNING: {leaked[0].path}, and {len(leaked) - 1} more, is evaluated on and trained on: its contents are "
-            f"those of {paths[leaked[0].line]}, so held-out losses say nothing about other texts"
+            f"WARNING: {document.path}, and {len(leaked) - 1} more, is evaluated on and trained on: its contents are "
+            f"those of {paths[document.line]}"
+            for document in leaked[:1]
         ]
 
     @property
@@ -164,14 +189,9 @@ def from_table(recorded: Mapping[str, Any]) -> Corpus:
         recorded.get("vocabulary", VOCABULARY),
         recorded.get("end_of_document", END_OF_DOCUMENT),
     )
-    if not documents or corpus.sha256 != recorded["sha256"]:
-        raise ConfigurationError("config.toml: the sha256 in [corpus] is not that of its files; restore the file")
     trained = len(documents) - corpus.heldout_files
-    if trained < 1 or (sources and sum(corpus.counts) != trained):
-        raise ConfigurationError(
-            f"config.toml: [corpus] has {len(documents)} files, which are not those of its sources and held-out files; "
-            "restore the file"
-        )
+    if corpus.sha256 != recorded["sha256"] or trained < 1 or (sources and sum(corpus.counts) != trained):
+        raise ConfigurationError("config.toml: [corpus] contradicts itself; restore the file")
     check_vocabulary(corpus)
     return corpus
 
@@ -181,13 +201,11 @@ def check_vocabulary(corpus: Corpus) -> None:
     has_texts = any(not document.dtype for document in corpus.documents)
     if has_texts and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
         raise ConfigurationError(
-            f"vocabulary = {corpus.vocabulary}, but there are {VOCABULARY} tokens of bytes, the last of them the end "
-            "of a document; leave it out, or make it larger"
+            f"vocabulary = {corpus.vocabulary}, but there are {VOCABULARY} tokens of bytes; leave it out"
         )
     if not 0 <= corpus.end_of_document < corpus.vocabulary:
         raise ConfigurationError(
-            f"the end of a document is token {corpus.end_of_document}, but vocabulary = {corpus.vocabulary}; make it "
-            "larger"
+            f"vocabulary = {corpus.vocabulary} must be more than the token {corpus.end_of_document} that ends documents"
         )
 
 
@@ -197,26 +215,16 @@ def _entry(entry: str) -> Document:
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a SHA-256, a length and a path")
     dtype = "" if match[3] == "text" else match[3] or ""
     document = Document(Path(match[5]), int(match[2]), match[1], dtype, int(match[4] or 0))
-    if document.size < document.header or not _is_even(document):
+    if document.size < document.header or (document.size - document.header) % document.itemsize:
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is of no whole number of tokens")
     return document
 
 
-def _is_even(document: Document) -> bool:
-    return not document.dtype or (document.size - document.header) % TOKEN_DTYPES[document.dtype].itemsize == 0
-
-
 def _source(entry: str) -> tuple[int, float]:
     match = _SOURCE.fullmatch(entry)
-    try:
-        count, weight = (int(match[1]), float(match[2])) if match else (0, 0.0)
-    except ValueError:
-        count, weight = 0, 0.0
-    if count < 1 or not (0 < weight <= 1 and math.isfinite(weight)):
-        raise ConfigurationError(
-            f"config.toml: {shown_value(entry)} in [corpus] is not a number of files and a weight of more than 0"
-        )
-    return count, weight
+    if match is None or not 0 < float(match[2]) <= 1:
+        raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a number of files and a weight")
+    return int(match[1]), float(match[2])
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -243,24 +251,18 @@ def collect(
     return corpus
 
 
-def collect_recorded(
-    paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None, heldout: Sequence[str] = ()
-) -> Corpus:
+def collect_recorded(paths: Sequence[str], recorded: Corpus, heldout: Sequence[str] = ()) -> Corpus:
     """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
-    documents are compared first, then `begun` is called, then contents are read up to the first difference.
-    """
+    documents are compared first, then contents are read up to the first difference."""
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
     unread = [document for source in sources for document in _unread(source, recorded.vocabulary)]
-    for document, old in zip(unread, recorded.documents, strict=False):
+    for document, old in zip_longest(unread, recorded.documents):
+        if document is None or old is None:
+            change = f"{old.path} is missing" if document is None else f"{document.path} was not there at the start"
+            raise ConfigurationError(f"the data have changed: {change}; {_RESTORE}")
         if document.size != old.size:
             raise _changed(document.path, old, "length")
-    if len(unread) != len(recorded.documents):
-        is_missing = len(unread) < len(recorded.documents)
-        path = recorded.documents[len(unread)].path if is_missing else unread[len(recorded.documents)].path
-        what = "is missing" if is_missing else "was not there at the start"
-        raise ConfigurationError(f"the data have changed: {path} {what}; {_RESTORE}")
-    begun()
     documents = []
     for document, old in zip(unread, recorded.documents, strict=True):
         documents.append(_read(replace(document, sha256="", dtype=old.dtype, header=old.header), recorded.vocabulary))
@@ -306,10 +308,7 @@ def _read(document: Document, vocabulary: int) -> Document:
     if changed:
         raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
     if document.sha256 not in ("", digest.hexdigest()):
-        raise ConfigurationError(
-            f"{path} is not what {INDEX} beside it says: its SHA-256 is another; make the shards anew by "
-            "quantshard tokenize"
-        )
+        raise ConfigurationError(f"{path}: its SHA-256 is not the one in {INDEX}; make the shards again")
     return replace(document, sha256=digest.hexdigest())
 
 
@@ -324,7 +323,7 @@ def _check_tokens(document: Document, content: bytes, at: int, vocabulary: int) 
         position = (at + skipped - document.header) // kind.itemsize + wrong
         raise ConfigurationError(
             f"{document.path}: token {position} is {int(tokens[wrong])}, but vocabulary = {vocabulary} (read as "
-            f"{document.dtype}); name the tokenizer it was made with by --tokenizer, or its size by --vocabulary"
+            f"{document.dtype}); name the right --tokenizer or --vocabulary"
         )
 
 
@@ -342,3 +341,130 @@ def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
         f"the data have changed: {path} is not the {before.path} that the run was started with ({before.size} bytes, "
         f"SHA-256 {before.sha256[:12]}...), its {what} is another; {_RESTORE}"
     )
+
+
+# Preparation ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """The tokenizer of a run's data (None if unknown), the path of its files, and its values in `Corpus`."""
+
+    tokenizer: Tokenizer | None
+    path: str
+    digest: str
+    vocabulary: int
+    end_of_document: int
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self.tokenizer is not None and not self.path
+
+
+class Preparation:
+    """The data of a new run.
+
+    `settings`: settings with values from the tokenizer, before tokenization. `described`: corpus without documents.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        options = (settings.data_format, settings.data_split)
+        self._sources = find(settings.data, *options)
+        self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
+        self._facts = facts = _facts(settings, [*self._sources, *self._heldout])
+        tokens = settings.vocabulary or facts.vocabulary
+        is_default = not settings.vocabulary and facts.is_of_bytes
+        vocabulary = facts.vocabulary
+        # padded if that is faster; byte vocabularies (257) and existing weights are not
+        if not facts.is_of_bytes and settings.is_by_sizes and not settings.init_from:
+            vocabulary = -(-vocabulary // _MULTIPLE) * _MULTIPLE
+        self.settings = replace(
+            settings,
+            tokenizer=facts.path,
+            end_of_document=end_text(facts.tokenizer) if facts.tokenizer is not None else "",
+            vocabulary=0 if is_default else settings.vocabulary or vocabulary,
+        )
+        self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
+
+    def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
+        """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of
+        tokens if the settings name none.
+        """
+        settings, facts = self.settings, self._facts
+        cache = Path(settings.token_cache) if settings.token_cache else folder
+        readable = [_readable(source, facts, settings, cache) for source in self._sources]
+        is_same = readable == [source.path for source in self._sources]
+        data = settings.data if is_same else tuple(map(str, readable))
+        heldout = tuple(str(_readable(source, facts, settings, cache)) for source in self._heldout)
+        # shards are not text
+        data_format = settings.data_format if is_same else "auto"
+        corpus = collect(data, heldout, like=self.described, data_format=data_format)
+        return replace(settings, data=data, heldout_data=heldout, data_format=data_format), corpus
+
+
+def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts:
+    indices = [(source.path, read_index(source.path)) for source in sources if source.kind == SHARDS]
+    facts = _named(settings, sources, indices)
+    for path, index in indices:
+        if index.tokenizer != (facts.digest or BYTES_DIGEST) or index.end_of_document != facts.end_of_document:
+            raise ConfigurationError(
+                f"{path} was made by another tokenizer, or with another end of documents, than "
+                f"{settings.tokenizer or indices[0][0]}; make it again by quantshard tokenize --tokenizer"
+            )
+    if settings.vocabulary and settings.vocabulary < facts.vocabulary:
+        raise ConfigurationError(
+            f"vocabulary = {settings.vocabulary}, but the tokenizer has {facts.vocabulary} tokens; leave it out"
+        )
+    if settings.init_from and facts.is_of_bytes and settings.vocabulary not in (0, facts.vocabulary):
+        raise ConfigurationError(
+            f"--init-from {settings.init_from} is a model of {settings.vocabulary} tokens, not of bytes; name its "
+            "tokenizer with --tokenizer"
+        )
+    return facts
+
+
+def _named(
+    settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
+) -> TokenFacts:
+    """Return the properties of the tokenizer from the settings, else from the shards, else unknown or bytes."""
+
+    def facts_of(path: str, end_of_document: str = "", digest: str = "") -> TokenFacts:
+        tokenizer = load_tokenizer(path, end_of_document, digest)
+        digest = tokenizer.digest if path else ""
+        return TokenFacts(tokenizer, path, digest, tokenizer.vocabulary, tokenizer.end_of_document)
+
+    if settings.tokenizer or settings.end_of_document:
+        return facts_of(settings.tokenizer, settings.end_of_document)
+    if indices and indices[0][1].tokenizer != BYTES_DIGEST:
+        folder, index = indices[0]
+        copy = tokenizer_copy(folder)
+        if copy:
+            return facts_of(copy, index.end_text, index.tokenizer)
+        if all(source.kind == SHARDS for source in sources):
+            return TokenFacts(None, "", index.tokenizer, index.vocabulary, index.end_of_document)
+        raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")
+    if not indices and any(source.kind == RAW for source in sources):
+        raw = next(source.path for source in sources if source.kind == RAW)
+        if not settings.vocabulary:
+            raise ConfigurationError(
+                f"{raw} holds tokens, and nothing says of which tokenizer; name it with --tokenizer, or --vocabulary N"
+            )
+        if any(source.kind != RAW for source in sources):
+            raise ConfigurationError(f"{raw} holds tokens, and other data are texts; name the tokenizer of both")
+        return TokenFacts(None, "", "", settings.vocabulary, 0)
+    return facts_of("")
+
+
+def _readable(source: DataSource, facts: TokenFacts, settings: TrainSettings, cache: Path) -> Path:
+    """Return the path that a run reads for a source: the source itself, or shards made from it."""
+    if source.kind in (RAW, SHARDS) or (source.kind == TEXT and not facts.path):
+        return source.path
+    assert facts.tokenizer is not None, source
+    options = TextOptions(settings.text_field, settings.data_split)
+    sharded = ShardedSource(source, facts.tokenizer, facts.path, options)
+    stem = re.sub(r"[^\w.-]", "_", source.path.name)[:80]
+    folder = cache.absolute() / f"{stem}-{sharded.key[:_KEY_DIGITS]}"
+    index = sharded.write(folder)
+    screen.say(f"{source.path}: {index.documents:,} documents, {index.tokens:,} tokens, in {folder}")
+    return folder

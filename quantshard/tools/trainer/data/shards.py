@@ -112,26 +112,21 @@ class ShardIndex:
             except OSError as error:
                 raise unreadable(path, error) from None
             if size != expected:
-                raise ConfigurationError(
-                    f"{path} has {size} bytes, but {INDEX} says {shard.tokens} tokens of {self.dtype}, which are "
-                    f"{expected}; make the shards anew by quantshard tokenize"
-                )
+                raise ConfigurationError(f"{path} has {size} bytes, not {expected} as in {INDEX}; make it again")
             result.append((path, size))
         return result
 
     @property
     def is_valid(self) -> bool:
         """Whether each field has its type and range."""
-        texts_ = (self.key, self.tokenizer, self.end_text, self.dtype, *(shard.sha256 for shard in self.shards))
+        digests = (self.key, self.tokenizer, *(shard.sha256 for shard in self.shards))
         counts = [count for shard in self.shards for count in (shard.tokens, shard.documents)]
-        numbers = (self.vocabulary, self.end_of_document, *counts)
-        names = [shard.file for shard in self.shards if isinstance(shard.file, str) and _SHARD.fullmatch(shard.file)]
         return (
-            all(isinstance(text, str) for text in texts_)
-            and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-            and all(_SHA256.fullmatch(digest) for digest in (self.key, self.tokenizer, *texts_[4:]))
-            and len(set(names)) == len(self.shards)
-            and self.dtype in TOKEN_DTYPES
+            all(isinstance(text, str) for text in (*digests, self.end_text, *(shard.file for shard in self.shards)))
+            and all(type(n) is int and 0 <= n < 1 << 63 for n in (self.vocabulary, self.end_of_document, *counts))
+            and all(_SHA256.fullmatch(digest) for digest in digests)
+            and len({shard.file for shard in self.shards if _SHARD.fullmatch(shard.file)}) == len(self.shards)
+            and self.dtype in list(TOKEN_DTYPES)
             and self.end_of_document < self.vocabulary <= _MOST_TOKENS
         )
 
@@ -147,12 +142,9 @@ def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
     except (TypeError, KeyError):
         index = None
     if index is None or not index.is_valid:
-        raise ConfigurationError(f"{folder / INDEX} has a missing or invalid field; make the shards anew")
+        raise ConfigurationError(f"{folder / INDEX} has a missing or invalid field; make the shards again")
     if index.complete is not True and not unfinished:
-        raise ConfigurationError(
-            f"{folder} holds tokens that were not finished; give the same quantshard tokenize command again, which "
-            "goes on with them"
-        )
+        raise ConfigurationError(f"{folder} holds tokens that were not finished; run the same tokenize command again")
     return index
 
 
@@ -172,34 +164,27 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
         dtype, header = _HEADERS[first], _HEADER_BYTES
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
         raise ConfigurationError(
-            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
-            "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
+            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; give the right --vocabulary "
+            "(more than 65536: uint32)"
         )
     actual = (size - header) // TOKEN_DTYPES[dtype].itemsize
     if header and count != actual:
-        raise ConfigurationError(
-            f"{path}: the header counts {count} tokens, the file has {actual}; is it cut off? make it again"
-        )
+        raise ConfigurationError(f"{path}: the header counts {count} tokens, the file has {actual}; make it again")
     return dtype, header
 
 
 def tokenizer_copy(folder: Path) -> str:
     """Return the path of the tokenizer's copy; "" if there is no copy."""
     copy = folder / TOKENIZER
-    return str(copy) if os.path.isdir(copy) and not os.path.islink(copy) else ""
+    return str(copy) if copy.is_dir() and not copy.is_symlink() else ""
 
 
 class ShardedSource:
     """A source as token shards in a folder.
 
-    Args:
-        source: texts of any kind.
-        tokenizer: tokenizer of the texts.
-        path: path of the tokenizer's files; "" for bytes.
-        options: location of the texts.
-        shard_bytes: characters of text per shard; a shard ends with a document.
-
-    `key`: digest of all inputs of the shards: names, lengths and times of the files, tokenizer and options.
+    `path`: path of the tokenizer's files; "" for bytes. `options`: location of the texts. `shard_bytes`: characters of
+    text per shard; a shard ends with a document. `key`: digest of all inputs of the shards: names, lengths and times of
+    the files, tokenizer and options.
     """
 
     def __init__(
@@ -266,8 +251,7 @@ class ShardedSource:
         index = read_index(folder, unfinished=True)
         if index.key != self.key:
             raise ConfigurationError(
-                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder, or "
-                "remove it"
+                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder"
             )
         index.sizes(folder)
         if not index.complete:
@@ -280,7 +264,13 @@ class ShardedSource:
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:
             while not is_end or characters < self.shard_bytes:
-                batch = _batch(pieces, min(_AT_ONCE, self.shard_bytes - characters))
+                batch: list[tuple[str, bool]] = []
+                remaining = min(_AT_ONCE, self.shard_bytes - characters)
+                while not batch or remaining > 0:
+                    if (piece := next(pieces, None)) is None:
+                        break
+                    batch.append(piece)
+                    remaining -= len(piece[0])
                 if not batch:
                     break
                 for ids, (text, is_end) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
@@ -295,14 +285,3 @@ class ShardedSource:
                     characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
                 bar.advance(task, sum(len(text) for text, _ in batch))
         return ShardEntry(path.name, tokens, documents, digest.hexdigest())
-
-
-def _batch(pieces: Iterator[tuple[str, bool]], characters: int) -> list[tuple[str, bool]]:
-    """Return the next pieces: at least one, and up to a number of characters."""
-    batch: list[tuple[str, bool]] = []
-    for piece in pieces:
-        batch.append(piece)
-        characters -= len(piece[0])
-        if characters <= 0:
-            break
-    return batch

@@ -6,20 +6,19 @@ reads no README, so nothing is downloaded.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import importlib
 import io
-import json
 import os
 import re
 import stat
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
@@ -93,8 +92,8 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
         suffixes = {file.suffix.lower() for file, _ in source.files}
         if source.kind == TEXT and suffixes <= _RECORDS:
             raise ConfigurationError(
-                f"{source.path} holds records ({', '.join(sorted(suffixes))}), whose syntax would be trained on; write "
-                "JSON lines (.jsonl) of them, or give --data-format text"
+                f"{source.path} holds records ({', '.join(sorted(suffixes))}), not prose; convert them to .jsonl, or "
+                "give --data-format text"
             )
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
@@ -107,8 +106,7 @@ def joined(sources: Sequence[DataSource]) -> DataSource:
     for other in sources[1:]:
         if other.kind != first.kind or other.kind == DATASET:
             raise ConfigurationError(
-                f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each by itself, and name "
-                "both folders with train --data"
+                f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each by itself"
             )
     return DataSource(first.path, first.kind, tuple(file for source in sources for file in source.files))
 
@@ -127,10 +125,7 @@ def _at(path: Path, data_format: str, split: str) -> DataSource:
     if len(set(kinds.values())) > 1:
         examples = {kind: file.relative_to(path) for file, kind in reversed(kinds.items())}
         mix = " and ".join(f"{kind} ({file})" for kind, file in sorted(examples.items()))
-        raise ConfigurationError(
-            f"{path} holds {mix}; name the files of one kind with --data, or say --data-format text to read the "
-            "bytes of all"
-        )
+        raise ConfigurationError(f"{path} holds {mix}; name the files of one kind, or give --data-format text")
     kind = next(iter(kinds.values()), TEXT)
     return _source(path, kind, _of_split(path, list(kinds), split) if kind in (JSONL, PARQUET) else list(kinds))
 
@@ -143,11 +138,13 @@ def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
         return files
     selected = [file for file, name in zip(files, splits, strict=True) if name == _SPLITS.get(split, split)]
     if not selected:
-        raise ConfigurationError(
-            f"{folder} has no split {split!r}, only {', '.join(sorted(set(splits)))}; name one with --data-split"
-        )
+        raise _no_split(folder, split, sorted(set(splits)))
     screen.say(f"{folder}: reading the split {split}, {len(selected)} of {len(files)} files")
     return selected
+
+
+def _no_split(path: Path, split: str, splits: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(f"{path} has no split {split!r}, only {', '.join(splits)}; name one with --data-split")
 
 
 def _source(path: Path, kind: str, files: Iterable[Path]) -> DataSource:
@@ -173,7 +170,7 @@ def _length(path: Path) -> int:
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigurationError(f"the data file {path} is no regular file but a pipe, a device or a socket")
+        raise ConfigurationError(f"the data file {path} is no regular file")
     return status.st_size
 
 
@@ -186,9 +183,7 @@ def _files_below(folder: Path) -> list[Path]:
     for root, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for link in filter(os.path.islink, (os.path.join(root, name) for name in folders)):
-            warnings.warn(
-                f"{link} is a link to a folder, whose files are not read; name the folder with --data", stacklevel=2
-            )
+            warnings.warn(f"{link} is a link to a folder and not read; name the folder with --data", stacklevel=2)
         paths += [Path(root, name) for name in names if not name.startswith(".")]
     return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -203,9 +198,7 @@ def _check_text(path: Path) -> None:
     except OSError as error:
         raise unreadable(path, error) from None
     if "\0" in text:
-        raise ConfigurationError(
-            f"the data file {path} is no text in UTF-8; unpack it, or say --data-format text to train on its bytes"
-        )
+        raise ConfigurationError(f"the data file {path} is no text in UTF-8; unpack it, or give --data-format text")
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
@@ -219,11 +212,8 @@ def library(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        package = name.partition(".")[0]
-        extra = package if package == "transformers" else "train"
-        raise ConfigurationError(
-            f"{what} needs the package {package}; run: pip install 'quantshard[{extra}]'"
-        ) from None
+        extra = name if name == "transformers" else "train"
+        raise ConfigurationError(f"{what} needs the package {name}; run: pip install 'quantshard[{extra}]'") from None
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
@@ -246,8 +236,7 @@ def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[str, bool]
             raise
         except UnicodeDecodeError:
             raise ConfigurationError(
-                f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes, "
-                "without --tokenizer and by --data-format text"
+                f"the data file {path} is not UTF-8; convert it, or train on bytes: --data-format text, no --tokenizer"
             ) from None
         # the libraries raise errors of any type
         except Exception as error:
@@ -264,34 +253,22 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
             piece = following
 
 
-@contextmanager
-def _unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading bytes, decompressed if necessary."""
-    with ExitStack() as stack:
-        file: Any = stack.enter_context(open_regular(path, follow=True))
-        if path.suffix.lower() == ".gz":
-            file = gzip.GzipFile(fileobj=file)
-        elif path.suffix.lower() == ".zst":
-            arrow = library("pyarrow", f"the packed file {path}")
-            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"))
-        yield file
-
-
 def _lines(path: Path, field: str) -> Iterator[str]:
     # `datasets` cannot read lines whose other keys differ
-    with _unpacked(path) as file:
+    with open_regular(path, follow=True) as packed:
+        file: Any = packed
+        if path.suffix.lower() == ".gz":
+            file = gzip.GzipFile(fileobj=packed)
+        elif path.suffix.lower() == ".zst":
+            arrow = library("pyarrow", f"the packed file {path}")
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(packed), "zstd"))
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
             where = f"{path}, line {number}"
             if len(line) > LINE_BYTES:
                 raise ConfigurationError(f"{where} has more than {LINE_BYTES} bytes")
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
-            if not isinstance(record, dict):
-                raise ConfigurationError(f"{where}: the line is not a JSON object")
+            record = foreign.json_object(line.removeprefix(codecs.BOM_UTF8), where)
             _check_column(record, where, field)
             yield _checked_text(record[field], where, field)
 
@@ -307,11 +284,7 @@ def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
             data = datasets.load_from_disk(str(source.path))
         if isinstance(data, dict):
             if options.split not in data:
-                names = ", ".join(map(shown, list(data)[:8]))
-                raise ConfigurationError(
-                    f"the dataset in {source.path} has no split {options.split!r}, only {names}; name one with "
-                    "--data-split"
-                )
+                raise _no_split(source.path, options.split, map(shown, list(data)[:8]))
             data = data[options.split]
         _check_column(data.column_names, str(source.path), options.field)
         row = 0

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from quantshard import foreign
-from quantshard.errors import ConfigurationError
-from quantshard.foreign import FILE_BYTES, regular_content
+from quantshard.errors import ConfigurationError, meant
+from quantshard.foreign import FILE_BYTES, read_regular
 from quantshard.interop.layouts.files import companions
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer.data.sources import library
@@ -34,10 +33,7 @@ _TOLD = 8
 
 
 class ByteTokenizer:
-    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT.
-
-    As of any tokenizer: `vocabulary` is the number of tokens, `end_of_document` the token that follows a document.
-    """
+    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT."""
 
     vocabulary, end_of_document, digest = VOCABULARY, END_OF_DOCUMENT, BYTES_DIGEST
 
@@ -46,17 +42,12 @@ class ByteTokenizer:
         return [text.encode("utf-8") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens for display; see `text`."""
-        return text(tokens)
-
-
-def text(tokens: Iterable[int]) -> str:
-    """Decode byte tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
-    line."""
-    out = bytearray()
-    for token in tokens:
-        out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
-    return _shown(out.decode("utf-8", errors="replace"))
+        """Decode tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
+        line."""
+        out = bytearray()
+        for token in tokens:
+            out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
+        return _shown(out.decode("utf-8", errors="replace"))
 
 
 def _shown(decoded: str) -> str:
@@ -81,7 +72,10 @@ class LibraryTokenizer:
         self.vocabulary = max(entries.values(), default=-1) + 1
         if not 0 < self.vocabulary <= _MOST_TOKENS:
             raise ConfigurationError(f"the tokenizer has {self.vocabulary} tokens; from 1 to {_MOST_TOKENS} may be")
-        self.end_of_document = _token_of(entries, end_of_document)
+        if end_of_document not in entries:
+            hint = f"to end documents with; {meant(end_of_document, entries)}"
+            raise ConfigurationError(f"the tokenizer has no token {end_of_document[:80]!r} {hint}")
+        self.end_of_document = entries[end_of_document]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Encode each text; the library uses one thread per CPU."""
@@ -102,26 +96,7 @@ class LibraryTokenizer:
 Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 
 
-def _token_of(entries: Mapping[str, int], text: str) -> int:
-    if text not in entries:
-        near = get_close_matches(text[:80], entries, 1) if len(entries) < 1 << 20 else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigurationError(f"the tokenizer has no token {text[:80]!r} to end documents with{hint}")
-    return entries[text]
-
-
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
-def tokenizer_files(path: str) -> list[Path]:
-    """List the files of a tokenizer: the tokenizer.json itself, or the tokenizer files of a folder."""
-    location = Path(inputs.existing(path, f"a folder with {FAST}"))
-    if not location.is_dir():
-        return [location]
-    files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
-    if not files:
-        raise ConfigurationError(f"--tokenizer {path} is a folder without {FAST} or the files of another tokenizer")
-    return files
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -136,14 +111,15 @@ def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
 
 
 def tokenizer_contents(path: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer, by name."""
-    contents = {}
-    for file in tokenizer_files(path):
-        try:
-            name = FAST if file == Path(path) else file.name
-            contents[name] = regular_content(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read the tokenizer's {file}: {error.strerror or error}") from None
+    """Read the files of a tokenizer, by name: the tokenizer.json itself, or the tokenizer files of a folder."""
+    location, contents, files = Path(inputs.existing(path, f"a folder with {FAST}")), {}, [Path(path)]
+    if location.is_dir():
+        files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
+    if not files:
+        raise ConfigurationError(f"--tokenizer {path} is a folder without {FAST} or the files of another tokenizer")
+    for file in files:
+        is_named = file == Path(path)
+        contents[FAST if is_named else file.name] = read_regular(file, FILE_BYTES["tokenizer"], follow=is_named)
     return contents
 
 
@@ -155,16 +131,13 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
     """
     if not path:
         if end_of_document:
-            raise ConfigurationError(
-                f"--end-of-document {end_of_document[:80]!r} is about --tokenizer, which is not given; leave it out"
-            )
+            raise ConfigurationError(f"--end-of-document {end_of_document[:80]!r} is about --tokenizer; give both")
         return ByteTokenizer()
     contents = tokenizer_contents(path)
     actual = tokenizer_digest(contents)
     if digest not in ("", actual):
         raise ConfigurationError(
-            f"{path} is not the tokenizer that the data were made with (its SHA-256 is {digest[:12]}...); name that "
-            "one with --tokenizer"
+            f"{path} is not the tokenizer that the data were made with (SHA-256 {digest[:12]}...); name that one"
         )
     backend = _backend(path, contents)
     return LibraryTokenizer(backend, end_of_document or end_token(path, contents, backend), actual)
@@ -181,21 +154,29 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
     special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
     hint = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
     raise ConfigurationError(
-        f"--tokenizer {path} does not say which token ends a document (eos_token in {_SPECIAL[0]}); name it with "
-        f"--end-of-document TOKEN{hint}"
+        f"--tokenizer {path} has no eos_token in {_SPECIAL[0]}; name it with --end-of-document TOKEN{hint}"
     )
 
 
 def end_text(tokenizer: Tokenizer) -> str:
     """Return the text of the token that ends a document; "" for bytes."""
-    return (
-        str(tokenizer.backend.id_to_token(tokenizer.end_of_document)) if isinstance(tokenizer, LibraryTokenizer) else ""
-    )
+    if isinstance(tokenizer, ByteTokenizer):
+        return ""
+    return str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
 
 
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
     if FAST in contents:
-        return _parsed(path, contents[FAST])
+        tokenizers = library("tokenizers", f"the tokenizer {path}")
+        try:
+            # reject malformed or deeply nested JSON before the library parses it
+            json.loads(contents[FAST])
+            return tokenizers.Tokenizer.from_str(contents[FAST].decode("utf-8"))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # a Rust panic is not an Exception
+        except BaseException as error:
+            raise _no_tokenizer(path, error) from None
     transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
     try:
         with foreign.hub_offline():
@@ -206,23 +187,9 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
         raise _no_tokenizer(path, error) from None
     if backend is None:
         raise ConfigurationError(
-            f"--tokenizer {path}: transformers reads it as {type(loaded).__name__}, which is not one of the tokenizers "
-            f"library; convert it to a {FAST}"
+            f"--tokenizer {path}: {type(loaded).__name__} is not one of the tokenizers library; convert it to a {FAST}"
         )
     return backend
-
-
-def _parsed(path: str, content: bytes) -> Any:
-    tokenizers = library("tokenizers", f"the tokenizer {path}")
-    try:
-        # reject malformed or deeply nested JSON before the library parses it
-        json.loads(content)
-        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # a Rust panic is not an Exception
-    except BaseException as error:
-        raise _no_tokenizer(path, error) from None
 
 
 def _no_tokenizer(path: str, error: BaseException) -> ConfigurationError:

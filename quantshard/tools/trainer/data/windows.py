@@ -16,10 +16,9 @@ import math
 import os
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -50,7 +49,6 @@ class FileReader:
     def __init__(self) -> None:
         self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, self._files)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
         """Read bytes of a regular file from `offset`; fewer at the end of the file."""
@@ -66,19 +64,30 @@ class FileReader:
                 self._files.popitem(last=False)[1].close()
         return content
 
-
-def _close(files: dict[Path, BinaryIO]) -> None:
-    for file in files.values():
-        file.close()
+    def __del__(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 class TokenStream:
-    """The concatenated documents of a source. `corpus`: properties of the tokens."""
+    """The concatenated documents of a source, in windows of `width` tokens; the end can be held out.
 
-    def __init__(self, documents: Sequence[Document], corpus: Corpus) -> None:
-        self.documents, self.corpus, self._files = documents, corpus, FileReader()
+    `corpus`: properties of the tokens. `share`: share of the tokens to hold out. Training windows lie before
+    `boundary`, evaluation windows after it.
+    """
+
+    def __init__(self, documents: Sequence[Document], corpus: Corpus, width: int, share: float) -> None:
+        self.documents, self.corpus, self.width, self._files = documents, corpus, width, FileReader()
         self._ends = list(accumulate(document.tokens for document in documents))
         self.tokens = self._ends[-1]
+        num_heldout = self.tokens if share == 1 else max(width, round(self.tokens * share)) if share else 0
+        self.boundary = self.tokens - num_heldout
+        if (self.tokens if share == 1 else self.boundary) < width:
+            what = "held-out text" if share == 1 else "text"
+            heldout = f" and {num_heldout} held-out tokens" if 0 < share < 1 else ""
+            raise ConfigurationError(
+                f"the {what} has {self.tokens} tokens, too few for seq_length = {width - 1}{heldout}; give more data"
+            )
 
     def window(self, start: int, width: int) -> Tensor:
         """Return tokens [start, start + width) of the stream, int64."""
@@ -98,41 +107,29 @@ class TokenStream:
         return torch.cat(pieces)
 
     def _read(self, document: Document, offset: int, length: int) -> Tensor:
-        kind = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8))
-        content = self._files.read(document.path, document.header + offset * kind.itemsize, length * kind.itemsize)
-        if len(content) != length * kind.itemsize:
-            raise ConfigurationError(
-                f"the data file {document.path} became shorter than the {document.size} bytes that the run was started "
-                "with"
-            )
+        kind, size = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8)), document.itemsize
+        content = self._files.read(document.path, document.header + offset * size, length * size)
+        if len(content) != length * size:
+            raise ConfigurationError(f"the data file {document.path} became shorter than {document.size} bytes")
         ids = torch.from_numpy(np.frombuffer(content, kind).astype(np.int64))
         if document.dtype and int(ids.max()) >= self.corpus.vocabulary:
             raise ConfigurationError(
-                f"the data file {document.path} has changed: from token {offset} on it holds {int(ids.max())}, which "
-                f"is none of the {self.corpus.vocabulary} tokens"
+                f"the data file {document.path} has changed: from token {offset} on it holds {int(ids.max())}"
             )
         return ids
 
-
-class SourceWindows:
-    """The windows of one source. `kept`: number of held-out tokens at its end."""
-
-    def __init__(self, stream: TokenStream, width: int, kept: int) -> None:
-        self.stream, self.width = stream, width
-        self.boundary = stream.tokens - kept
-
     def training(self, word: int) -> Tensor:
         """Return the window that a random 64-bit integer selects."""
-        return self.stream.window(word % (self.boundary - self.width + 1), self.width)
+        return self.window(word % (self.boundary - self.width + 1), self.width)
 
     def heldout(self, most: int) -> list[Tensor]:
         """Return at most `most` windows, evenly spaced over the held-out part."""
-        span = self.stream.tokens - self.boundary - self.width
+        span = self.tokens - self.boundary - self.width
         if span < 0:
             return []
         count = min(most, span // self.width + 1)
         starts = [self.boundary + (span * i // (count - 1) if count > 1 else 0) for i in range(count)]
-        return [self.stream.window(start, self.width) for start in starts]
+        return [self.window(start, self.width) for start in starts]
 
 
 class Windows:
@@ -147,30 +144,12 @@ class Windows:
     def __init__(self, corpus: Corpus, seq_length: int, heldout: float) -> None:
         self.width = seq_length + 1
         share = 0.0 if corpus.heldout_files else heldout
-        self.sources = [self._source(TokenStream(documents, corpus), share) for documents in corpus.sources]
+        self.sources = [TokenStream(documents, corpus, self.width, share) for documents in corpus.sources]
         self.weights = corpus.weights or (1.0,)
-        self.tokens = sum(source.stream.tokens for source in self.sources)
-        self.apart = None
-        if corpus.heldout_files:
-            stream = TokenStream(corpus.heldout, corpus)
-            if stream.tokens < self.width:
-                raise self._too_short("held-out text", stream, "")
-            self.apart = SourceWindows(stream, self.width, stream.tokens)
+        self.tokens = sum(source.tokens for source in self.sources)
+        self.apart = TokenStream(corpus.heldout, corpus, self.width, 1.0) if corpus.heldout_files else None
         total = math.fsum(self.weights)
         self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
-
-    def _source(self, stream: TokenStream, share: float) -> SourceWindows:
-        num_heldout = max(self.width, round(stream.tokens * share)) if share else 0
-        source = SourceWindows(stream, self.width, num_heldout)
-        if source.boundary < self.width:
-            raise self._too_short("text", stream, f" and {num_heldout} held-out tokens")
-        return source
-
-    def _too_short(self, what: str, stream: TokenStream, more: str) -> ConfigurationError:
-        return ConfigurationError(
-            f"the {what} has {stream.tokens} tokens, too few for seq_length = {self.width - 1}{more}; give more data, "
-            "or a smaller seq_length or heldout"
-        )
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
         """Return windows `first` to `first + count` of a step's global batch: int64 [count, seq_length + 1]."""
@@ -263,10 +242,6 @@ class BatchLoader:
             device_batch = batch.pin_memory().to(self.device, non_blocking=True)
             return device_batch, self._stream.record_event()
 
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.step < self.last:
-            yield self.batch(self.step + 1)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the last step, and what determines the order of the data."""
         return {"step": self.step, **self.identity}
@@ -277,7 +252,7 @@ class BatchLoader:
             if state.get(name, value) != value:
                 raise CheckpointError(
                     f"the checkpoint was saved by a run with {name} = {str(state[name])[:80]}, and this one has "
-                    f"{value}, so it would go on with other data; resume the run that saved it"
+                    f"{value}, so it would go on with other data"
                 )
         self.step = int(state["step"])
 

@@ -14,7 +14,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from quantshard import checkpoints, foreign, private_torch
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.foreign import FieldReader, shown
 from quantshard.interop.conversion.convert import convert
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.report import ConversionReport
-from quantshard.interop.layouts.files import SUFFIX, read_layout_json
+from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import inputs
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.data.sources import library
+from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
 _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
@@ -43,9 +43,6 @@ _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
-
-_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
-"""Weight files in formats that are not supported."""
 
 
 # Configuration
@@ -60,33 +57,10 @@ def read_configuration(path: str) -> dict[str, Any]:
     return read_layout_json(file)
 
 
-def weights_beside(path: str) -> str:
-    """Return the folder of a configuration if it contains safetensors too, otherwise ""."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
-        return str(folder)
-    files = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
-    if files:
-        raise ConfigurationError(
-            f"{folder} has weights in {files[0]}, which is not read, as it may run code; write safetensors of it with "
-            "transformers, or begin anew with --random-weights"
-        )
-    return ""
-
-
 def longest_sequence(content: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions in a configuration; None if it is not stated."""
     fields = FieldReader(content, CONFIGURATION)
     return fields.integer("max_position_embeddings", 1, 1 << 40) or fields.integer("n_positions", 1, 1 << 40)
-
-
-def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
-    """Return the number of tokens in a configuration."""
-    fields = FieldReader(content, where)
-    size = fields.integer("vocab_size", 1, 1 << 40)
-    if size is None:
-        raise fields.wrong("vocab_size", "given")
-    return size
 
 
 # Models on the meta device
@@ -94,25 +68,17 @@ def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
 
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
     """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
-    class the configuration names.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigurationError(
-            f"{where} describes a model of transformers, which is not installed: pip install transformers"
-        ) from None
-    _check_counts(content, where)
+    class the configuration names."""
+    transformers = library("transformers", f"the model of {where}")
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
     model_types = list(transformers.CONFIG_MAPPING)
     if kind not in model_types:
-        near = get_close_matches(str(kind), model_types, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "is this a model's configuration?"
+        hint = meant(kind, model_types) or "is this a model's configuration?"
         raise ConfigurationError(
-            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
+            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint.strip()}"
         )
-    config_fields = {name: value for name, value in _harmless(content).items() if name not in _READ}
+    config_fields = {name: value for name, value in _checked(content, where).items() if name not in _READ}
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
@@ -131,10 +97,8 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
         raise
     # a field of a wrong type can raise any exception in transformers
     except Exception as error:
-        line = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"{where}: transformers cannot build it: {type(error).__name__}: {line:.300}"
-        ) from None
+        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigurationError(f"{where}: transformers cannot build it: {line:.300}") from None
     return model
 
 
@@ -156,33 +120,22 @@ def _check_decoder(config: Any, where: str) -> None:
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         raise ConfigurationError(
-            f"{where}: {config.model_type} is an encoder, and train predicts the next token; set is_decoder to true in "
-            "a copy of its config.json to train it as a decoder"
+            f"{where}: {config.model_type} is an encoder; set is_decoder in its config.json to train it as a decoder"
         )
 
 
 _READ = ("model_type", "dtype", "torch_dtype")
 
 
-def _harmless(value: Any) -> Any:
-    """Remove `_UNSAFE` fields from a configuration, at any depth."""
+def _checked(value: Any, where: str, name: str = "") -> Any:
+    """Remove `_UNSAFE` fields, and refuse more layers than any model has, at any depth of a configuration."""
     if isinstance(value, list):
-        return [_harmless(entry) for entry in value]
+        return [_checked(entry, where, name) for entry in value]
     if isinstance(value, dict):
-        return {name: _harmless(entry) for name, entry in value.items() if not _UNSAFE.fullmatch(name)}
-    return value
-
-
-def _check_counts(value: Any, where: str, name: str = "") -> None:
-    """Refuse more layers than any model has, at any depth of a configuration."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            _check_counts(entry, where, key)
-    elif isinstance(value, list):
-        for entry in value:
-            _check_counts(entry, where, name)
-    elif isinstance(value, int | float) and value > _MOST_LAYERS and _COUNT.fullmatch(name):
+        return {key: _checked(entry, where, key) for key, entry in value.items() if not _UNSAFE.fullmatch(key)}
+    if isinstance(value, int | float) and value > _MOST_LAYERS and _COUNT.fullmatch(name):
         raise ConfigurationError(f"{where}: {name} is {value}, and at most {_MOST_LAYERS} are built")
+    return value
 
 
 @contextmanager
@@ -215,7 +168,7 @@ def converted(
     try:
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
-        way_out = "" if recipes.single is None else f"; --recipe {HIGH_PRECISION} leaves it as it is"
+        way_out = f"; --recipe {HIGH_PRECISION} converts nothing" if list(recipes.patterns) == ["*"] else ""
         # in the terms of the settings
         message = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))
         raise ConfigurationError(f"{where}: {message}{way_out}") from None
@@ -345,7 +298,6 @@ def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
     for leaf, tensor in values.items():
         if tensor.is_floating_point() and tensor.isnan().any():
             raise ConfigurationError(
-                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; begin with weights, "
-                "and a release of transformers that fills it"
+                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; give --init-from"
             )
     return values

@@ -15,19 +15,19 @@ from torch import nn
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.errors import CheckpointError, ConfigurationError, meant
+from quantshard.foreign import FieldReader, shown
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
 from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
 from quantshard.interop.layouts.loading import check as check_safetensors
 from quantshard.interop.layouts.source import CheckpointModel
-from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.tensor import components
+from quantshard.interop.layouts.writing import CONFIGURATION, MOST, MOST_HEADS, is_tied
 from quantshard.tools.terminal import inputs
-from quantshard.tools.trainer.data.tokenizer import has_tokenizer
+from quantshard.tools.trainer.data.tokenizer import VOCABULARY, has_tokenizer, tokenizer_contents, tokenizer_digest
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models.configuration import check_angles, run_of, settings_of
+from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
-from quantshard.tools.trainer.settings.schema import shown_value
+from quantshard.tools.trainer.settings.values import shown_value
 
 _BY_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
@@ -69,7 +69,8 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     named = dict(SIZES[model]) if model else {}
     weights = sizes(source) if source else {}
     for name, size in named.items():
-        if name not in flags and weights.get(name, size) != size:  # e.g. rope_theta, which no shape shows
+        # e.g. rope_theta, which no shape shows
+        if name not in flags and weights.get(name, size) != size:
             raise ConfigurationError(
                 f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
                 f"{shown_value(source)} has {shown_value(weights[name])}; leave out --model or --init-from"
@@ -86,20 +87,21 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
             f"{meant(model, SIZES)}there are {', '.join(SIZES)}"
         )
     huggingface.read_configuration(model)
-    for name in _BY_SIZES:
-        if name in flags:  # flags only, because the file of a run contains all settings
-            raise ConfigurationError(
-                f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides "
-                f"it; leave {name} out, or change a copy of its config.json"
-            )
+    # flags only, because the file of a run contains all settings
+    for name in (name for name in _BY_SIZES if name in flags):
+        raise ConfigurationError(
+            f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides it; "
+            f"leave {name} out"
+        )
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
-        result["init_from"] = huggingface.weights_beside(model)
-        if not result["init_from"]:
+        folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        if not any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
+            # other formats may run code
             raise ConfigurationError(
-                f"model = {shown_value(model)} has no safetensors beside it; give --random-weights to begin with "
-                "random ones, or --init-from DIR"
+                f"model = {shown_value(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
             )
+        result["init_from"] = str(folder)
     if not given.get("tokenizer") and has_tokenizer(model):
         result["tokenizer"] = model
     return result
@@ -122,18 +124,23 @@ def sizes(source: str) -> dict[str, Any]:
     elif "://" not in source and (Path(source) / CONFIGURATION).is_file():
         content = read_layout_json(Path(source) / CONFIGURATION)
         described = settings_of(content, source)
-        check_angles(content, source)
+        kind, _ = _angles(FieldReader(content, f"{source}: config.json"))
+        # the weights were trained with other angles than those of the built-in decoder
+        if kind != _DEFAULT_ANGLES:
+            raise ConfigurationError(
+                f"{source}: config.json has rotary positions of rope_type {shown(kind)}; pass --model {source}"
+            )
         result = {name: getattr(described, name) for name in _SIZES}
     return result | _recipe_of(source)
 
 
 def _recipe_of(source: str) -> dict[str, Any]:
     """Return the recipe that matches a checkpoint's formats or the layout of safetensors, if there is one."""
-    if not _is_checkpoint(source):
-        name = recipe_of_files(Path(source))
-        return {} if name is None else {"recipe": name}
-    tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
-    names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
+    if _is_checkpoint(source):
+        tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
+        names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
+    else:
+        names = [name for name in [recipe_of_files(Path(source))] if name is not None]
     return {"recipe": names[0]} if names else {}
 
 
@@ -147,28 +154,14 @@ def recipe_of_files(folder: Path) -> str | None:
 
 
 def check(settings: TrainSettings, model: nn.Module) -> None:
-    """Compare names, shapes and formats with the run's model on the meta device. Reads no weights; one process."""
+    """Compare safetensors with the run's model on the meta device, before anything is allocated; one process."""
     source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
-    if _is_checkpoint(source):
-        _check_checkpoint(source, model, settings)
-    else:
+    if not _is_checkpoint(source):
         try:
             check_safetensors(source, model)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_ways_out(settings)}") from None
-
-
-def _ways_out(settings: TrainSettings) -> str:
-    """Return advice for weights with the names or sizes of another model."""
-    if settings.is_by_sizes:
-        return (
-            "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, "
-            "load into it by quantshard.layouts.load"
-        )
-    return (
-        "--init-from takes the names and sizes of the --model here; what quantshard import has written, or train "
-        "without --model, is of quantshard's own decoder: then leave --model out, or name the safetensors themselves"
-    )
+            hint = "sizes: --hidden, --layers, ..." if settings.is_by_sizes else "names and sizes: those of --model"
+            raise CheckpointError(f"{error}; --init-from must match this model's {hint}") from None
 
 
 def _is_checkpoint(source: str) -> bool:
@@ -177,37 +170,8 @@ def _is_checkpoint(source: str) -> bool:
     if Path(source).is_dir() and any(path.name.endswith(SUFFIX) for path in Path(source).iterdir()):
         return False
     raise ConfigurationError(
-        f"--init-from {source} is no complete checkpoint, and holds no safetensors; of a run, name a checkpoint in it, "
-        "as RUN/checkpoints/step-000100"
+        f"--init-from {source} is no complete checkpoint, and holds no safetensors; name RUN/checkpoints/step-..."
     )
-
-
-def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) -> None:
-    weights = CheckpointModel(source).weights
-    for name, param in model.named_parameters():
-        if name not in weights:
-            extra = _first_other(weights, model)
-            raise CheckpointError(f"{source} lacks {name}, which this model has; {extra}{_ways_out(settings)}")
-        weight, quantized = weights[name], components.quantized_local(param)
-        if weight.shape != tuple(param.shape):
-            raise CheckpointError(
-                f"{source}: {name} is {list(weight.shape)} there, and {list(param.shape)} here; {_ways_out(settings)}"
-            )
-        tag = None if quantized is None else quantized.quantized_storage.cell.tag
-        if weight.tag != tag:
-            raise CheckpointError(
-                f"{source}: {name} is stored as {weight.tag or 'high precision'} there, and recipe = "
-                f"{settings.recipe!r} has {tag or 'high precision'}; take the recipe of the checkpoint, or start with "
-                "it and change it by quantshard resume --recipe"
-            )
-    if len(weights) > len(dict(model.named_parameters())):
-        raise CheckpointError(f"{source}: {_first_other(weights, model)}{_ways_out(settings)}")
-
-
-def _first_other(held: dict[str, Any], model: nn.Module) -> str:
-    params = dict(model.named_parameters())
-    extra = [name for name in held if name not in params]
-    return f"it has {extra[0]}, which this model lacks; " if extra else ""
 
 
 def load(source: str, model: nn.Module) -> str:
@@ -216,3 +180,120 @@ def load(source: str, model: nn.Module) -> str:
         checkpoints.load(source, model)
         return f"began with the weights of {source}"
     return f"began with the weights of {'; '.join(layouts.load(source, model).lines())}"
+
+
+# Configurations of Hugging Face ---------------------------------------------------------------------------------------
+
+_DEFAULT_ANGLES = "default"
+"""transformers' name for unscaled rotary positions."""
+
+
+def hf_config(settings: TrainSettings) -> dict[str, Any]:
+    """Return the Hugging Face configuration of a run's model: Llama, or Qwen3 if queries and keys are normalized."""
+    kind = "Qwen3" if settings.qk_norm else "Llama"
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        **{hf_key: getattr(settings, name) for name, hf_key in _LIKE.items()},
+        "num_key_value_heads": settings.kv_heads,
+        "head_dim": settings.head_size,
+        "vocab_size": settings.vocabulary or VOCABULARY,
+        "rms_norm_eps": settings.norm_eps,
+        "rope_theta": settings.rope_theta,
+        "rope_parameters": {"rope_type": _DEFAULT_ANGLES, "rope_theta": settings.rope_theta},
+        "tie_word_embeddings": settings.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "dtype": settings.params_dtype,
+    }
+
+
+_LIKE = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+         "ffn": "intermediate_size", "seq_length": "max_position_embeddings"}  # fmt: skip
+
+
+_WITH_QK_NORM = {"llama": False, "qwen3": True}
+"""transformers families that the built-in decoder can represent, and whether they normalize queries and keys."""
+
+
+def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
+    """Read the sizes of a Llama or Qwen3 from its Hugging Face configuration."""
+    fields = FieldReader(config, f"{where}: config.json")
+    kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
+    biased = fields.flag("attention_bias") or fields.flag("mlp_bias")
+    if kind not in _WITH_QK_NORM or biased or fields.flag("use_sliding_window"):
+        raise ConfigurationError(
+            f"{where}: config.json is of model_type {shown(kind)}; quantshard builds Llamas and Qwen3 without biases "
+            f"and windows; train the model itself: --model {where}"
+        )
+    sizes: dict[str, Any] = {}
+    for setting, hf_key in {**_LIKE, "vocabulary": "vocab_size"}.items():
+        most = MOST_HEADS if setting in ("heads", "layers") else MOST
+        sizes[setting] = fields.integer(hf_key, 2 if setting == "seq_length" else 1, most)
+        if sizes[setting] is None:
+            raise fields.wrong(hf_key, "given")
+    width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
+    settings = TrainSettings(
+        **sizes,
+        qk_norm=_WITH_QK_NORM[kind],
+        head_dim=0 if width in (None, sizes["hidden"] // sizes["heads"]) else width or 0,
+        rope_theta=_angles(fields)[1],
+        norm_eps=TrainSettings.norm_eps if eps is None else eps,
+        kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
+        tied=is_tied(config),
+        params_dtype="float32" if dtype == "float32" else "bfloat16",
+    ).resolved()
+    settings.check()
+    return settings
+
+
+def _angles(fields: FieldReader) -> tuple[str, float]:
+    """Return the type of rotary scaling (transformers' name) and the base."""
+    tables = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in _ANGLES]
+    kinds = [kind for reader in tables if (kind := reader.text("rope_type") or reader.text("type"))]
+    bases = [base for reader in (*tables, fields) if (base := reader.number("rope_theta", 1, 1e12)) is not None]
+    return kinds[0] if kinds else _DEFAULT_ANGLES, bases[0] if bases else TrainSettings.rope_theta
+
+
+_ANGLES = ("rope_parameters", "rope_scaling")
+"""Keys of the rotary scaling in transformers 5 and in earlier releases."""
+
+
+def run_of(checkpoint: str) -> TrainSettings | None:
+    """Return the settings of the run that owns a checkpoint (see `run_of_checkpoint`); None if there is no such run."""
+    run = run_of_checkpoint(checkpoint)
+    return None if run is None else run.read_config()[0]
+
+
+def config_of_run(checkpoint: str) -> dict[str, Any] | None:
+    """Return the model configuration of the run that owns a checkpoint; None without a run or an exportable model."""
+    run = run_of_checkpoint(checkpoint)
+    if run is None:
+        return None
+    settings, _, corpus = run.read_config()
+    if not settings.is_by_sizes:
+        return run.read_model(settings)
+    if settings.architecture != "llama" or settings.experts:
+        return None
+    config = hf_config(settings)
+    if settings.tokenizer:
+        end = corpus.get("end_of_document")
+        config |= {"bos_token_id": end, "eos_token_id": end}
+    return config
+
+
+def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
+    """Return the tokenizer files, by name, of the run that owns a checkpoint; empty without a run or tokenizer."""
+    run = run_of_checkpoint(checkpoint)
+    if run is None:
+        return {}
+    settings, _, corpus = run.read_config()
+    if not settings.tokenizer:
+        return {}
+    contents = tokenizer_contents(settings.tokenizer)
+    if tokenizer_digest(contents) != corpus.get("tokenizer"):
+        raise ConfigurationError(
+            f"{settings.tokenizer} is not the tokenizer that the run was started with; name the right one by --config"
+        )
+    return contents

@@ -1,12 +1,13 @@
 """The settings of a training run: one frozen dataclass that also defines the flags of `train` and the keys of its TOML.
 
-`resolved` fills in derived settings. `check` refuses settings that cannot be trained, with a one-line message.
+A setting comes from its flag, then from `--config FILE`, then from the default. `resolved` fills in derived settings.
+`check` refuses settings that cannot be trained, with a one-line message.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,30 @@ from typing import Any, Final
 
 import torch
 
-from quantshard import recipe
+from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError
+from quantshard.formats import Role
+from quantshard.gemm import hardware
 from quantshard.modules.activation_storage import ACTIVATION_CELLS
-from quantshard.state_storage import ADAMW, ALGORITHMS, StateOptions
-from quantshard.tools.trainer.settings import checks, optimizer_states
-from quantshard.tools.trainer.settings.mesh import MeshSpec
-from quantshard.tools.trainer.settings.optimizer_states import AUTO, MASTER_DTYPES, MOMENT_DTYPES
-from quantshard.tools.trainer.settings.recipes import LayerRecipes
-from quantshard.tools.trainer.settings.schema import SettingType, check_value, shown_value
+from quantshard.state_storage import ADAMW, ALGORITHMS, PRESETS, StateOptions
+from quantshard.tools.trainer.settings.values import (
+    AUTO,
+    FLOAT32_STATES,
+    MASTER_DTYPES,
+    MOMENT_DTYPES,
+    STATE_SETTINGS,
+    SWITCH,
+    LayerRecipes,
+    MeshSpec,
+    SettingType,
+    as_settings,
+    check_value,
+    named_preset,
+    read_table,
+    recipe_text,
+    shown_value,
+    state_options,
+)
 
 _LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
 
@@ -66,6 +82,7 @@ million of them active per token.
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _FLOATS: Final = tuple(_DTYPES)
 _MOMENTS: Final = (AUTO, *MOMENT_DTYPES)
+_PRESET_HELP = f"storage of masters and moments, instead of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
 _WIDTH_MULTIPLE = 32
 
 COUNT, SIZE, STEPS = 1 << 20, 1 << 24, 10**9
@@ -161,15 +178,13 @@ class TrainSettings:
         1,
     )
     params_dtype: str = _precision("bfloat16", "dtype of activations and unquantized weights", choices=_FLOATS)
-    preset: str = _precision("", optimizer_states.HELP, 0, 200)
+    preset: str = _precision("", _PRESET_HELP, 0, 200)
     master_weights: bool = _precision(True, "keep master weights")
     master_dtype: str = _precision(
         AUTO, f"dtype of master weights: {', '.join(MASTER_DTYPES)}; auto: float32", choices=(AUTO, *MASTER_DTYPES)
     )
     master_remainders: str = _precision(
-        AUTO,
-        "on: store only the bits that the weight lacks; auto: off",
-        choices=(AUTO, *optimizer_states.SWITCH),
+        AUTO, "on: store only the bits that the weight lacks; auto: off", choices=(AUTO, *SWITCH)
     )
     exp_avg_dtype: str = _precision(
         AUTO, f"dtype of the first moment (Adam, Lion): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
@@ -198,9 +213,7 @@ class TrainSettings:
     sample_prompt: str = _running("", "prompt of the samples")
     peak_tflops: float = _running(0.0, "peak TFLOPS of a device, for MFU; 0: BF16 peak of known GPUs", 0, 1e9)
     recompute: str = _running(
-        "none",
-        "recomputed in backward: none, activation or layer",
-        choices=("none", "activation", "layer"),
+        "none", "recomputed in backward: none, activation or layer", choices=("none", "activation", "layer")
     )
     recompute_every: int = _running(1, "with recompute layer: recompute every N-th layer", 1, COUNT)
     compile: bool = _running(False, "compile each layer with torch.compile")
@@ -260,47 +273,7 @@ class TrainSettings:
     @property
     def state_options(self) -> StateOptions:
         """Storage options of the optimizer's masters and moments."""
-        settings = {name: getattr(self, name) for name in optimizer_states.STATE_SETTINGS}
-        return optimizer_states.state_options(self.preset, settings)
-
-    def resolved(self) -> TrainSettings:
-        """Return these settings with derived settings filled in and absolute paths."""
-        factor = 8 / 3 if self.architecture == "llama" else 4.0
-        ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-        axes = MeshSpec.parse(self.mesh) if self.mesh else None
-        return replace(
-            self,
-            recipe=LayerRecipes.parse(self.recipe).text,
-            mesh=str(axes) if axes else "",
-            dp_replicate=1 if axes else self.dp_replicate,  # part of the mesh
-            kv_heads=self.kv_heads or self.heads,
-            ffn=self.ffn or ffn,
-            decay_steps=self.decay_steps or self.steps,
-            data=tuple(map(_absolute, self.data)),
-            heldout=0.0 if self.heldout_data else self.heldout,
-            heldout_data=tuple(map(_absolute, self.heldout_data)),
-            tokenizer=_absolute(self.tokenizer),
-            token_cache=_absolute(self.token_cache),
-            init_from=_absolute(self.init_from),
-            checkpoints=_absolute(self.checkpoints),
-            model=self.model if self.is_by_sizes else _absolute(self.model),
-            preset=optimizer_states.named_preset(self.preset),
-            **optimizer_states.as_settings(self.state_options),
-        )
-
-    def check(self, where: str = "") -> None:
-        """Refuse settings that cannot be trained on any number of ranks."""
-        try:
-            for name, kind in KINDS.items():
-                check_value(name, getattr(self, name), kind)
-            _ = LayerRecipes.parse(self.recipe), self.state_options, self.weights
-            checks.check(self)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}" if where else str(error)) from None
-
-    def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of ranks that these settings cannot be divided over."""
-        checks.check_ranks(self, ranks)
+        return state_options(self.preset, {name: getattr(self, name) for name in STATE_SETTINGS})
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -313,10 +286,50 @@ class TrainSettings:
             weights = [0.0]
         if not all(0 < weight < 1e9 for weight in weights):
             raise ConfigurationError(
-                f"data_weights = {shown_value(self.data_weights)}: must be numbers of more than 0, one for each "
-                "--data, as 0.7,0.3"
+                f"data_weights = {shown_value(self.data_weights)}: must be numbers of more than 0, one for each --data"
             )
         return tuple(weight / math.fsum(weights) for weight in weights)
+
+    def resolved(self) -> TrainSettings:
+        """Return these settings with derived settings filled in and absolute paths."""
+        factor = 8 / 3 if self.architecture == "llama" else 4.0
+        ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+        axes = MeshSpec.parse(self.mesh) if self.mesh else None
+        names = ("tokenizer", "token_cache", "init_from", "checkpoints")
+        paths: dict[str, Any] = {name: _absolute(getattr(self, name)) for name in names}
+        return replace(
+            self,
+            recipe=LayerRecipes.parse(self.recipe).text,
+            mesh=str(axes) if axes else "",
+            # part of the mesh
+            dp_replicate=1 if axes else self.dp_replicate,
+            kv_heads=self.kv_heads or self.heads,
+            ffn=self.ffn or ffn,
+            decay_steps=self.decay_steps or self.steps,
+            data=tuple(map(_absolute, self.data)),
+            heldout=0.0 if self.heldout_data else self.heldout,
+            heldout_data=tuple(map(_absolute, self.heldout_data)),
+            model=self.model if self.is_by_sizes else _absolute(self.model),
+            preset=named_preset(self.preset),
+            **paths,
+            **as_settings(self.state_options),
+        )
+
+    def check(self, where: str = "") -> None:
+        """Refuse settings that cannot be trained on any number of ranks."""
+        try:
+            for name, kind in KINDS.items():
+                check_value(name, getattr(self, name), kind)
+            _ = LayerRecipes.parse(self.recipe), self.state_options, self.weights
+            for conflict in _conflicts(self):
+                raise ConfigurationError(conflict)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}" if where else str(error)) from None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of ranks that these settings cannot be divided over."""
+        for conflict in _conflicts_of_ranks(self, ranks):
+            raise ConfigurationError(conflict)
 
     def axes(self, processes: int) -> MeshSpec:
         """Return the mesh for a number of ranks; `check_ranks` validates the number."""
@@ -348,3 +361,135 @@ def setting_fields() -> tuple[Field[Any], ...]:
 
 KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for setting in setting_fields()}
 """The valid values of each setting."""
+
+
+# Conflicts ------------------------------------------------------------------------------------------------------------
+
+
+def _conflicts(settings: TrainSettings) -> Iterator[str]:
+    """Yield a message for each combination of settings that cannot be trained."""
+    heads, data = settings.heads, len(settings.data)
+    if settings.head_size % 2 or (not settings.head_dim and settings.hidden % heads):
+        yield (
+            f"hidden = {settings.hidden} over heads = {heads}: each head must get the same even number of elements; "
+            "change one, or give an even head_dim"
+        )
+    if settings.kv_heads and heads % settings.kv_heads:
+        yield f"kv_heads = {settings.kv_heads} must divide heads = {heads}"
+    if settings.weights and len(settings.weights) != data:
+        weights = f"data_weights = {shown_value(settings.data_weights)}: {len(settings.weights)} given"
+        yield f"{weights}, and --data {data} times; give one share for each"
+    if settings.experts and settings.experts_per_token > settings.experts:
+        yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
+    yield from _unsupported_features(settings)
+    if settings.mesh:
+        yield from _mesh_conflicts(settings, MeshSpec.parse(settings.mesh))
+
+
+def _unsupported_features(settings: TrainSettings) -> Iterator[str]:
+    """Yield a message for each feature that the model, the compiler or a CUDA graph lacks."""
+    axes = MeshSpec.parse(settings.mesh) if settings.mesh else MeshSpec()
+    decoder_only = {
+        "dropout": settings.dropout > 0,
+        "recompute = 'activation'": settings.recompute == "activation",
+        "activation_storage = 'fp8'": settings.activation_storage == "fp8",
+        "tp in the mesh": axes.tp > 1,
+    }
+    dense_only = {
+        **{name: enabled for name, enabled in decoder_only.items() if name != "dropout"},
+        "architecture = 'gpt'": settings.architecture == "gpt",
+        "compile": settings.compile,
+    }
+    eager_only = {
+        "dropout": settings.dropout > 0,
+        "master_weights = false": not settings.master_weights,
+        "statistics_every = 1": settings.statistics_every == 1,
+        "ep in the mesh": axes.ep > 1,
+    }
+    has_experts, model = settings.is_by_sizes and settings.experts > 0, f"model = {shown_value(settings.model)}"
+    for applies, features, problem in (
+        (not settings.is_by_sizes, decoder_only, f"{model} is one of transformers, for which there is no {{}} here"),
+        (has_experts, dense_only, f"experts = {settings.experts}, and there is no {{}} of a mixture of experts here"),
+        (settings.cuda_graphs, eager_only, "cuda_graphs = true, and a step with {} is not captured"),
+    ):
+        for name in [name for name, enabled in features.items() if applies and enabled]:
+            yield f"{problem.replace('{}', name)}; leave one out"
+    if settings.compile and settings.recipe != "bf16" and axes.tp > 1:
+        yield "compile = true, and quantized layers are not compiled with tp in the mesh; leave one out"
+    for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values() if has_experts else ():
+        if settings.cuda_graphs and layer_recipe.table and hardware.block_together(layer_recipe) is None:
+            reason = f"{layer_recipe.name!r} runs them one at a time"
+            yield f"cuda_graphs = true needs experts that run in one kernel; {reason}"
+
+
+def _mesh_conflicts(settings: TrainSettings, axes: MeshSpec) -> Iterator[str]:
+    """Yield a message for each size that the mesh does not divide."""
+    if settings.dp_replicate not in (1, axes.dp_replicate):
+        mesh = f"mesh = {axes} has dp_replicate = {axes.dp_replicate}"
+        yield f"dp_replicate = {settings.dp_replicate}, but {mesh}; give it in the mesh alone"
+    if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
+        mesh = f"mesh = {axes} spreads them over ep = {axes.ep} processes"
+        yield f"experts = {settings.experts}, but {mesh}; take a multiple of {axes.ep}"
+    full, tp = settings.resolved(), axes.tp
+    for name in ("hidden", "heads", "kv_heads", "ffn"):
+        if getattr(full, name) % tp:
+            over = f"over tp = {tp} processes (mesh = {axes})"
+            yield f"{name} = {getattr(full, name)} cannot be divided evenly {over}; make it a multiple of {tp}"
+    weights = [layer_recipe.weight for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values()]
+    parts = [part for weight in weights if weight for part in weight.format.components]
+    packed = max((max(part.block_shape) for part in parts if part.role is Role.CODES), default=1)
+    if tp > 1 and full.ffn // tp % packed:
+        yield (
+            f"ffn = {full.ffn} over tp = {tp} processes (mesh = {axes}) is {full.ffn // tp} each, but recipe = "
+            f"{settings.recipe!r} stores {packed} elements in a byte; make ffn a multiple of {tp * packed}"
+        )
+
+
+def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
+    """Yield a message for each size that a number of ranks does not divide."""
+    if not settings.mesh and ranks % settings.dp_replicate:
+        yield f"dp_replicate = {settings.dp_replicate} must divide the {ranks} processes"
+    axes = settings.axes(ranks)
+    if axes.processes != ranks:
+        launched = f"--nproc-per-node, or the launcher, says {ranks}"
+        yield f"mesh = {axes} is of {axes.processes} processes, but {launched}; make them equal"
+    name = "micro_batch" if settings.micro_batch else "micro_batches"
+    times = getattr(settings, name)
+    parts = axes.data_parallel * times
+    if settings.global_batch % parts:
+        over = f"{ranks} processes" if axes.tp == 1 else f"{axes.data_parallel} data-parallel parts (mesh = {axes})"
+        batch = (
+            f"global_batch = {settings.global_batch} sequences cannot be split evenly over {over} x {name} = {times}"
+        )
+        yield f"{batch}; make it a multiple of {parts}"
+    if settings.sequence_parallel == "on" and axes.tp > 1 and not settings.divides_sequences(axes):
+        yield (
+            f"sequence_parallel = 'on' cannot divide the {settings.sequences_at_once(axes)} sequences of a micro-batch "
+            f"over tp = {axes.tp} processes evenly; make global_batch a multiple of {parts * axes.tp}, or take 'auto'"
+        )
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+TABLES = ("launch", "corpus")
+"""Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""
+
+
+def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
+    settings = {name: value for name, value in values.items() if name not in TABLES}
+    if isinstance(table := settings.get("recipe"), dict):
+        settings["recipe"] = recipe_text(table, where)
+    return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
+
+
+def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """Read a TOML file. `follow`: accept a link, if the user named the file."""
+    return foreign.read_toml(path, foreign.FILE_BYTES["run"], follow=follow)
+
+
+def merged_values(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the settings of explicit flags and of a file. A flag `preset` replaces all of the file's
+    `STATE_SETTINGS`."""
+    replaced = STATE_SETTINGS if flags.get("preset") else ()
+    return {name: value for name, value in config.items() if name not in replaced} | dict(flags)

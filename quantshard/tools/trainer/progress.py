@@ -26,7 +26,7 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.progress import transfer_bar
 from quantshard.tools.terminal.screen import Screen, complain
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
-from quantshard.tools.trainer.settings.schema import check_value
+from quantshard.tools.trainer.settings.values import check_value
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +84,11 @@ class Progress:
             with transfer_bar(what):
                 yield
 
-    def report(self, found: Report) -> None:
+    def report(self, report: Report) -> None:
         """Show the report of `explain`; outside of a terminal without trailing blanks."""
         if self.shown:
             is_terminal = self.console.is_terminal
-            self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
+            self.console.print(report if is_terminal else str(report), soft_wrap=not is_terminal)
 
     def note(self, line: str, level: int = logging.INFO) -> None:
         """Show a line, and log it with `level`. Only this method writes the line to the terminal."""
@@ -110,7 +110,7 @@ _SHOWN_WARNING = "quantshard: WARNING: "
 """Prefix that `terminal.screen` gives Python warnings."""
 
 
-def asked_level(settings: TrainSettings) -> int | None:
+def explicit_level(settings: TrainSettings) -> int | None:
     """Return the explicitly set level; None if there is none."""
     name = settings.log_level if settings.log_level != "auto" else os.environ.get(VARIABLE) or "auto"
     check_value(VARIABLE, name, KINDS["log_level"])
@@ -120,7 +120,7 @@ def asked_level(settings: TrainSettings) -> int | None:
 @contextmanager
 def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
-    level = asked_level(settings)
+    level = explicit_level(settings)
     file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
     handlers: list[logging.Handler] = [file]
     if rank == 0:
@@ -155,7 +155,7 @@ class RunFileHandler(logging.Handler):
 
     def __init__(self, file: Path, run: Path, rank: int) -> None:
         super().__init__()
-        self.file, self.run, self.rank, self.told = file, run, rank, False
+        self.file, self.run, self.rank, self.has_failed = file, run, rank, False
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -164,9 +164,9 @@ class RunFileHandler(logging.Handler):
         try:
             outputs.append_text(self.file, printable(self.format(record), but="\n\t") + "\n", within=self.run)
         except ConfigurationError as error:
-            if not self.told:
+            if not self.has_failed:
                 complain(f"[rank {self.rank}] WARNING: {error}; nothing more is logged there")
-            self.told = True
+            self.has_failed = True
 
 
 class ScreenHandler(logging.Handler):

@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import read_json, read_regular
@@ -26,32 +26,19 @@ from quantshard.tools.report.metrics import step_of
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.schema import shown_value
+from quantshard.tools.trainer.settings.values import shown_value
 
 _WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096
 
 
-class Tracker(Protocol):
-    """An additional destination of a run's metrics; used on rank 0 only."""
-
-    def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Log a record of `metrics.jsonl`."""
-
-    def statistics(self, record: Mapping[str, Any]) -> None:
-        """Log a record of `statistics.jsonl`."""
-
-    def close(self, failed: bool) -> None:
-        """Flush pending records. `failed`: the run ended with an error."""
-
-
 def check_trackers(settings: TrainSettings) -> None:
     """Check that the packages of the enabled trackers are installed, before anything is written."""
-    for name, is_enabled in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
-        if is_enabled and not _is_installed(name):
-            raise ConfigurationError(
-                f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
-            )
+    for name in ("tensorboard", "wandb"):
+        # a folder of that name, as Weights & Biases creates, has no origin
+        if getattr(settings, name) and getattr(find_spec(name), "origin", None) is None:
+            value = getattr(settings, name)
+            raise ConfigurationError(f"{name} = {value!r} needs a missing package; run: pip install {name}")
 
 
 def check_account(settings: TrainSettings) -> None:
@@ -93,16 +80,8 @@ def _check_wandb_settings(*folders: str) -> None:
 
 
 def _unreachable(why: str) -> ConfigurationError:
-    reason = " ".join(why.split())
-    return ConfigurationError(
-        f"Weights & Biases cannot be reached ({reason}); log in with `wandb login`, or set WANDB_MODE=offline"
-    )
-
-
-def _is_installed(name: str) -> bool:
-    """Return True if a package is installed. A folder of that name, as Weights & Biases creates, does not count."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
+    advice = "log in with `wandb login`, or set WANDB_MODE=offline"
+    return ConfigurationError(f"Weights & Biases cannot be reached ({' '.join(why.split())}); {advice}")
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
@@ -197,6 +176,10 @@ class WandbTracker:
         self.run.finish(exit_code=int(failed))
 
 
+Tracker: TypeAlias = TensorBoardTracker | WandbTracker
+"""An additional destination of a run's metrics; used on rank 0 only."""
+
+
 @contextmanager
 def _no_questions() -> Iterator[None]:
     """Empty stdin, so that Weights & Biases does not wait for input while all other ranks wait too."""
@@ -212,9 +195,7 @@ def _wandb_id(run: RunDir) -> str:
     if os.path.lexists(run.wandb):
         recorded_id = read_json(run.wandb, _ID_BYTES).get("id")
         if type(recorded_id) is not str or not _ID.fullmatch(recorded_id):
-            raise ConfigurationError(
-                f"{run.wandb}: id is {shown_value(recorded_id)}, and must be 4 to 64 of a-z and 0-9"
-            )
+            raise ConfigurationError(f"{run.wandb}: id is {shown_value(recorded_id)}, not 4 to 64 of a-z and 0-9")
         return recorded_id
     new_id = secrets.token_hex(8)
     run.write(run.wandb, json.dumps({"id": new_id}) + "\n")

@@ -1,4 +1,4 @@
-"""The speed of a run: model FLOPs utilization, and traces of steps.
+"""What a run measures: statistics and alarms, model FLOPs utilization, and traces of steps.
 
 MFU (Chowdhery et al., 2022, arXiv:2204.02311, appendix B) is the share of the device's peak that the model needs;
 recomputation in backward does not count.
@@ -6,11 +6,12 @@ recomputation in backward does not count.
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -21,9 +22,13 @@ from quantshard import private_torch
 from quantshard.errors import QuantshardError
 from quantshard.foreign import FieldReader
 from quantshard.modules import GroupedLinear
+from quantshard.optimizers import ElementwiseOptimizer
+from quantshard.optimizers.guards import too_large
+from quantshard.tools.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
+from quantshard.tools.statistics.step_sample import StepSample
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import complain
-from quantshard.tools.trainer.models.model import Embedding
+from quantshard.tools.trainer.models.decoder import Embedding
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 
@@ -42,14 +47,9 @@ def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Map
     params = list(model.parameters())
     if heads is None or any(param.ndim > 2 for param in params):
         return None
-    tables, matrices = set[int](), set[int]()
-    for module in model.modules():
-        if isinstance(module, GroupedLinear):
-            # a token passes through some experts only, and other ranks may hold some
-            continue
-        (tables if isinstance(module, nn.Embedding | Embedding) else matrices).update(
-            id(param) for param in module.parameters(recurse=False)
-        )
+    # a token passes through some experts only, and other ranks may hold some
+    modules = [part for part in model.modules() if not isinstance(part, GroupedLinear | nn.Embedding | Embedding)]
+    matrices = {id(param) for part in modules for param in part.parameters(recurse=False)}
     if settings.tied and configuration is None:
         # the embedding, which is also the head
         matrices.add(id(params[0]))
@@ -110,21 +110,16 @@ class StepProfile:
         self._done += 1
         if self._steps and self._done == WARM_UP:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-            self._begin_memory()
+            if self._device.type == "cuda":
+                with self._warned("the memory snapshot"):
+                    private_torch.begin_memory_history(self._device)
+                    self._notes_memory = True
+            else:
+                self._note("no memory snapshot is written: PyTorch supports them on GPUs only")
             self._trace = profile(activities=kinds, record_shapes=True, profile_memory=True)
             self._trace.start()
         elif self._done == WARM_UP + self._steps:
             self._write()
-
-    def _begin_memory(self) -> None:
-        if self._device.type != "cuda":
-            self._note("no snapshot of memory is written: PyTorch makes one of a GPU alone, and not of a CPU")
-            return
-        try:
-            private_torch.begin_memory_history(self._device)
-            self._notes_memory = True
-        except (QuantshardError, RuntimeError) as error:
-            complain(f"[rank {self._rank}] WARNING: {error}; this process writes no snapshot of memory")
 
     def _write(self) -> None:
         trace, self._trace = self._trace, None
@@ -136,7 +131,7 @@ class StepProfile:
                 self._export(trace.export_chrome_trace, f"rank-{self._rank}.json")
         if self._notes_memory:
             self._notes_memory = False
-            with self._warned("the snapshot of the memory"):
+            with self._warned("the memory snapshot"):
                 if self._done > WARM_UP:
                     self._export(private_torch.end_memory_history, f"memory-rank-{self._rank}.pickle")
                 else:
@@ -155,12 +150,93 @@ class StepProfile:
             write(str(file))
             outputs.write_file(self._run.profile / name, file.read_bytes(), within=self._run.path)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._write()
-        if self._steps and self._done <= WARM_UP and error is None:
-            self._note(
-                f"no step was traced: --profile {self._steps} begins after {WARM_UP} steps, and {self._done} were "
-                "trained"
-            )
+        if self._steps and self._done <= WARM_UP and kind is None:
+            self._note(f"no step was traced: --profile begins after {WARM_UP} steps, and {self._done} were trained")
+
+
+class RunStatistics:
+    """Passes statistics of a run to `record`, and alarms to `note`, from the step after `done` on. Collective.
+
+    An alarm is shown as soon as it is known and recorded with its step. Alarms about the loss and skipped steps are
+    known at once, others one step later, with the sample.
+
+    Only the first of several skipped steps in a row is diagnosed. If its gradients were finite but too large, the
+    optimizer knows the parameter. Otherwise the step's passes run again to locate the first non-finite value
+    (`first_nonfinite`), if it recurs. The diagnosis changes no state, so losses are the same as without alarms.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        model: nn.Module,
+        optimizer: ElementwiseOptimizer,
+        record: Callable[[Mapping[str, Any]], None],
+        note: Callable[[str, int], None],
+        done: int,
+    ) -> None:
+        self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
+        self._skipped, self._skips = optimizer.skipped_steps, False
+        self._sample: StepSample | None = None
+        self._statistics = Statistics(
+            model,
+            optimizer,
+            every=settings.statistics_every,
+            step=done,
+            saturation=settings.alarm_saturation,
+            loss_spike=settings.alarm_loss_spike,
+            on_alarm=self._show,
+        )
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the next step is sampled."""
+        return self._statistics.is_sampling
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Context around all device work of a sampled step, which can be captured as a CUDA graph. Replays use the
+        sample of the last capture."""
+        with self._statistics.whole_step() as self._sample:
+            yield
+
+    def stepped(self, loss: float, again: Callable[[], object]) -> None:
+        """Finish a step, which ran within `whole_step` if it was sampled. Collective. `again`: callable that repeats
+        the step's forward and backward."""
+        skipped = self._optimizer.skipped_steps
+        is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
+        if self._skips and is_first:
+            kind, name, text = self._why_skipped(again)
+            self._statistics.add_alarm(Alarm(kind, name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
+        self._write(self._statistics.step(loss, self._sample if self.is_sampling else None))
+
+    def _why_skipped(self, again: Callable[[], object]) -> tuple[str, str, str]:
+        """Return the kind, name and text of the alarm of a skipped step. Collective."""
+        if name := self._optimizer.large_gradient:
+            return "large gradient", name, too_large(name)
+        source = first_nonfinite(self._model, again)
+        if source is None:
+            return "nan", "gradient", "a gradient was infinite or NaN; in the same pass made once more, none is"
+        return "nan", source.name, source.text
+
+    def settle(self) -> None:
+        """Record the pending sample before a checkpoint is saved, because a resume from the checkpoint would lose
+        it."""
+        self._write(self._statistics.settle())
+
+    def __enter__(self) -> RunStatistics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stop sampling. Record the pending sample unless the run failed, because other ranks may not have failed."""
+        samples = self._statistics.close() if kind is None else []
+        self._statistics.__exit__(kind)
+        self._write(samples)
+
+    def _show(self, alarm: Alarm) -> None:
+        self._note(f"ALARM ({alarm.kind}): {alarm.text}", logging.WARNING)
+
+    def _write(self, samples: Iterable[StatisticsSample]) -> None:
+        for sample in samples:
+            self._record(sample.to_dict())

@@ -1,0 +1,148 @@
+"""FSDP2's all-gather of a quantized weight, which carries codes and scales instead of values.
+
+FSDP2 calls three functions, in this order, each time it gathers a weight:
+
+    gather_inputs      from `QuantizedTensor.fsdp_pre_all_gather`: the tensors that this rank sends
+    all-gather         FSDP2's own collective, of the inputs of all parameters of a module together
+    unsharded_storage  from `QuantizedTensor.fsdp_post_all_gather`: the gathered weight, in FSDP2's buffers
+
+The first all-gather fixes the number and sizes of the inputs. After a pass FSDP2 frees its buffers ("reshards"); the
+next all-gather refills them.
+
+    shard      the rows of a weight that this rank keeps: the optimizer's parameter
+    copy       the rowwise codes, read in forward, or the columnwise ones, read in backward; most formats have one copy
+    pass       a forward or a backward; FSDP2 gathers before each, or once for both
+    slot       one input: a component that other ranks lack, padded to one size on all ranks and in both passes
+    resident   a component that every rank has already, such as the scale of the whole weight; it is not sent
+    home       the shard that a gathered, or under CPU offload a moved, storage comes from
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from quantshard import kernel_dispatch, limits, private_torch, sharding
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Orientation
+from quantshard.sharding import GatherSlot
+from quantshard.tensor.storage import QuantizedStorage
+
+
+class GatherMetadata(NamedTuple):
+    """What the first hook passes to the second one. `slots` is empty on a mesh of one rank."""
+
+    shard: QuantizedStorage
+    slots: tuple[GatherSlot, ...]
+    mesh: DeviceMesh
+
+
+def gather_inputs(shard: QuantizedStorage, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+    """This rank's inputs: the components that other ranks lack, of the copies that the coming pass reads."""
+    plan = _fsdp_plan(shard)
+    if plan.reshards_to_other_mesh:
+        raise ConfigurationError(limits.refusal("reshard to fewer ranks", _described(shard)))
+    if mesh.size() == 1:
+        # FSDP2 copies the first input and gathers nothing
+        return (next(iter(shard.components.values())).reshape(-1)[:1],), GatherMetadata(shard, (), mesh)
+    copies = tuple(shard.cell.format.copies)
+    passes: tuple[tuple[Orientation, ...], ...] = (copies,)
+    if len(copies) > 1 and plan.frees_between_passes:
+        passes = tuple((which,) for which in copies)
+    this_pass = passes[-1] if private_torch.in_backward() else passes[0]
+    slots = sharding.gather_slots(shard.cell.format, shard.shard, this_pass, passes)
+    return tuple(_padded(shard, slot) for slot in slots), GatherMetadata(shard, tuple(slots), mesh)
+
+
+def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+    """The gathered weight. Gathered components alias FSDP2's buffers.
+
+    Resident components are copied from the shard, since a forward can be a call of `unshard`, but alias it in a
+    backward after which FSDP2 frees the weight.
+    """
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(metadata.shard).frees_after_passes()
+    return _assemble(metadata, outputs, lasts_one_pass)
+
+
+_plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
+
+
+def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
+    """FSDP2's settings at the first all-gather of a weight. Later changes must not change which copies are sent."""
+    home = shard.home
+    if home not in _plans:
+        _plans[home] = private_torch.fsdp_plan(home)
+    plan = _plans[home]
+    if len(home.cell.format.copies) > 1 and plan.changed():
+        raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
+    return plan
+
+
+def _described(shard: QuantizedStorage) -> str:
+    return f"a {shard.cell.tag} weight {shard.shard.global_shape}"
+
+
+def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
+    """The input of a slot, with uninitialized padding."""
+    if slot.name is None:
+        # only formats of two copies have such slots, and they store bytes: any component has the right dtype
+        return next(iter(shard.components.values())).new_empty(slot.numel)
+    part = shard.components[slot.name]
+    if part.numel() == slot.numel:
+        return part.reshape(-1)
+    padded = part.new_empty(slot.numel)
+    padded[: part.numel()] = part.reshape(-1)
+    return padded
+
+
+def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_pass: bool) -> QuantizedStorage:
+    """Put the gathered weight together. `lasts_one_pass`: nothing writes to the shard while it is in use."""
+    local, slots = metadata.shard, metadata.slots
+    whole = local.shard.before_cut()
+    by_name = local.cell.format.by_name
+    components = {}
+    for slot, output in zip(slots, outputs if slots else (), strict=True):
+        if slot.name is not None:
+            pieces = output.view(-1, slot.numel)[:, : slot.rows * slot.cols]  # a view unless the slot is padded
+            rows = whole.component_shape(by_name[slot.name])[0]
+            components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
+    for name, part in local.components.items():
+        if part.is_cuda and local.home is not local:
+            # CPU offload allocated it on FSDP2's stream, which must not reuse it before this stream is done
+            part.record_stream(torch.cuda.current_stream(part.device))
+        if not slots:
+            components[name] = part
+        elif not local.shard.gathers(by_name[name]):
+            # FSDP2 may keep gathered codes over an optimizer's step, which writes the shard's scales in place: old
+            # codes must not be read with new scales
+            components[name] = part if lasts_one_pass else part.clone()
+    # draws are counted in the shard itself, not in a copy that CPU offload moved
+    return QuantizedStorage(
+        local.cell, whole, components, local.home.state, version=local.version, gathered=True,
+        captured=kernel_dispatch.is_capturing(),
+        fetch=partial(_gather_copy, ref(local.home), metadata.mesh, local.device), source=ref(local.home),
+    )  # fmt: skip
+
+
+def _gather_copy(
+    home: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
+) -> dict[str, Tensor]:
+    """Gather the copy that FSDP2 did not gather for this pass: activation recomputation runs a forward in backward.
+
+    A collective call. All ranks recompute the same layers.
+    """
+    shard = home()
+    assert shard is not None
+    storage = shard.map(lambda part: part.to(device))  # FSDP2's copy under CPU offload no longer exists
+    slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
+    outputs = []
+    for slot in slots:
+        part = _padded(storage, slot)
+        outputs.append(part.new_empty(mesh.size() * slot.numel))
+        private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
+    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs), lasts_one_pass=False).components

@@ -1,0 +1,80 @@
+"""Parameters that PyTorch moves or replaces: what must survive is their identity, attributes, hooks and gradient.
+
+`Module.to()`, `to_empty()` and FSDP2 make new tensors for a parameter. `move_parameter` changes the old object instead,
+where PyTorch allows it. `carry_attributes` copies what users and frameworks set on the old one where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantshard import private_torch
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import KEY
+
+
+@torch.no_grad()
+def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Move or cast a quantized parameter like `nn.Module` does a plain one, keeping the object, its attributes and its
+    grad.
+
+    `change` returns the moved or cast version of a tensor. Hooks survive too, except on the way to or from the meta
+    device, where PyTorch can only swap tensors and a plain parameter would lose its hooks as well.
+    """
+    changed, grad = change(param), param.grad
+    if private_torch.takes_data(param, changed):
+        param.data = changed
+        if grad is not None:
+            grad.data = change(grad)
+        return
+    # as in `nn.Module._apply`: a gradient that has a Python object prevents the swap
+    param.grad = None
+    with attributes_kept([param]):
+        torch.utils.swap_tensors(param, nn.Parameter(changed, requires_grad=param.requires_grad))
+    if grad is not None:
+        param.grad = change(grad)
+
+
+@contextmanager
+def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
+    """Restore, on exit, tensor attributes that PyTorch removed by swapping tensors."""
+    attributes_before = [(param, dict(vars(param))) for param in params]
+    yield
+    for param, attributes in attributes_before:
+        vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
+
+
+_OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
+"""Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
+and the loading marks of transformers."""
+
+_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
+"""Attributes of a parameter on which users have set none."""
+
+
+def set_attributes(param: Tensor) -> dict[str, Any]:
+    """Attributes that users and frameworks have set on a parameter."""
+    return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
+
+
+def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
+    """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
+
+    PyTorch makes new objects for a shard, for an unsharded parameter and for a move off the meta device, and drops
+    such attributes. An unsharded parameter receives the attributes of its shard and passes none back.
+    """
+    # the last condition is a fast path: each gather calls this function
+    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:
+        return
+    if user_attributes := set_attributes(old):
+        before, after = private_torch.local_tensor(old), private_torch.local_tensor(new)
+        if not (isinstance(before, QuantizedTensor) and isinstance(after, QuantizedTensor)):
+            return
+        is_same_weight = before.quantized_storage.state.get(KEY) is after.quantized_storage.state.get(KEY)
+        if is_same_weight and not before.quantized_storage.gathered:
+            vars(new).update(user_attributes)

@@ -1,0 +1,325 @@
+"""The built-in language model: a decoder over tokens, made of quantshard's modules.
+
+    tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
+
+Two architectures: "llama" (RMSNorm, SwiGLU, rotary positions, no biases) and "gpt" (LayerNorm, GELU, learned positions,
+biases). The recipe quantizes the weights of the layers; embeddings, head and norms stay in high precision. All
+parameters have one dtype, because FSDP2 requires one dtype per group. In a mixture of experts (Shazeer et al., 2017,
+arXiv:1701.06538), a router in high precision chooses the experts of each token.
+
+Tensor parallelism shards the layers. Embeddings and head are replicated over tp, so that its ranks have the same logits
+and loss: the byte vocabulary (257) is prime, and a padded table would differ from the table of one process. Sequence
+parallelism divides the sequences of the batch between the embedding and the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from quantshard.distributed import tensor_parallel
+from quantshard.distributed.experts import dispatch_tokens
+from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.modules import (
+    GroupedLinear,
+    LayerNorm,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    autocast,
+    quantize_,
+    quantized_model_init,
+)
+from quantshard.modules.base.initialization import WeightSpec
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.contexts.layer_recipes import RecipeByName, matches
+from quantshard.modules.quantize import open_layers
+from quantshard.recipe import HighPrecision, Recipe
+from quantshard.tools.trainer.data.tokenizer import VOCABULARY
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.values import LayerRecipes
+
+_EMBEDDING_STD = 0.02
+
+
+class Embedding(QuantizedModule):
+    """High-precision table [entries, size], initialized the same on any number of ranks."""
+
+    def __init__(
+        self,
+        entries: int,
+        size: int,
+        params_dtype: torch.dtype,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+    ) -> None:
+        with quantized_model_init(enabled=False):
+            super().__init__(device, params_dtype, TensorParallelConfig(tp_mesh=tp_mesh))
+            self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Look up index int64 [...] -> [..., size]."""
+        return F.embedding(index, self.table())
+
+    def table(self) -> Tensor:
+        """Return the gathered weight."""
+        return cast(Tensor, self._local("weight"))
+
+
+class LanguageModel(nn.Module):
+    """Decoder that returns logits of the next token.
+
+    Built on `device`; on "meta", `reset_parameters` of its modules fills the parameters later, sharded or not.
+
+    Args:
+        settings: sizes and options.
+        recipe: one recipe for all layers, one per layer, or patterns that match `linear_names`.
+        device: device of the parameters.
+        tp_mesh: tensor-parallel mesh.
+        sequence_parallel: divide the sequences of a batch over `tp_mesh`; the batch must be divisible.
+        vocabulary: number of tokens; 0: from the settings, or the byte vocabulary.
+        ep_mesh: expert-parallel mesh.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        recipe: Recipe | Sequence[Recipe] | LayerRecipes,
+        device: torch.device | str,
+        tp_mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        vocabulary: int = 0,
+        ep_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        # mean balance loss of the routers in the last forward
+        self.balance: Tensor | None = None
+        recipes: Sequence[Recipe | RecipeByName]
+        if isinstance(recipe, LayerRecipes):
+            recipes = [_recipe_by_part(recipe, f"layers.{number}") for number in range(settings.layers)]
+        else:
+            recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
+        vocabulary = vocabulary or settings.vocabulary or VOCABULARY
+        group = None if tp_mesh is None else tp_mesh.get_group()
+        self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
+        hidden, dtype = settings.hidden, settings.torch_params_dtype
+        llama = settings.architecture == "llama"
+        parallel_options: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
+        self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
+        self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
+        self.layers = nn.ModuleList()
+        self.recipes: list[Recipe] = []
+        for number, layer_recipe in enumerate(recipes):
+            if isinstance(layer_recipe, Recipe):
+                with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
+                    layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+            else:
+                layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+                quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
+                # the recipe for the autocast around the layer: the first one that quantizes
+                part_recipes = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
+                layer_recipe = next(
+                    (recipe for recipe in part_recipes if recipe is not None and recipe.table), HighPrecision()
+                )
+            self.layers.append(layer)
+            self.recipes.append(layer_recipe)
+        kind = RMSNorm if llama else LayerNorm
+        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel_options)
+        angles = partial(RotaryPositionEmbedding, settings.head_size, rotary_base=settings.rope_theta)
+        self.rotary = angles() if llama else None
+        self.head = None
+        if not settings.tied:
+            with quantized_model_init(enabled=False):
+                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+
+    @property
+    def batch_multiple(self) -> int:
+        """The divisor that the number of sequences of a batch must have."""
+        return self.tp.size if self.sequence_parallel else 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
+
+        All ranks of a tensor-parallel group pass the same tokens and get the same logits.
+        """
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        angles = None if self.rotary is None else self.rotary(length, device=tokens.device)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(length, device=tokens.device))
+        if self.sequence_parallel:
+            x = tensor_parallel.split_rows(x, self.tp)
+        # one outer autocast, so that its exit work runs once
+        with autocast(recipe=self.recipes[0]):
+            for number, layer in enumerate(self.layers):
+                x = self._through(number, layer, x, angles)
+        x = self.norm(x)
+        if self.sequence_parallel:
+            x = tensor_parallel.join_rows(x, self.tp)
+        return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
+
+    def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
+        layer_recipe, settings = self.recipes[number], self.settings
+        with nullcontext() if layer_recipe is self.recipes[0] else autocast(recipe=layer_recipe):
+            if self.training and settings.recompute == "layer" and number % settings.recompute_every == 0:
+                has_dropout = settings.dropout > 0
+                run = _by_recipe(layer, layer_recipe) if settings.compile else layer
+                out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=has_dropout)
+            else:
+                out = layer(x, rotary_pos_emb=angles)
+        if settings.experts:
+            out, balance = out
+            self.balance = balance / settings.layers + (self.balance if number else 0.0)
+        return cast(Tensor, out)
+
+
+def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
+    """Wrap a layer so that it enters its autocast itself. The recomputed forward of compiled code runs outside of the
+    autocast of the first forward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with autocast(recipe=recipe):
+            return layer(*args, **kwargs)
+
+    return run
+
+
+def linear_names(settings: TrainSettings) -> list[str]:
+    """Return the names of all linear layers that have a recipe, in order of the layers."""
+    with torch.random.fork_rng(devices=[]):
+        parts = [name for name, _ in open_layers(_layer(settings, 1, "meta", {}))]
+    return [f"layers.{number}.{part}" for number in range(settings.layers) for part in parts]
+
+
+def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
+    """Return the recipes of the settings in the form that `LanguageModel` takes."""
+    recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
+    if all(any(matches(pattern, name) for name in names) for pattern in recipes.patterns):
+        return recipes.of_layers(names)
+    return recipes.of_parts(linear_names(settings))
+
+
+def _recipe_by_part(recipes: LayerRecipes, layer: str) -> RecipeByName:
+    return lambda module, name: recipes.of_layer(f"{layer}.{name}")
+
+
+def _layer(
+    settings: TrainSettings,
+    number: int,
+    device: torch.device | str,
+    cut: dict[str, Any],
+    ep_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    if settings.experts:
+        return MixtureLayer(settings, number, device, ep_mesh)
+    llama = settings.architecture == "llama"
+    return TransformerLayer(
+        settings.hidden,
+        settings.ffn,
+        settings.heads,
+        num_gqa_groups=settings.kv_heads,
+        kv_channels=settings.head_size,
+        layernorm_epsilon=settings.norm_eps,
+        recompute_activation=settings.recompute == "activation",
+        activation_storage=settings.activation_storage,
+        qk_norm_type=("RMSNorm" if llama else "LayerNorm") if settings.qk_norm else None,
+        qk_norm_eps=settings.norm_eps,
+        qk_norm_before_rope=True,
+        hidden_dropout=settings.dropout,
+        attention_dropout=settings.dropout,
+        layer_number=number,
+        self_attn_mask_type="causal",
+        params_dtype=settings.torch_params_dtype,
+        bias=not llama,
+        activation="swiglu" if llama else "gelu",
+        normalization="RMSNorm" if llama else "LayerNorm",
+        attn_input_format="bshd",
+        set_parallel_mode=True,
+        device=device,
+        **cut,
+    )
+
+
+class ExpertMixture(nn.Module):
+    """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    The weights of a token's experts are their router probabilities, normalized to sum to 1.
+    """
+
+    def __init__(self, settings: TrainSettings, ep_mesh: DeviceMesh | None, **options: Any) -> None:
+        super().__init__()
+        self.ep_mesh = ep_mesh
+        self.experts, self.chosen = settings.experts, settings.experts_per_token
+        with quantized_model_init(enabled=False):
+            self.router = Linear(settings.hidden, settings.experts, bias=False, **options)
+        inner, outer = (settings.hidden, settings.ffn), (settings.ffn, settings.hidden)
+        options["ep_mesh"] = ep_mesh
+        self.gate = GroupedLinear(settings.experts, *inner, bias=False, **options)
+        self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
+        self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss, a float32
+        scalar."""
+        tokens = x.flatten(0, 1)
+        with autocast(enabled=False):
+            probabilities = self.router(tokens).float().softmax(-1)
+        weights, experts = probabilities.topk(self.chosen)
+        dispatched = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
+        hidden = F.silu(self.gate(dispatched.tokens, dispatched.m_splits)) * self.up(
+            dispatched.tokens, dispatched.m_splits
+        )
+        out = dispatched.combine(self.down(hidden, dispatched.m_splits), weights / weights.sum(-1, keepdim=True))
+        counts = (experts.flatten() == torch.arange(self.experts, device=x.device)[:, None]).sum(1)
+        return out.view_as(x), _balance_loss(probabilities, counts.float())
+
+
+def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """Load-balancing loss: 1 for an even spread of tokens and probabilities, more otherwise (Fedus et al., 2021,
+    arXiv:2101.03961).
+
+    `counts`: float32 number of tokens of each expert on this rank. They are summed over ranks in place, so that the
+    mean of the result over ranks is the loss of the global batch.
+    """
+    num_experts = probabilities.shape[-1]
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return num_experts * (counts / counts.sum() * probabilities.mean(0)).sum()
+
+
+class MixtureLayer(nn.Module):
+    """Attention and a mixture of experts, each pre-normalized and with a residual connection."""
+
+    def __init__(
+        self, settings: TrainSettings, number: int, device: torch.device | str, ep_mesh: DeviceMesh | None = None
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"params_dtype": settings.torch_params_dtype, "device": device}
+        self.dropout = settings.dropout
+        self.self_attention = MultiheadAttention(
+            settings.hidden, settings.heads, settings.head_size, settings.dropout, settings.norm_eps,
+            layer_number=number, attn_mask_type="causal", num_gqa_groups=settings.kv_heads, bias=False,
+            input_layernorm=True, normalization="RMSNorm", qkv_format="bshd", qk_norm_before_rope=True,
+            qk_norm_type="RMSNorm" if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, **options,
+        )  # fmt: skip
+        self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
+        self.mlp = ExpertMixture(settings, ep_mesh, **options)
+
+    def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router."""
+        x = x + F.dropout(self.self_attention(x, rotary_pos_emb=rotary_pos_emb), self.dropout, self.training)
+        out, balance = self.mlp(self.norm(x))
+        return x + F.dropout(out, self.dropout, self.training), balance
