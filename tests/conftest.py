@@ -34,7 +34,7 @@ settings.register_profile("house", derandomize=True, deadline=None, max_examples
 settings.load_profile("house")
 
 TABLE = "table"
-POOL = r"from tests\.distributed\.(pool|commands|forked) import"
+POOL = r"from tests\.(distributed\.(pool|commands|forked)|faults\.drill) import"
 
 
 @cache

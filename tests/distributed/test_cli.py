@@ -462,11 +462,10 @@ def figures(folder, cases, mesh):
 
 TRAINED = {
     "tp=2": ["llama", "dropout"],
-    "dp_replicate=2,tp=2": ["rows stay"],
     MESH: ["gpt"],
     "tp=3": ["three"],
 }
-MORE = {"tp=2": ["rows stay", "gpt"], MESH: ["dropout"]}
+MORE = {"tp=2": ["rows stay", "gpt"], "dp_replicate=2,tp=2": ["rows stay"], MESH: ["dropout"]}
 
 
 @pytest.mark.parametrize("meshes", [TRAINED, pytest.param(MORE, marks=pytest.mark.exhaustive)], ids=["some", "more"])
