@@ -116,7 +116,6 @@ def all_trained(folder: Path, recipes: Sequence[str]) -> dict[str, dict[str, Any
     return {recipe: trained(recipe, folder / recipe) for recipe in recipes}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipes", [("mxfp8",), pytest.param(("current", "nvfp4"), marks=pytest.mark.exhaustive)])
 def test_the_trainer(recipes: Sequence[str], tmp_path: Path) -> None:
     """2 ranks."""
