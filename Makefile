@@ -19,11 +19,11 @@ help:  ## List the commands
 demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits agree (writes demo-run/)
 	$(BIN)/quantshard demo --out demo-run $(ARGS)
 
-# Three processes, each of which starts up to ten ranks that wait most of the time; a file stays on one of them, since its tests share what they build.
-# In the order of names: the long files of tests/distributed begin early. ARGS="-n 0" runs all in one process.
+# Three processes: one runs all files whose tests use ranks, which begin first, and starts the ranks once; of others, a file stays on one process, since
+# its tests share what they build. tests/conftest.py says which these are. ARGS="-n 0" runs all in one process.
 # Bytecode is kept, whatever the user has set: a hundred processes import the package.
 # Without a GPU, which computes in other orders of sums, and which four ranks would share.
-SUITE := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30
+SUITE := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=30
 
 test: $(STAMP)  ## Run the tests, of long tables those cells that have every option at least once
 	$(SUITE) -m "not exhaustive" $(ARGS)

@@ -5,11 +5,14 @@ Without a GPU, Triton's interpreter runs the kernels, on the CPU.
 
 import gc
 import os
+import re
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks started by a test inherit it
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +27,40 @@ os.environ.setdefault("NCCL_ALGO", "Ring")
 
 pytest_plugins = ("tests.journal",)
 
+# Tests leave little garbage in cycles; to look for it as often as Python does takes a sixth of their time.
+gc.set_threshold(100_000, 20, 100)
+
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("house")
 
 TABLE = "table"
+POOL = r"from tests\.(distributed\.(pool|commands|forked)|faults\.drill) import"
+
+
+@cache
+def pooled(file: Path) -> bool:
+    """True if tests of a file run on the ranks of `tests/distributed/pool.py`."""
+    return "tests/distributed/" in file.as_posix() or bool(re.search(POOL, file.read_text(encoding="utf-8")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pooled files come first: they are the longest unit of work."""
+    items.sort(key=lambda item: not pooled(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadscope` keeps each file on one worker, and all pooled files on the same, which starts one pool."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "pooled" if pooled(config.rootpath / file) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

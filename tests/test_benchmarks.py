@@ -158,7 +158,7 @@ def host_counts(request: pytest.FixtureRequest) -> dict[str, list[int]]:
 
 
 EVERY = [(module, recipe) for module, by in HOST_WORK.items() for recipe in by]
-SOME = [("linear", recipe) for recipe in HOST_WORK["linear"]] + [("layer", "current"), ("llama-fused", "delayed")]
+SOME = [("linear", "current"), ("linear", "block"), ("linear", "nvfp4"), ("layer", "current")]
 
 
 @pytest.mark.parametrize(("module", "recipe"), exhaustive(EVERY, SOME))

@@ -52,6 +52,7 @@ def test_packages_contain_the_tree(packages):
     assert package <= sdist and {"README.md", "LICENSE", "pyproject.toml", "tests/test_release.py"} <= sdist
 
 
+@pytest.mark.exhaustive
 def test_a_clean_install_trains_and_has_its_command(packages, tmp_path):
     """Dependencies come from this environment, whose own quantshard must not be imported."""
     site = tmp_path / "site"

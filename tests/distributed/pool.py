@@ -11,9 +11,12 @@ hangs or kills a process costs a new set.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -36,6 +39,11 @@ IMPORTED = [
     "quantshard.tools.trainer.worker", "transformers.models.llama.modeling_llama", "accelerate",
 ]  # fmt: skip
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
+STOPPED = sys.platform == "linux" and not torch.cuda.is_available()
+"""Whether ranks are stopped between cases: each thread of a group of gloo wakes up a hundred times a second."""
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class RankError(AssertionError):
@@ -75,6 +83,7 @@ class _Pool:
 
     def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         ranks = self._ranks(world_size)
+        _signal(ranks, signal.SIGCONT)
         for pipe, _ in ranks:
             pipe.send((function, args))
         replies = []
@@ -87,6 +96,8 @@ class _Pool:
             raise RankError("\n".join(errors))
         if any(worn for *_, worn in replies):
             self._end(world_size)
+        else:
+            _signal(ranks, signal.SIGSTOP)
         return [result for result, *_ in replies]
 
     def _end(self, world_size: int) -> None:
@@ -99,11 +110,20 @@ class _Pool:
         self.folder.cleanup()
 
 
+def _signal(ranks: list[Rank], number: signal.Signals) -> None:
+    for _, process in ranks if STOPPED else ():
+        os.kill(process.pid, number)
+
+
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     global case
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
+    gc.set_threshold(100_000, 20, 100)  # as in tests/conftest.py
+    if STOPPED:
+        # A stopped rank does not see its pipe close: it is killed when the process that forked it ends.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     backend = "gloo"
     if torch.cuda.device_count() >= world_size:
         torch.cuda.set_device(rank)

@@ -96,6 +96,7 @@ def test_same_bits_and_no_warning(trained, tmp_path):
     assert [start["step"] for start in starts(tmp_path / "run")] == [0, 2]
 
 
+@pytest.mark.exhaustive
 def test_another_version_is_missed(trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)

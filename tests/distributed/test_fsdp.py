@@ -152,7 +152,7 @@ def gradients(case: Case) -> tuple[list[str], list[float], dict[str, str]]:
     return [sha(p.grad) for p in model.parameters()], losses, bits(model, optimizer)
 
 
-@pytest.mark.parametrize("recipe", some(("nvfp4", "mxfp8 two copies")))
+@pytest.mark.parametrize("recipe", some(("mxfp8 two copies",)))
 def test_resharding_changes_no_bit(recipe: str) -> None:
     """3 ranks: gradients, losses and weights are equal with and without resharding after forward."""
     kept = run_ranks(3, gradients, Case(recipe, (3,), reshard=False))

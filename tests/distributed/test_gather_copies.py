@@ -18,6 +18,7 @@ import quantshard as qs
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import MeshSpec
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
 
@@ -101,7 +102,9 @@ NOT_FILLED = "mxfp8 two copies"
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", exhaustive([(name,) for name in RECIPES], [("current",), ("block",), ("nvfp4",), (NOT_FILLED,)])
+)
 def test_a_gather_is_one_collective(recipe: str, ranks: int) -> None:
     """Scales go with the codes or are here, and GEMMs read where FSDP2 puts them; in each micro-batch."""
     for found in run_ranks(ranks, steps, recipe, "even", torch.float32, 2):
@@ -115,7 +118,7 @@ def test_a_gather_is_one_collective(recipe: str, ranks: int) -> None:
         assert len(packed) == found.reduction.count("_reduce_scatter_base_") == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_a_short_piece_is_padded_by_one_copy(recipe: str, ranks: int) -> None:
     """On the last rank, which has fewer rows of both weights; no other rank copies, and none after the collective."""

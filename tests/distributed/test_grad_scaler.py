@@ -111,7 +111,8 @@ def run(turns: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "turns"), [(1, (0, 1)), (3, (0,)), pytest.param(3, (1,), marks=pytest.mark.exhaustive)]
+    ("ranks", "turns"),
+    [(1, (1,)), (3, (0,)), *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((1, (0,)), (3, (1,))))],
 )
 def test_a_scaler(ranks: int, turns: tuple[int, ...]) -> None:
     """1 and 3 ranks: an infinite gradient on one of them skips the step on all, and halves the scale on all."""

@@ -150,7 +150,7 @@ def failed_saves(case: Case, folder: str, mode: str | None) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mode", [None, "thread"])
+@pytest.mark.parametrize("mode", [pytest.param(None, marks=pytest.mark.exhaustive), "thread"])
 def test_a_save_that_fails_is_one_error_on_every_rank_and_changes_nothing(mode: str | None, tmp_path: Path) -> None:
     """3 ranks: real ENOSPC on one of them, and others on all or on the first."""
     by_rank = run_ranks(3, failed_saves, Case("mxfp8", (3,), shapes=SHAPES), str(tmp_path), mode)

@@ -257,6 +257,8 @@ def cell(words: dict[str, str]) -> str:
     )
 
 
+# tests/distributed/test_wraps.py has each wrap, test_plain_optimizers.py each optimizer
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chosen", [cells(), pytest.param(rest(), marks=pytest.mark.exhaustive)], ids=["some", "rest"])
 def test_table(chosen: list[tuple[str, str]], show: Callable[[str], None]) -> None:
     """1, 2, 3 and 4 ranks."""

@@ -208,7 +208,8 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "turns"), [(1, (0, 1)), (3, (0,)), pytest.param(3, (1,), marks=pytest.mark.exhaustive)]
+    ("ranks", "turns"),
+    [(1, (1,)), (3, (0,)), *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((1, (0,)), (3, (1,))))],
 )
 def test_a_load_that_fails_half_way_says_so(ranks: int, turns: tuple[int, ...], tmp_path: Path) -> None:
     """1 and 3 ranks: every entrance that writes into a live model fails on the last rank, by an error and a Ctrl-C, in

@@ -128,7 +128,7 @@ def test_the_same_bits_with_every_recipe(recipe: str, masters: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "masters"),
-    exhaustive(product(("AdamW", "SGD foreach"), (False, True)), [("SGD foreach", False), ("AdamW", True)]),
+    exhaustive(product(("AdamW", "SGD foreach"), (False, True)), [("AdamW", True)]),
 )
 def test_the_same_bits_on_every_mesh(name: str, masters: bool) -> None:
     """1 rank, and HSDP on 4; 3 ranks are in the test of every recipe, and 2 in that of every optimizer."""
@@ -199,7 +199,7 @@ def fit(case: Case, name: str, masters: bool) -> list[float]:
 FITTED = [("AdamW foreach", False), ("AdamW fused", True), ("SGD", True)]
 
 
-@pytest.mark.parametrize(("name", "masters"), exhaustive(FITTED, FITTED[:2]))
+@pytest.mark.parametrize(("name", "masters"), exhaustive(FITTED, FITTED[:1]))
 def test_training_lowers_the_loss(name: str, masters: bool) -> None:
     """2 ranks: on two batches seen again and again."""
     case = Case("mxfp8", (2,), shapes=((96, 70), (70, 33)))

@@ -58,6 +58,7 @@ def checked(folder: Path) -> int:
         return example.load(folder, model, optimizer)
 
 
+@pytest.mark.exhaustive
 def test_its_check_on_two_axes(tmp_path: Path) -> None:
     """4 ranks, (dp 2, tp 2)."""
     assert run_ranks(4, checked, tmp_path) == [2] * 4

@@ -87,6 +87,7 @@ def test_elastic(whole: Job, tmp_path: Path) -> None:
     assert compared.equal and compared.tensors > 20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_saved_by_a_process_of_its_own(whole: Job, tmp_path: Path) -> None:
     """2 ranks, each with a process that saves: one dies while it writes, with the process that it saves for.

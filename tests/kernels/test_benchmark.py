@@ -37,6 +37,7 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert len(errors) > 5 and set(errors) == {"True |"}
 
 
+@pytest.mark.exhaustive
 def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours with the oracle's bits; the bytes of a step; one that cannot be imported is passed over by name."""
     monkeypatch.setattr(adam, "SMALL", [(3, 34)])

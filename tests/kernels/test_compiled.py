@@ -169,7 +169,7 @@ def cells() -> list[Any]:
     left = {("layer", "delayed"), ("layer with fused projections", "current")}
     left |= {("norm and three linears", recipe) for recipe in ("delayed", "nvfp4")}  # whose biases are tried below
     left |= {("gated mlp", recipe) for recipe in RECIPES if recipe != "nvfp4"} | {("mlp", "current")}
-    left |= {(name, "delayed") for name in ("layer with fused projections", "mlp", "recomputing mlp")}
+    left |= {(name, "delayed") for name in ("layer with fused projections", "mlp", "recomputing mlp", "storing mlp")}
     every = [(*cell, evaluate) for cell in sorted(set(found)) for evaluate in (False, True)]
     return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in found if cell[:2] not in left})
 
@@ -245,6 +245,7 @@ def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> N
     assert graphs() == 1 and len(used) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 @pytest.mark.parametrize(
     ("kind", "forward"),
@@ -279,6 +280,7 @@ def test_layers_that_differ_in_a_number_are_compiled_one_by_one(
     assert used == [forward] * 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["quantized", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_weights_that_differ(how: str, used: list[str]) -> None:
     """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
@@ -306,6 +308,7 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
     assert len(used) == 2 and len({*used}) == 1, "both of them"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "recomputes"),
     exhaustive(product(["delayed", "block"], [False, True]), [("delayed", False)]),
@@ -360,7 +363,9 @@ def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool, used: l
     assert len(used) == 2 + 4
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.exhaustive), "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("current", "nvfp4"))]
+)
 def test_checkpointing_inside_a_compiled_function(recipe: str) -> None:
     def run(compiler: Compiler | None) -> dict[str, Tensor]:
         module = build("norm and linear" if recipe == "nvfp4" else "mlp", recipe)
@@ -416,7 +421,7 @@ def test_rotations(compiler: Compiler, tensor_format: str, interleaved: bool, mo
         assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_scalars_of_operators_share_no_memory(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No results of an operator may; and of memory that is a CUDA graph's none may be left for later."""
 

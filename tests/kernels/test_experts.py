@@ -139,9 +139,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "recipe", exhaustive([(r,) for r in ("delayed", "current", "block", "mxfp8")], [("delayed",), ("block",)])
-)
+@pytest.mark.parametrize("recipe", exhaustive([(r,) for r in ("delayed", "current", "block", "mxfp8")], [("delayed",)]))
 def test_launches_do_not_grow_with_experts(recipe: str, launches: list[tuple[str, int]]) -> None:
     rule, found = AT_ONCE[recipe], []
     for count in (2, 3):
@@ -186,7 +184,7 @@ def test_no_function_is_called_for_each_expert(recipe: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("splits", "recipe"), exhaustive(dict.fromkeys(CASES + FEWER), FEWER))
+@pytest.mark.parametrize(("splits", "recipe"), exhaustive(dict.fromkeys(CASES + FEWER), FEWER[::3]))
 def test_counts_on_the_device_give_the_same_bits(splits: str, recipe: str, calls: list[int]) -> None:
     """As counts that the host knows: outputs, gradients, histories; also where rows are few for their experts."""
     rule, rows = AT_ONCE[recipe], SPLITS[splits]

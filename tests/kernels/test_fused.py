@@ -168,6 +168,7 @@ def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any
     assert "y0.0" not in changed and "d0.gate_proj.weight0" in changed and "d0.down_proj.weight0" not in changed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"][: 2 if ON_GPU else 1])
 def test_a_converted_mlp_in_a_graph(recipe: str, kernels_on_cpu: None) -> None:
     found = []
@@ -241,7 +242,7 @@ def test_a_gradient_that_is_not_finite_spreads(recipe: str, both: Callable[..., 
     "recipe",
     ["delayed", "nvfp4", "current", "block"]
     if ON_GPU
-    else ["delayed", "current", pytest.param("nvfp4", marks=pytest.mark.exhaustive)],
+    else ["delayed", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("current", "nvfp4"))],
 )
 def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     chosen = RECIPES[recipe]
@@ -255,7 +256,7 @@ def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]
     assert not differing(one, other) and not differing(one, run(False))
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_stored_codes_are_those_of_the_oracle(recomputes: bool, both: Callable[..., tuple[Any, Any]]) -> None:
     """Forwards have the bits of what is stored as it is; the activation that is made again of codes saturates at the
     amax of the forward."""
@@ -408,7 +409,9 @@ class Pending(torch.autograd.Function):
         return AsyncCollectiveTensor(grads[0].clone())
 
 
-@pytest.mark.parametrize("name", ["linear", pytest.param("gated mlp", marks=pytest.mark.exhaustive), "norm", "layer"])
+@pytest.mark.parametrize(
+    "name", ["linear", "norm", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gated mlp", "layer"))]
+)
 def test_tensors_that_collectives_still_fill(name: str, kernels_on_cpu: None) -> None:
     """They have no address that a kernel could read; the bits are those of plain tensors."""
     others: dict[str, Callable[[], nn.Module]] = {

@@ -138,7 +138,7 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5), name
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_turned", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> None:
     """One in four columns of tiles, which the last does not fill; and all of a matrix that is not large."""
     x = torch.randn(130, 1100, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
@@ -161,6 +161,7 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", exhaustive([("block",), ("mxfp8",), ("nvfp4",)], [("block",)]))
 def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
     """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values. In NVFP4,

@@ -25,6 +25,7 @@ from quantshard.modules.graphs import recorder as recorders
 from quantshard.modules.graphs.module_graph import GradientCopy, ModuleGraph
 from quantshard.modules.graphs.recorder import GraphRecorder
 from quantshard.optimizers import FusedAdam, MasterWeights
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.interpreter import prepared_once
@@ -121,7 +122,7 @@ def test_replays_of_kernels(rerun: None, recipe: str) -> None:
         assert_same(eager, graphed, steps=2)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_several_modules(rerun: None, recipe: str) -> None:
     eager, graphed = (
         Training(recipe, [built(name, recipe) for name in ("LayerNormMLP", "Linear", "TransformerLayer")])
@@ -596,8 +597,13 @@ def trained_on_ranks(recipe: str, way: str, captured: bool, device: str = "cpu")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["DDP", "tensor parallel"])
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    exhaustive(
+        itertools.product(["delayed", "nvfp4"], ["DDP", "tensor parallel"]),
+        [("delayed", "tensor parallel"), ("nvfp4", "DDP")],
+    ),
+)
 def test_replicas_and_tensor_parallelism(recipe: str, way: str) -> None:
     """2 ranks."""
     eager, captured = (run_ranks(2, trained_on_ranks, recipe, way, captured) for captured in (False, True))

@@ -59,8 +59,8 @@ def bound(betas, step):
 
 
 PAIRS = list(itertools.product(DTYPES, DTYPES))
-SOME = [pair for number, pair in enumerate(PAIRS) if (number // 4 - number) % 4 == 1]
-"""Each dtype once as the first moment, and once as the second."""
+SOME = [pair for number, pair in enumerate(PAIRS) if (number // 4 - number) % 4 == 1 and number // 4 % 2]
+"""Each dtype once."""
 
 
 @pytest.mark.parametrize(("first", "second"), exhaustive(PAIRS, SOME))

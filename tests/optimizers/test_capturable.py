@@ -74,7 +74,7 @@ def plain(params):
             masters,
             ({}, FP8)[(i + j) % 2],
             id=f"{recipe}-{masters}-{('fp32', 'fp8-bf16')[(i + j) % 2]}",
-            marks=pytest.mark.exhaustive if (i + j // 2) % 2 else (),
+            marks=pytest.mark.exhaustive if (i + j // 2) % 2 or (i // 2 + j) % 2 else (),
         )
         for i, recipe in enumerate(["delayed", "current", "mxfp8", "nvfp4"])
         for j, masters in enumerate(MASTERS)
@@ -147,7 +147,7 @@ def muon_of(params, **options):
         (muon_of, {"adjust_lr_fn": "match_rms_adamw", "ema_decay": 0.5}),
     ],
 )
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("delayed", marks=pytest.mark.exhaustive)])
 def test_ten_steps_of_other_optimizers_are_the_same_bits(optimizer_of, states, recipe):
     def made(capturable):
         params, _ = build(RECIPES[recipe].weight)
@@ -160,7 +160,7 @@ def test_ten_steps_of_other_optimizers_are_the_same_bits(optimizer_of, states, r
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, and read no memory of the host")
 @pytest.mark.parametrize(
     ("recipe", "optimizer_of"),
-    exhaustive(itertools.product(("delayed", "nvfp4"), (lion_of, muon_of)), [("delayed", lion_of)]),
+    exhaustive(itertools.product(("delayed", "nvfp4"), (lion_of, muon_of)), []),
 )
 def test_ten_steps_of_other_optimizers_on_kernels(recipe, optimizer_of):
     pytest.importorskip("triton")

@@ -115,9 +115,9 @@ def test_a_step_has_the_bits_of_pytorch(name: str, recipe: str, masters: str, mo
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("lion", {"capturable": True, "ema_decay": 0.9}),
+        pytest.param("lion", {"capturable": True, "ema_decay": 0.9}, marks=pytest.mark.exhaustive),
         ("muon", {"capturable": True, "ema_decay": 0.9, "nesterov": False}),
-        ("muon", {"nesterov": False, "momentum": 0.0}),
+        pytest.param("muon", {"nesterov": False, "momentum": 0.0}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_numbers_on_the_device_and_averages(name: str, options: dict[str, Any]) -> None:

@@ -119,7 +119,6 @@ def imported() -> dict[str, dict[str, object]]:
             "without any name": (names, "2.11.0+cu130", False),
             "without any but the central ones": ([name for name in names if name not in CENTRAL], "2.15.3", True),
             "too old": ([], "2.10.1", True),
-            "too new": ([], "2.16.0a0+gitabc", False),
             f"without {CENTRAL[0]}": ([CENTRAL[0]], torch.__version__, True),
         }
     )
@@ -161,11 +160,8 @@ def test_newer_versions_train() -> None:
 def test_a_warning_names_versions_that_were_not_tested(imported: dict[str, dict[str, object]]) -> None:
     for case in ("with all names", "without any name", "without any but the central ones"):  # the oldest, the newest
         assert imported[case]["warnings"] == []
-    for case, version in (("too old", "2.10.1"), ("too new", "2.16.0a0+gitabc")):
-        (warning,) = imported[case]["warnings"]
-        assert warning.startswith(
-            f"UserWarning: quantshard was tested with torch 2.11 to 2.15, and this is torch {version}"
-        )
+    (warning,) = imported["too old"]["warnings"]
+    assert warning.startswith("UserWarning: quantshard was tested with torch 2.11 to 2.15, and this is torch 2.10.1")
     assert imported["too old"]["losses"] == imported["with all names"]["losses"]
 
 

@@ -36,6 +36,8 @@ def accelerate_fsdp2(kind: str, folder: Path) -> list[float]:
         return example("accelerate_fsdp2").main(made, folder=folder)
 
 
+# test_accelerate.py has what it shows
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_accelerate_fsdp2(tmp_path: Path) -> None:
     """2 ranks: what was saved goes on with the losses of the run that never stopped."""

@@ -476,6 +476,7 @@ for file in found:
 """
 
 
+@pytest.mark.exhaustive
 def test_convert_enables_the_integration(tmp_path: Path) -> None:
     """A process that imports quantshard alone converts, saves and loads; a fresh one imports the integration."""
     for script in (SAVING, LOADING):

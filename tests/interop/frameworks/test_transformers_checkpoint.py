@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.integrations.transformers import QuantizedTraining
 from quantshard.integrations.transformers import trainer as checkpoint
 from quantshard.optimizers import FusedAdam
+from tests.covering import exhaustive
 from tests.distributed.models import bits
 from tests.interop.frameworks import test_trl
 from tests.interop.frameworks.test_transformers import differing, tiny
@@ -102,8 +104,13 @@ def test_renamed_weights_are_resumed_bit_for_bit(name: str, tmp_path: Path) -> N
     assert {name: id(param) for name, param in other.named_parameters()} == before
 
 
-@pytest.mark.parametrize("name", [*RENAMED, *TIED])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    exhaustive(
+        product([*RENAMED, *TIED], [True, False]),
+        [(name, turn % 2 == 0) for turn, name in enumerate([*RENAMED, *TIED])],
+    ),
+)
 def test_every_weight_comes_back_from_one_file_and_from_many(name: str, whole: bool, tmp_path: Path) -> None:
     """Of tied weights one name is in files, of sinusoids none; what `from_pretrained` has made is read alike."""
     build = (RENAMED | TIED)[name]

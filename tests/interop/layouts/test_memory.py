@@ -55,6 +55,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_a_file_and_a_weight(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT, str(checkpoint), str(tmp_path), *BYTES_PER_ELEMENT]
     # glibc gives back at once what is larger; else what it keeps differs from run to run by half of what is measured

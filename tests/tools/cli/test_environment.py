@@ -83,6 +83,7 @@ def run_command(line, redirected="", **variables):
     return done.returncode, done.stderr.splitlines()
 
 
+@pytest.mark.exhaustive
 def test_a_closed_output_is_nowhere():
     assert run_command("--version", ">&-") == (0, [])
 

@@ -221,8 +221,14 @@ def in_one_process(folder: Path, version: str, commands: list[list[str]], script
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("version", ["Python 3.10", pytest.param("PYTHONSAFEPATH", marks=pytest.mark.exhaustive)])
-def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "resumes"),
+    [
+        ("Python 3.10", False),
+        *(pytest.param(version, True, marks=pytest.mark.exhaustive) for version in ("Python 3.10", "PYTHONSAFEPATH")),
+    ],
+)
+def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str, resumes: bool) -> None:
     """The folder of a run, which also holds texts, is the working directory. `resume` starts two workers there."""
     run = tmp_path / "run"
     (tmp_path / "text").write_text("0123456789" * 100)
@@ -236,12 +242,12 @@ def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, vers
     (run / "config").mkdir()
     (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
     commands = [
-        "report .", "watch . --once", "status .", "debug .", "resume . --steps 2",
+        "report .", "watch . --once", "status .", "debug .", *["resume . --steps 2"] * resumes,
         "tokenize text.jsonl --out tokens --shard-size 1KB", "verify saved", "inspect saved",
         "diff saved saved", "explain saved", "export saved --layout plain-fp32 --out exported --config config",
     ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1 + resumes
 
 
 @pytest.mark.parametrize(
@@ -289,6 +295,7 @@ else:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [pytest.param("online", marks=pytest.mark.exhaustive), "offline"])
 def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode: str) -> None:
     """Git runs commands that the configuration of a repository names, and wandb asked git about the run's folder."""

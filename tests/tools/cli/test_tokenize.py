@@ -179,6 +179,7 @@ def test_it_goes_on_after_an_error(folder, tmp_path, monkeypatch, capsys):
     assert sharded(folder / "a.jsonl", folder).write(out) == index and not written
 
 
+@pytest.mark.exhaustive
 def test_killed_in_the_middle_and_gone_on(folder, tmp_path):
     sources.jsonl(tmp_path / "many.jsonl", sources.texts(2500))
     out = tmp_path / "out"
