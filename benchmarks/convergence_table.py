@@ -28,7 +28,7 @@ from quantshard.formats import Format
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.states import MASTER
 from quantshard.recipe import resolve
-from quantshard.state_storage import PRESETS, StateOptions, splits, state_cell
+from quantshard.state_storage import PRESETS, StateOptions, splits, state_quant_spec
 
 RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"
@@ -194,7 +194,7 @@ class StateBytes(NamedTuple):
 
 def bytes_of(options: StateOptions, weight: Format) -> StateBytes:
     """Bytes per element of a weight in this format and of its states under AdamW."""
-    cells = {state: (dtype, state_cell(dtype, state in NONNEGATIVE)) for state, dtype in options.dtypes().items()}
+    cells = {state: (dtype, state_quant_spec(dtype, state in NONNEGATIVE)) for state, dtype in options.dtypes().items()}
     sizes = {
         state: float(dtype.itemsize) if cell is None else cell.format.bytes_per_element
         for state, (dtype, cell) in cells.items()

@@ -60,12 +60,12 @@ class Encoding:
         object.__setattr__(self, "magnitude", (1 << (self.bits - self.is_signed)) - 1)
 
     @property
-    def multiplied(self) -> torch.dtype:
+    def gemm_dtype(self) -> torch.dtype:
         """The dtype that PyTorch's scaled matrix products expect."""
         return torch.float4_e2m1fn_x2 if self.native is None else self.native
 
     @property
-    def floor(self) -> float:
+    def relative_min(self) -> float:
         """Ratio of the smallest positive value to the largest: the range of values under one scale."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits) / self.max
 

@@ -283,14 +283,14 @@ def _swizzle(
     if nan_flag is not None and other is not None and nan_flag.isnan():
         other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # NaN in the first block of each row
     if turned:
-        transposed_codes = transpose_codes(codes, encoding, shape[1]).view(encoding.multiplied)
+        transposed_codes = transpose_codes(codes, encoding, shape[1]).view(encoding.gemm_dtype)
         scales, shape, block_rows = scales.t(), shape[::-1], copy.block[1]
     grid = scales.repeat_interleave(block_rows, 0)[: shape[0]]
     if nan_flag is not None and second is not None:
         second = second + nan_flag
     elif nan_flag is not None:
         grid = torch.where(nan_flag.isnan(), 0xFF, grid)
-    return transposed_codes, numerics.swizzled(grid).view(copy.scale.encoding.multiplied), second
+    return transposed_codes, numerics.swizzled(grid).view(copy.scale.encoding.gemm_dtype), second
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

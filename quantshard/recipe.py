@@ -140,9 +140,9 @@ class MixedRecipe(Recipe):
     @cached_property
     def table(self) -> Table:
         recipes, table = self._others, self._first.table
-        from_first = {key: cell for key, cell in table.items() if key[0] is TensorRole.WEIGHT or key[1] not in recipes}
+        from_first = {key: spec for key, spec in table.items() if key[0] is TensorRole.WEIGHT or key[1] not in recipes}
         from_others = {
-            key: cell for gemm, recipe in recipes.items() for key, cell in recipe.table.items()
+            key: spec for gemm, recipe in recipes.items() for key, spec in recipe.table.items()
             if key[1] is gemm and key[0] is not TensorRole.WEIGHT
         }  # fmt: skip
         return {**from_first, **from_others}

@@ -99,27 +99,27 @@ class Recipe:
     @cached_property
     def weight(self) -> QuantSpec | None:
         """How weights are stored, or None if they stay in high precision."""
-        cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
-        if len(cells) != 1:
+        specs = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
+        if len(specs) != 1:
             raise ConfigurationError(
-                f"recipe {self.name!r} has two formats for weights ({cells}); give both entries one row, with square "
+                f"recipe {self.name!r} has two formats for weights ({specs}); give both entries one row, with square "
                 "blocks or with two copies"
             )
-        cell = cells.pop()
-        if cell is not None:
-            self._check_weight(cell)
-        return cell
+        spec = specs.pop()
+        if spec is not None:
+            self._check_weight(spec)
+        return spec
 
-    def _check_weight(self, cell: QuantSpec) -> None:
-        scaling = cell.scaling
+    def _check_weight(self, spec: QuantSpec) -> None:
+        scaling = spec.scaling
         if scaling.stochastic_rounding or scaling.random_hadamard:
             raise ConfigurationError(
                 f"recipe {self.name!r}: stochastic_rounding and random_hadamard are for activations and gradients, not "
                 "for weights"
             )
-        if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in cell.format.copies.values()):
+        if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in spec.format.copies.values()):
             raise ConfigurationError(
-                f"recipe {self.name!r}: {cell.format.name} has blocks, and an amax history needs a per-tensor format"
+                f"recipe {self.name!r}: {spec.format.name} has blocks, and an amax history needs a per-tensor format"
             )
 
     @cached_property
@@ -132,19 +132,19 @@ class Recipe:
     def histories(self) -> Mapping[TensorRole, int]:
         """Lengths of the amax histories for inputs and output gradients. Roles without a history are left out."""
         lengths_by_role = {
-            role: [cell.scaling.history for cell in pair if cell] for role, pair in self.activations.items()
+            role: [spec.scaling.history for spec in pair if spec] for role, pair in self.activations.items()
         }
         return {role: max(lengths) for role, lengths in lengths_by_role.items() if any(lengths)}
 
     @cached_property
     def is_delayed(self) -> bool:
         """True if any operand is scaled by past amaxes."""
-        return any(cell.scaling.history for cell in self.table.values())
+        return any(spec.scaling.history for spec in self.table.values())
 
     @cached_property
     def input_draws(self) -> bool:
         """True if quantizing an input draws random bits, so that quantizing again gives different codes."""
-        return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
+        return any(spec and spec.scaling.stochastic_rounding for spec in self.activations[TensorRole.INPUT])
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class TableRecipe(Recipe):
 
 def check_scalings(label: str, table: Table) -> None:
     """Check how the operands of a table are scaled."""
-    activations = {operand: cell.scaling for operand, cell in table.items() if operand[0] is not TensorRole.WEIGHT}
+    activations = {operand: spec.scaling for operand, spec in table.items() if operand[0] is not TensorRole.WEIGHT}
     transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
     if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):
         raise ConfigurationError(

@@ -43,31 +43,31 @@ Under one scale it resolves gradients within a factor of 120,000 (E4M3 would giv
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
 
-STATE_CELLS: Final[dict[torch.dtype, QuantSpec | None]] = {
+STATE_QUANT_SPECS: Final[dict[torch.dtype, QuantSpec | None]] = {
     torch.float32: None, torch.bfloat16: None, torch.float16: FP16_STATE, torch.uint8: FP8_STATE
 }  # fmt: skip
 """State dtypes, spelled as in TransformerEngine (`torch.uint8` means FP8), and the format of the scaled ones."""
 
-_NONNEGATIVE_CELLS: Final = {**STATE_CELLS, torch.uint8: FP8_NONNEGATIVE_STATE}
+_NONNEGATIVE_CELLS: Final = {**STATE_QUANT_SPECS, torch.uint8: FP8_NONNEGATIVE_STATE}
 
 
-def state_cell(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
+def state_quant_spec(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
     """Return the format of a state of this dtype, or None for plain numbers. `nonnegative`: see `StateSpec`."""
-    return (_NONNEGATIVE_CELLS if nonnegative else STATE_CELLS)[dtype]
+    return (_NONNEGATIVE_CELLS if nonnegative else STATE_QUANT_SPECS)[dtype]
 
 
 _SCALED_STATES = (FP8_STATE, FP16_STATE, FP8_NONNEGATIVE_STATE)
 
-STATE_SCALE_SUFFIXES = tuple({cell.format.copies[Orientation.ROWWISE].scale.key_suffix: 0 for cell in _SCALED_STATES})
+STATE_SCALE_SUFFIXES = tuple({spec.format.copies[Orientation.ROWWISE].scale.key_suffix: 0 for spec in _SCALED_STATES})
 """Suffixes that turn a state's key into the state-dict key of its scales."""
 
 
-def stored_state_cell(key: str, dtype: torch.dtype, keys: Container[str]) -> QuantSpec | None:
+def stored_state_spec(key: str, dtype: torch.dtype, keys: Container[str]) -> QuantSpec | None:
     """Return the format of the state under `key` of a state dict with these keys, or None for plain numbers."""
-    for cell in _SCALED_STATES:
-        copy = cell.format.copies[Orientation.ROWWISE]
+    for spec in _SCALED_STATES:
+        copy = spec.format.copies[Orientation.ROWWISE]
         if copy.codes.encoding.storage is dtype and key + copy.scale.key_suffix in keys:
-            return cell
+            return spec
     return None
 
 
@@ -78,7 +78,7 @@ def scaled_state(key: str) -> str:
 
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
     """Check that states of this role can have the dtype."""
-    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_QUANT_SPECS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
         raise ConfigurationError(
@@ -90,15 +90,15 @@ def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
 def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
     """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
 
-    0 if every element has its own exponent. See `Encoding.floor`. `nonnegative`: see `StateSpec`.
+    0 if every element has its own exponent. See `Encoding.relative_min`. `nonnegative`: see `StateSpec`.
     """
-    cell = state_cell(dtype, nonnegative)
-    return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
+    spec = state_quant_spec(dtype, nonnegative)
+    return 0.0 if spec is None else spec.format.copies[Orientation.ROWWISE].codes.encoding.relative_min
 
 
 def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
     """Return the dtype in which a state is stored: scaled dtypes are for 2-D parameters, others use float32 instead."""
-    return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
+    return torch.float32 if STATE_QUANT_SPECS[dtype] is not None and ndim != 2 else dtype
 
 
 def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:

@@ -157,7 +157,7 @@ def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
 def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
     settings = replace(TINY, architecture="llama", layers=12, steps=1)
     training = Training(ARMS[NVFP4_BETWEEN], 0, corpus, settings, "cpu")
-    formats = [layer.self_attention.proj.weight.quantized_storage.cell.format.name for layer in training.model.layers]
+    formats = [layer.self_attention.proj.weight.quantized_storage.spec.format.name for layer in training.model.layers]
     assert formats == 2 * ["fp8_e4m3"] + 8 * ["nvfp4_16x16"] + 2 * ["fp8_e4m3"]
     assert training.train(math.inf) and bytes_kept(training) == pytest.approx(8 + 4 + 2 / 3, abs=0.1)  # and scales
     asked = Namespace(settings=settings, corpus=corpus, work=tmp_path / "work")

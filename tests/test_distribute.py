@@ -75,7 +75,7 @@ def test_an_empty_piece_is_like_it(cell, dim):
         for device in ("cpu", "meta"):
             like = shard_parameter(parameter(cell, device=device), mesh, dim)
             torch.manual_seed(0)
-            found = empty_parameter(SHAPE, mesh, dim, dtype=torch.bfloat16, device=device, cell=cell)
+            found = empty_parameter(SHAPE, mesh, dim, dtype=torch.bfloat16, device=device, spec=cell)
             pieces = [components.storage_of(param) for param in (like, found)]
             assert (found.placements, found.shape, found.dtype) == (like.placements, like.shape, like.dtype)
             assert pieces[0].shard == pieces[1].shard and pieces[0].mesh is pieces[1].mesh
@@ -133,7 +133,7 @@ REFUSED = {
         r"\(4, 6\), dim 1 in pieces of 3 over 2 ranks, 2 codes a byte.*2 \* tp",
     ),
     "a byte, without the whole": (
-        lambda mesh: empty_parameter((4, 6), mesh["tp"], 1, dtype=torch.float32, device="cpu", cell=NVFP4),
+        lambda mesh: empty_parameter((4, 6), mesh["tp"], 1, dtype=torch.float32, device="cpu", spec=NVFP4),
         r"in pieces of 3 over 2 ranks",
     ),
     "two axes": (

@@ -44,7 +44,7 @@ def fetched() -> None:
     layer = linear(qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
     storage = layer.weight.quantized_storage
     storage.gathered = True
-    for part in [name for name, c in storage.cell.format.by_name.items() if c.copy is Orientation.ROWWISE]:
+    for part in [name for name, c in storage.spec.format.by_name.items() if c.copy is Orientation.ROWWISE]:
         del storage.components[part]
     forward(layer, qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
 

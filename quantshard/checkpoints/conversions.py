@@ -28,7 +28,7 @@ from quantshard.formats import FORMATS, Format, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec, format_of_tag
-from quantshard.state_storage import STATE_CELLS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_cell
+from quantshard.state_storage import STATE_QUANT_SPECS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_spec
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -257,12 +257,12 @@ def _value_reader(
         return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
     key = state + MASTER if conversion.source == "master" else weight
     dtype = dtype_of(stored[key])
-    cell: QuantSpec | None = None
+    spec: QuantSpec | None = None
     if conversion.source == "master" and key + _SCALE in stored and dtype is not None:
-        cell = STATE_CELLS[dtype]
+        spec = STATE_QUANT_SPECS[dtype]
     elif conversion.source == "codes" and conversion.stored_format != HIGH_PRECISION:
-        cell = QuantSpec(_format(conversion))
-    return stored_values(conversion.param, key, dtype or torch.float32, cell, tensors)
+        spec = QuantSpec(_format(conversion))
+    return stored_values(conversion.param, key, dtype or torch.float32, spec, tensors)
 
 
 def _format(conversion: ParameterConversion) -> Format:
@@ -272,25 +272,25 @@ def _format(conversion: ParameterConversion) -> Format:
 
 
 def stored_values(
-    param: Tensor, key: str, dtype: torch.dtype, cell: QuantSpec | None, tensors: dict[str, Tensor]
+    param: Tensor, key: str, dtype: torch.dtype, spec: QuantSpec | None, tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
     """Add the tensors to read for one stored tensor of a parameter's shape to `tensors`, by key.
 
-    The tensor is stored under `key`, as plain numbers of `dtype` or as codes and scales of `cell`. Returns a function
+    The tensor is stored under `key`, as plain numbers of `dtype` or as codes and scales of `spec`. Returns a function
     that computes this rank's float32 values from the tensors that were read.
     """
-    if cell is not None:
-        return _codes_of(param, key, cell, tensors).dequantize
+    if spec is not None:
+        return _codes_of(param, key, spec, tensors).dequantize
     plain = tensors[key] = components.zeros_like(param, dtype)
     return lambda: private_torch.local_tensor(plain).float()
 
 
-def _codes_of(param: Tensor, key: str, cell: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:
+def _codes_of(param: Tensor, key: str, spec: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:
     """An empty storage whose components are added to `tensors`, to be read from the entries of `key`."""
     device = private_torch.local_tensor(param).device
-    storage = storages.empty(cell, components.shard_of(param), device)
+    storage = storages.empty(spec, components.shard_of(param), device)
     for name, part in components.storage_tensors(storage, param).items():
-        tensors[key + cell.format.by_name[name].key_suffix] = part
+        tensors[key + spec.format.by_name[name].key_suffix] = part
     return storage
 
 
@@ -333,8 +333,8 @@ def state_conversions(
                 entry = entries.get(key)
                 if not isinstance(entry, TensorStorageMetadata) or entry.size != live[role].shape:
                     continue  # of another optimizer or model, which `fit` reports
-                stored_kind = entry.properties.dtype, stored_state_cell(key, entry.properties.dtype, entries)
-                live_kind = live[role].dtype, stored_state_cell(role, live[role].dtype, live)
+                stored_kind = entry.properties.dtype, stored_state_spec(key, entry.properties.dtype, entries)
+                live_kind = live[role].dtype, stored_state_spec(role, live[role].dtype, live)
                 if stored_kind != live_kind and _is_known(stored_kind):
                     conversions.append(StateConversion(param, role, key, stored_kind, live_kind))
     return conversions
@@ -348,8 +348,8 @@ def _roles(live: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
-    dtype, cell = saved
-    return cell is not None or dtype in (torch.float32, torch.bfloat16)
+    dtype, spec = saved
+    return spec is not None or dtype in (torch.float32, torch.bfloat16)
 
 
 def write_states(reader: SafeReader, conversions: list[StateConversion], optimizer: Any) -> None:
@@ -396,5 +396,5 @@ def _described(source: str) -> str:
 
 
 def _named(kind: tuple[torch.dtype, QuantSpec | None]) -> str:
-    dtype, cell = kind
-    return str(dtype).removeprefix("torch.") if cell is None else cell.tag
+    dtype, spec = kind
+    return str(dtype).removeprefix("torch.") if spec is None else spec.tag

@@ -24,7 +24,7 @@ from quantshard.checkpoints.saving import EXTRA, RANKS
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag
-from quantshard.state_storage import stored_state_cell
+from quantshard.state_storage import stored_state_spec
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -286,10 +286,10 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
             group_by_name[weight] = _weight(weight, reader.value(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
-            cell = stored_state_cell(key, entry.properties.dtype, entries)
-            if cell is not None:
+            spec = stored_state_spec(key, entry.properties.dtype, entries)
+            if spec is not None:
                 shape = tuple(entry.size)
-                group_by_name[key] = _with_parts(key, cell.tag, cell.format, shape, entries, ())
+                group_by_name[key] = _with_parts(key, spec.tag, spec.format, shape, entries, ())
     grouped_keys = {key for group in group_by_name.values() for key in (*group.parts.values(), *group.others)}
     for key, entry in entries.items():
         if key not in grouped_keys and isinstance(entry, TensorStorageMetadata):

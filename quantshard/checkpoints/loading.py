@@ -235,7 +235,7 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
         f"model.{name}{suffix}": name
         for name, param in params.items()
         for suffix in components.power_of_two_scales(param)
-        if tags.get(name) == components.storage_of(param).cell.tag
+        if tags.get(name) == components.storage_of(param).spec.tag
     }
     float32 = [key for key in sorted(weight_names) if conversions.dtype_of(reader.entries.get(key)) == torch.float32]
     scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
@@ -357,8 +357,8 @@ def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, T
             formats[name] = contents.format_tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
     params = components.named_parameters(model) if contents.weights_with_other_scales else {}
     for name in contents.weights_with_other_scales:
-        cell = components.storage_of(params[name]).cell
-        formats[name] = cell.tag, str(cell)
+        spec = components.storage_of(params[name]).spec
+        formats[name] = spec.tag, str(spec)
     return formats
 
 

@@ -164,7 +164,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
     elif quantized is None:
         local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
     else:
-        _check_codes(quantized.quantized_storage.cell, tuple(param.shape), mesh, dim)
+        _check_codes(quantized.quantized_storage.spec, tuple(param.shape), mesh, dim)
         local = QuantizedTensor(_alone(quantized.quantized_storage.piece(dim, start, chunk), mesh), param.dtype)
     return _parameter(local, mesh, dim, param.shape, param.requires_grad)
 
@@ -176,7 +176,7 @@ def empty_parameter(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    cell: QuantSpec | None = None,
+    spec: QuantSpec | None = None,
     state: dict[str, Tensor] | None = None,
 ) -> nn.Parameter:
     """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
@@ -188,20 +188,20 @@ def empty_parameter(
         mesh, dim: as in `shard_parameter`.
         dtype: dtype of the parameter; nominal for a quantized one.
         device: device of the shard. "meta" allocates nothing.
-        cell: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
+        spec: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
         state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
     """
     shape = torch.Size(shape)
     start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")
-    if cell is None:
+    if spec is None:
         local = torch.empty([chunk if d == dim else size for d, size in enumerate(shape)], dtype=dtype, device=device)
         return _parameter(local, mesh, dim, shape)
     shard = sharding.whole((shape[0], shape[1]))
     if dim is not None:
-        _check_codes(cell, tuple(shape), mesh, dim)
+        _check_codes(spec, tuple(shape), mesh, dim)
         shard = shard.piece(dim, start, chunk)
-    state = state if state is not None else storages.weight_state(cell, device)
-    storage = storages.empty(cell, shard, device, state)
+    state = state if state is not None else storages.weight_state(spec, device)
+    storage = storages.empty(spec, shard, device, state)
     storage.mesh = None if dim is None else mesh
     return _parameter(QuantizedTensor(storage, dtype), mesh, dim, shape)
 
@@ -235,14 +235,14 @@ def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: s
     return coordinate[0] * chunk, chunk
 
 
-def _check_codes(cell: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
+def _check_codes(spec: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
     cut = sharding.whole((shape[0], shape[1])).piece(dim, 0, shape[dim] // mesh.size()).cut
     assert cut is not None
-    codes = [part for part in cell.format.components if part.role is Role.CODES]
+    codes = [part for part in spec.format.components if part.role is Role.CODES]
     if not all(cut.is_clean(part) for part in codes):
         packed = max(part.block_shape[dim] for part in codes)
         pieces = f"dim {dim} in pieces of {cut.chunk} over {mesh.size()} ranks, {packed} codes a byte"
-        raise ConfigurationError(limits.refusal("cut in a byte", f"a {cell.tag} parameter {shape}, {pieces}"))
+        raise ConfigurationError(limits.refusal("cut in a byte", f"a {spec.tag} parameter {shape}, {pieces}"))
 
 
 def _alone(piece: QuantizedStorage, mesh: DeviceMesh) -> QuantizedStorage:

@@ -114,7 +114,7 @@ def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[s
 def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     described = [f"{name} {tensor.dtype} {tuple(tensor.shape)};" for name, tensor in live.items()]
     described += [
-        f"{components.storage_of(p).cell};" for p in model.parameters() if components.quantized_local(p) is not None
+        f"{components.storage_of(p).spec};" for p in model.parameters() if components.quantized_local(p) is not None
     ]
     digest = _digest(text.encode() for text in described)
     flat_max.check_equal_on_ranks(

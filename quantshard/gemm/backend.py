@@ -58,7 +58,7 @@ def matmul(
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         facts = (
-            a.cell.format, a.shard, not transpose_a, b.cell.format, b.shard, transpose_b,
+            a.spec.format, a.shard, not transpose_a, b.spec.format, b.shard, transpose_b,
             hardware.capability_of(next(iter(a.components.values())).device),
             out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class OperandReader:
             cover == ALL or start % cover == 0 for start, cover in zip(self.origin, self.block, strict=True)
         )
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
-        self.native = self.encoding.multiplied
+        self.native = self.encoding.gemm_dtype
         self.amax = None if copy.amax is None else copy.amax.name
         self.unit = 1.0 / (self.encoding.max * copy.scale.encoding.max)
 
@@ -358,7 +358,7 @@ class WeightOperands:
         self._laid: tuple[list[OperandReader], list[QuantizedStorage], SwizzleRequest] | None = None
         first = operands[0]
         if isinstance(first, QuantizedStorage):  # otherwise products read the operands as they are, one at a time
-            has_narrow_scales = first.cell.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
+            has_narrow_scales = first.spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
             if has_narrow_scales or (len(operands) > 1 and not transpose_b):
                 self._storages = [operand for operand in operands if isinstance(operand, QuantizedStorage)]
                 self.reads_together = len(self._storages) == len(operands)
@@ -394,7 +394,7 @@ class WeightOperands:
             readers, storages, request = self._laid
             return _from_swizzled(readers, storages, request.finish()), False
         readers = self._readers([
-            (left.cell.format, left.shard, left.products) if isinstance(left, QuantizedStorage) else None
+            (left.spec.format, left.shard, left.products) if isinstance(left, QuantizedStorage) else None
             for left in lefts
         ])  # fmt: skip
         if not readers:
@@ -417,7 +417,7 @@ class WeightOperands:
                 return []
             fmt, shard, products = left
             product = find_product(
-                products, fmt, shard, True, right.cell.format, right.shard, self.transpose_b, capability,
+                products, fmt, shard, True, right.spec.format, right.shard, self.transpose_b, capability,
                 self.out_dtype, None, False,
             )  # fmt: skip
             if not (isinstance(product, ProductPlan) and (product.right.is_transposed or product.right.is_swizzled)):
@@ -432,8 +432,8 @@ def _swizzled_scales(operand: Operand) -> Tensor | None:
     """The E8M0 scales of an operand that a kernel made for a product; None for other operands."""
     if not isinstance(operand, QuantizedStorage):
         return None
-    scale = operand.components[operand.cell.format.copies[Orientation.ROWWISE].scale.name]
-    return scale if scale.dtype is E8M0.multiplied else None
+    scale = operand.components[operand.spec.format.copies[Orientation.ROWWISE].scale.name]
+    return scale if scale.dtype is E8M0.gemm_dtype else None
 
 
 def _emulated(
@@ -477,7 +477,7 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 def _values(operand: Operand, wanted: Orientation, dtype: torch.dtype, nan_flag: Tensor | None = None) -> Tensor:
     if isinstance(operand, Tensor):
         return operand.to(dtype)
-    which = wanted if wanted in operand.cell.format.copies else Orientation.ROWWISE
+    which = wanted if wanted in operand.spec.format.copies else Orientation.ROWWISE
     return operand.dequantize(which, dtype, nan_flag)
 
 
@@ -488,9 +488,9 @@ def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: to
     dequantizes each of them only while it is multiplied.
     """
     storages = [operand for operand in weight_operands if isinstance(operand, QuantizedStorage)]
-    if len(storages) < max(len(weight_operands), 2) or len({operand.cell.format for operand in storages}) > 1:
+    if len(storages) < max(len(weight_operands), 2) or len({operand.spec.format for operand in storages}) > 1:
         return weight_operands
-    copies = storages[0].cell.format.copies
+    copies = storages[0].spec.format.copies
     which = Orientation.COLUMNWISE if Orientation.COLUMNWISE in copies else Orientation.ROWWISE
     if any(not operand.has(which) or is_large(operand.components[copies[which].codes.name]) for operand in storages):
         return weight_operands

@@ -205,9 +205,9 @@ def product_of_formats(left: Format, right: Format) -> ScaledProduct | None:
     return product_of_kinds(stored_kind(left), stored_kind(right))
 
 
-def products_of(cell: QuantSpec) -> list[ScaledProduct]:
+def products_of(spec: QuantSpec) -> list[ScaledProduct]:
     """The scaled products that accept a weight as right operand, on any hardware."""
-    kind = stored_kind(cell.format)
+    kind = stored_kind(spec.format)
     products = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]
     return list(dict.fromkeys(products))
 
@@ -223,13 +223,13 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     """
     if recipe is not None and not recipe.table:
         return () if stored is None else ("dequantized",)
-    cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
-    names = ["emulated"] if gemm_path(cell, device, recipe)[0] == "emulated" else []
-    if cell is not None and kernel_dispatch.lacks_kernels(device):
+    spec = stored.spec if stored is not None else recipe.weight if recipe is not None else None
+    names = ["emulated"] if gemm_path(spec, device, recipe)[0] == "emulated" else []
+    if spec is not None and kernel_dispatch.lacks_kernels(device):
         names.append("no kernels")
     if stored is None:
-        return (*names, "quantized each forward") if cell is not None else ()
-    fmt = stored.cell.format
+        return (*names, "quantized each forward") if spec is not None else ()
+    fmt = stored.spec.format
     if not fmt.serves_columns:
         names.append("dgrad dequantizes")
     if stored.gathered and not stored.has(Orientation.ROWWISE):
@@ -254,28 +254,28 @@ def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
     return tuple(gemms)
 
 
-def gemm_path(cell: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
+def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
     """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason).
 
     If `recipe` is given and stores such weights, "native" means that all of its products are native.
     """
-    if cell is None:
+    if spec is None:
         return "native", "high precision"
-    name = cell.format.copies[Orientation.ROWWISE].codes.encoding.name
+    name = spec.format.copies[Orientation.ROWWISE].codes.encoding.name
     capability = capability_of(device)
     if capability is None:
         where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"
         return "emulated", f"{where} no {name} matrix product"
-    version, products = dotted(capability), products_of(cell)
+    version, products = dotted(capability), products_of(spec)
     for native in products:
         if native.is_on(device):
-            emulated = () if recipe is None or recipe.weight != cell else emulated_gemms(recipe, capability)
+            emulated = () if recipe is None or recipe.weight != spec else emulated_gemms(recipe, capability)
             if emulated:
                 names = " and ".join(gemm.value for gemm in emulated)
                 return "emulated", f"compute capability {version} has no product of the formats of {names}"
             note = "" if native.seen else ", not yet run on this hardware"
             return "native", f"{name} matrix product of compute capability {version}{note}"
-    with_scales = f"{name} matrix product with the scales of {cell.format.name}"
+    with_scales = f"{name} matrix product with the scales of {spec.format.name}"
     if not products:
         return "emulated", f"PyTorch has no {with_scales}"
     needs = ", ".join(native.needs for native in products)
@@ -302,12 +302,12 @@ def block_together(recipe: Recipe) -> int | None:
     if any((role, gemm) not in recipe.table for gemm, roles in OPERANDS.items() for role in roles):
         return None  # an operand stays in high precision
     specs_by_role = [
-        {cell for (role, _), cell in recipe.table.items() if role is tensor_role} for tensor_role in TensorRole
+        {spec for (role, _), spec in recipe.table.items() if role is tensor_role} for tensor_role in TensorRole
     ]
     if any(len(specs) != 1 or not _is_plain(*specs) for specs in specs_by_role):
         return None
     weight, *activation_blocks = (
-        (*cell.format.copies[Orientation.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in specs_by_role
+        (*spec.format.copies[Orientation.ROWWISE].block, bool(spec.scaling.history)) for (spec,) in specs_by_role
     )
     if {weight[:2], *(blocks[:2] for blocks in activation_blocks)} == {(ALL, ALL)}:
         return 0
@@ -316,8 +316,8 @@ def block_together(recipe: Recipe) -> int | None:
     return block if fits else None
 
 
-def _is_plain(cell: QuantSpec) -> bool:
-    scaling, copies = cell.scaling, cell.format.copies
+def _is_plain(spec: QuantSpec) -> bool:
+    scaling, copies = spec.scaling, spec.format.copies
     nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
     return nearest and len(copies) == 1 and copies[Orientation.ROWWISE].codes.encoding in (E4M3, E5M2)
 

@@ -85,19 +85,19 @@ def is_large(x: Tensor) -> bool:
     return x.numel() >= LARGE
 
 
-def scales_by_one_amax(cells: SpecPair) -> bool:
-    """True if quantizing a matrix by these cells needs no statistic except the amax of the whole matrix."""
+def scales_by_one_amax(specs: SpecPair) -> bool:
+    """True if quantizing a matrix by these specs needs no statistic except the amax of the whole matrix."""
     blocks = [
-        cell.format.copies[Orientation.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local
+        spec.format.copies[Orientation.ROWWISE].block for spec in specs if spec is not None and not spec.format.is_local
     ]
-    plain = not any(cell is not None and cell.scaling.random_hadamard for cell in cells)
+    plain = not any(spec is not None and spec.scaling.random_hadamard for spec in specs)
     return plain and all(block == (ALL, ALL) for block in blocks)
 
 
-def needs_amax(*cells: QuantSpec | None) -> bool:
-    """True if one of these cells needs an amax before it quantizes: the matrix's own or, under delayed scaling, a past
+def needs_amax(*specs: QuantSpec | None) -> bool:
+    """True if one of these specs needs an amax before it quantizes: the matrix's own or, under delayed scaling, a past
     one."""
-    return any(cell is not None and not cell.format.is_local for cell in cells)
+    return any(spec is not None and not spec.format.is_local for spec in specs)
 
 
 def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
@@ -112,7 +112,7 @@ def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
 
 
 def serves_both(first: QuantSpec | None, second: QuantSpec | None) -> bool:
-    """True if both GEMMs can read one quantization: they have the same cell, with square blocks."""
+    """True if both GEMMs can read one quantization: they have the same spec, with square blocks."""
     return first == second and first is not None and first.format.transposable
 
 
@@ -155,7 +155,7 @@ _MIXED = len(HADAMARD_SIGNS)  # adjacent elements of a row that the Hadamard tra
 
 def quantize_operand(
     values: Tensor,
-    cell: QuantSpec,
+    spec: QuantSpec,
     *,
     amax: Tensor | None = None,
     words: RandomWords | None = None,
@@ -167,7 +167,7 @@ def quantize_operand(
     whole tensor. It is skipped if no block is shared or `amax` is given.
 
     Args:
-        values: [R, C], any floating dtype. If the cell has `random_hadamard`, values are transformed first, and C is
+        values: [R, C], any floating dtype. If the spec has `random_hadamard`, values are transformed first, and C is
             padded to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
         words: random words for stochastic rounding, of [R, C] with the same padding.
@@ -178,14 +178,14 @@ def quantize_operand(
         ConfigurationError: on every rank, if shards of this shape cannot be quantized separately; see `gathers_codes`.
     """
     shape = (values.shape[0], values.shape[1])
-    shard = operand_shard(shape, cell, split)
-    if split is not None and not gathers_codes(cell, shape, split):
-        raise ConfigurationError(_inseparable(cell, shape, split))
-    if cell.scaling.random_hadamard:
+    shard = operand_shard(shape, spec, split)
+    if split is not None and not gathers_codes(spec, shape, split):
+        raise ConfigurationError(_inseparable(spec, shape, split))
+    if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
-    storage = storages.empty(cell, shard, values.device)
-    is_local = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
-    if is_local and shard.cut is None and kernel_dispatch.sees_blocks(values, cell.format, words):
+    storage = storages.empty(spec, shard, values.device)
+    is_local = amax is None and not any(shard.shares_blocks(part) for part in spec.format.components)
+    if is_local and shard.cut is None and kernel_dispatch.sees_blocks(values, spec.format, words):
         assert not isinstance(words, Tensor)
         storage.write_whole(values, words)
     else:
@@ -197,26 +197,26 @@ def _amaxes(
     storage: QuantizedStorage, values: Tensor, amax: Tensor | None, split: OperandSplit | None
 ) -> dict[str, Tensor]:
     if amax is not None:
-        (name,) = scale_names(storage.cell)
+        (name,) = scale_names(storage.spec)
         return {name: amax.view(1, 1)}
     amaxes = storage.measure(values)
     if split is not None:
         reduction = FlatMax()
         for name, grid in amaxes.items():
-            if storage.shard.shares_blocks(storage.cell.format.by_name[name]):
+            if storage.shard.shares_blocks(storage.spec.format.by_name[name]):
                 reduction.add(grid, split.group)
         reduction.reduce()
     return amaxes
 
 
-def operand_shard(shape: tuple[int, int], cell: QuantSpec, split: OperandSplit | None = None) -> Shard:
-    """The rectangle that `quantize_operand` writes for values of `shape` [R, C], with C padded if the cell transforms
+def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit | None = None) -> Shard:
+    """The rectangle that `quantize_operand` writes for values of `shape` [R, C], with C padded if the spec transforms
     rows."""
-    padded = (shape[0], shape[1] + (-shape[1] % _MIXED if cell.scaling.random_hadamard else 0))
+    padded = (shape[0], shape[1] + (-shape[1] % _MIXED if spec.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
 
-def gathers_codes(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
+def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if shards of `shape` [R, C] can be quantized separately and gathered codes equal the quantized whole.
 
     This fails if the cut crosses a unit smaller than a scale block: 16 elements that a Hadamard transform mixes, or
@@ -225,23 +225,23 @@ def gathers_codes(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) 
     if split.size == 1:
         return True
     shard = split.shard(shape)
-    mixes = cell.scaling.random_hadamard and split.dim == 1 and shape[1] % _MIXED != 0
-    return not mixes and all(shard.gathers(copy.codes) for copy in cell.format.copies.values())
+    mixes = spec.scaling.random_hadamard and split.dim == 1 and shape[1] % _MIXED != 0
+    return not mixes and all(shard.gathers(copy.codes) for copy in spec.format.copies.values())
 
 
-def _inseparable(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> str:
-    together = _MIXED if cell.scaling.random_hadamard else 2
-    why = "are transformed together" if cell.scaling.random_hadamard else "share a byte"
+def _inseparable(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> str:
+    together = _MIXED if spec.scaling.random_hadamard else 2
+    why = "are transformed together" if spec.scaling.random_hadamard else "share a byte"
     return (
         f"pieces [{shape[0]}, {shape[1]}] of a matrix that is cut along its columns over {split.size} ranks cannot be "
-        f"quantized apart to {cell}, where {together} elements of a row {why}; make the {shape[1]} columns a multiple "
+        f"quantized apart to {spec}, where {together} elements of a row {why}; make the {shape[1]} columns a multiple "
         f"of {together}, or gather the values first, as quantize_and_gather does"
     )
 
 
 def quantize_and_gather(
     values: Tensor,
-    cell: QuantSpec,
+    spec: QuantSpec,
     split: OperandSplit,
     *,
     amax: Tensor | None = None,
@@ -254,14 +254,14 @@ def quantize_and_gather(
     Args:
         values, amax, split: as in `quantize_operand`.
         words: returns the random words of the rectangle that this rank quantizes, the shard or the whole. Called only
-            if the cell rounds stochastically.
+            if the spec rounds stochastically.
     """
-    rounds = words if cell.scaling.stochastic_rounding else None
+    rounds = words if spec.scaling.stochastic_rounding else None
     local_split: OperandSplit | None = split
-    if not gathers_codes(cell, (values.shape[0], values.shape[1]), split):
+    if not gathers_codes(spec, (values.shape[0], values.shape[1]), split):
         values, local_split = gather_values(values, split), None
-    bits = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, local_split))
-    storage = quantize_operand(values, cell, amax=amax, words=bits, split=local_split)
+    bits = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), spec, local_split))
+    storage = quantize_operand(values, spec, amax=amax, words=bits, split=local_split)
     return storage if local_split is None else gather(storage, local_split)
 
 
@@ -274,11 +274,11 @@ def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
         return storage
     shard = storage.shard
     assert shard.cut is not None and shard.cut.dim == split.dim, (shard, split.dim)
-    by_name = storage.cell.format.by_name
+    by_name = storage.spec.format.by_name
     sent = [name for name in storage.components if shard.gathers(by_name[name])]
     wholes = _all_gather([storage.components[name] for name in sent], split)
     components = storage.components | dict(zip(sent, wholes, strict=True))
-    return QuantizedStorage(storage.cell, shard.before_cut(), components)
+    return QuantizedStorage(storage.spec, shard.before_cut(), components)
 
 
 def gather_values(values: Tensor, split: OperandSplit) -> Tensor:

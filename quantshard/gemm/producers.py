@@ -138,7 +138,7 @@ class TensorSource(OperandProducer):
                 return quantize_kernels.quantize_matrices(values, outputs, producers[0].swizzle)
             if request_t is not None and amax is None:
                 results = quantize_kernels.quantize_matrices(
-                    [x.t() for x in values], [KernelOutputs(item.other) for item in outputs]
+                    [x.t() for x in values], [KernelOutputs(item.columnwise) for item in outputs]
                 )
                 return [(None, output) for output, _ in results]
         return activation_kernels.quantize_gradients(values, outputs)
@@ -148,11 +148,11 @@ class TensorSource(OperandProducer):
         return self
 
 
-def is_by_amax(cell: QuantSpec | None) -> bool:
+def is_by_amax(spec: QuantSpec | None) -> bool:
     """True if quantizing needs the amax of the whole matrix and no other statistic."""
-    if cell is None or cell.scaling.history or cell.scaling.random_hadamard:
+    if spec is None or spec.scaling.history or spec.scaling.random_hadamard:
         return False
-    copy = cell.format.copies[Orientation.ROWWISE]
+    copy = spec.format.copies[Orientation.ROWWISE]
     return copy.scale.block_shape == (ALL, ALL) and copy.amax is None
 
 
@@ -215,7 +215,7 @@ class NanFlag(Enum):
 
 
 class DirectionPlan:
-    """How kernels quantize a matrix, or its transpose: by a cell, through a kernel spec, into a rectangle.
+    """How kernels quantize a matrix, or its transpose: by the spec of a recipe, with a kernel's spec, into a rectangle.
 
     `shape`: of the matrix. `shared`: the kernel also writes the codes of the transpose. `ready`: it writes what
     products read. `decodes`: it returns values instead of codes, because products read values and nothing keeps the
@@ -228,10 +228,10 @@ class DirectionPlan:
     """
 
     def __init__(
-        self, cell: QuantSpec, shape: Pair, products: Sequence[list[Any]], *,
+        self, spec: QuantSpec, shape: Pair, products: Sequence[list[Any]], *,
         delayed: bool, shared: bool, has_flag: bool, ready: bool, decodes: bool,
     ) -> None:  # fmt: skip
-        copy, scaling = cell.format.copies[Orientation.ROWWISE], cell.scaling
+        copy, scaling = spec.format.copies[Orientation.ROWWISE], spec.scaling
         block_input: Given = "amaxes" if ALL in copy.block else ""
         self.nan_flag: NanFlag | None = None
         if has_flag and shared and copy.block == (ALL, ALL) and not scaling.random_hadamard:
@@ -242,39 +242,39 @@ class DirectionPlan:
             self.nan_flag = NanFlag.MEASURED
         hadamard = scaling.random_hadamard
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        self.cell, self.products = cell, products
-        self.spec = QuantizeSpec(
+        self.spec, self.products = spec, products
+        self.kernel_spec = QuantizeSpec(
             copy, plain, (0, 0), shared, read_by_columns(copy), block_input,
             self.nan_flag is NanFlag.AMAX, self.nan_flag is NanFlag.SCALE, decodes and not shared, ready,
         )  # fmt: skip
-        rows, cols = shape[0], shape[1] + padding(shape[1], self.spec)
+        rows, cols = shape[0], shape[1] + padding(shape[1], self.kernel_spec)
         blocks = copy.block if block_input else None if copy.amax is None else copy.amax.block_shape
         self.measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
         self.shard, self.transposed_shard = sharding.whole((rows, cols)), sharding.whole((cols, rows))
         self.wraps = ready and hides_from_kernels(copy)
 
     def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> QuantizeRequest:
-        """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the spec needs them. `nan_flag`:
+        """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the kernel needs them. `nan_flag`:
         the scalar, if there is one."""
         if self.measured is None:
             amaxes = None
-        spec = self.spec
-        random_bits = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
+        kernel_spec = self.kernel_spec
+        random_bits = words(self.shard) if words is not None and self.spec.scaling.stochastic_rounding else None
         return QuantizeRequest(
-            spec, amaxes if spec.given else None, None if spec.given else amaxes, random_bits,
-            nan_flag if spec.merges_scale else None, nan_flag if self.nan_flag is NanFlag.MEASURED else None,
+            kernel_spec, amaxes if kernel_spec.given else None, None if kernel_spec.given else amaxes, random_bits,
+            nan_flag if kernel_spec.merges_scale else None, nan_flag if self.nan_flag is NanFlag.MEASURED else None,
         )  # fmt: skip
 
     def operand(self, output: QuantizedOutput, transposed: bool = False) -> Operand:
         """Wrap the output of a kernel, or its transpose, as an operand."""
-        if self.spec.decoded:
+        if self.kernel_spec.decoded:
             values: Tensor = output.codes
             return values
-        copy, scale = self.spec.copy, output.scale
+        copy, scale = self.kernel_spec.copy, output.scale
         codes = output.transposed if transposed else output.codes
         if self.wraps:
             codes, scale = base_of(codes), base_of(scale)
-        if transposed and not self.spec.given:
+        if transposed and not self.kernel_spec.given:
             scale = scale.t()
         components = {copy.codes.name: codes, copy.scale.name: scale}
         if copy.amax is not None:
@@ -282,7 +282,7 @@ class DirectionPlan:
             if output.second_scale is not None:
                 components[SECOND_SCALE] = output.second_scale
         shard = self.transposed_shard if transposed else self.shard
-        return QuantizedStorage(self.cell, shard, components, products=self.products[transposed])
+        return QuantizedStorage(self.spec, shard, components, products=self.products[transposed])
 
 
 MeasuredBlocks = tuple[BlockAmaxes | None, BlockAmaxes | None]
@@ -290,8 +290,8 @@ MeasuredBlocks = tuple[BlockAmaxes | None, BlockAmaxes | None]
 
 
 class KernelPlan(OperandPlan):
-    """How kernels quantize matrices [R, C] of one shape for two GEMMs: `one` as they are, `two` transposed. If the
-    second GEMM shares the codes of `one`, `two` is None and the kernel transposes the codes.
+    """How kernels quantize matrices [R, C] of one shape for two GEMMs: `rowwise` as they are, `columnwise` transposed.
+    If wgrad shares the codes of `rowwise`, `columnwise` is None and the kernel transposes the codes.
 
     Args:
         like: tensor of the shape, dtype and device of the matrices.
@@ -322,43 +322,43 @@ class KernelPlan(OperandPlan):
         # weights whose codes no product reads in this direction, on any hardware
         turned = self.is_gradient and weight is not None and not weight.format.serves_columns
         turned = turned and capability is not None and dtype is torch.bfloat16
-        self.one = self.two = None
-        if (cell := self.quantized) is not None:
-            self.one = DirectionPlan(
-                cell, shape, self.products, delayed=delayed, shared=self.shared, has_flag=has_flag,
-                ready=not stored and is_ready(cell, shape, capability),
-                decodes=num_transient >= 1 and (turned or is_emulated(cell, dtype, capability)),
+        self.rowwise = self.columnwise = None
+        if (spec := self.quantized) is not None:
+            self.rowwise = DirectionPlan(
+                spec, shape, self.products, delayed=delayed, shared=self.shared, has_flag=has_flag,
+                ready=not stored and is_ready(spec, shape, capability),
+                decodes=num_transient >= 1 and (turned or is_emulated(spec, dtype, capability)),
             )  # fmt: skip
-        if (cell := self.transposed) is not None:
-            self.two = DirectionPlan(
-                cell, shape[::-1], self.products[1:], delayed=delayed, shared=False, has_flag=has_flag,
-                ready=not stored and is_ready(cell, shape[::-1], capability),
-                decodes=num_transient >= 2 and is_emulated(cell, dtype, capability),
+        if (spec := self.transposed) is not None:
+            self.columnwise = DirectionPlan(
+                spec, shape[::-1], self.products[1:], delayed=delayed, shared=False, has_flag=has_flag,
+                ready=not stored and is_ready(spec, shape[::-1], capability),
+                decodes=num_transient >= 2 and is_emulated(spec, dtype, capability),
             )  # fmt: skip
         self._plan_amaxes(delayed)
-        directions = [direction for direction in (self.one, self.two) if direction is not None]
+        directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
         self.nan_flag = NanFlag.PRODUCTS if has_flag else None
         flags = [direction.nan_flag for direction in directions]
         if flags and None not in flags:  # the flag of one direction, or the scalar that the other one needs
             self.nan_flag = next((flag for flag in flags if flag is not NanFlag.AMAX), NanFlag.AMAX)
         self.has_scalar = self.nan_flag not in (None, NanFlag.AMAX)
         self.sets_flag = self.nan_flag is NanFlag.PRODUCTS or self.nan_flag is NanFlag.SCALE
-        self.draws = any(direction.cell.scaling.stochastic_rounding for direction in directions)
-        self.decodes = any(direction.spec.decoded for direction in directions)
+        self.draws = any(direction.spec.scaling.stochastic_rounding for direction in directions)
+        self.decodes = any(direction.kernel_spec.decoded for direction in directions)
 
     def _plan_amaxes(self, delayed: bool) -> None:
         blocks, transposed_blocks = (
-            None if direction is None or (delayed and direction.spec.given) else direction.measured
-            for direction in (self.one, self.two)
+            None if direction is None or (delayed and direction.kernel_spec.given) else direction.measured
+            for direction in (self.rowwise, self.columnwise)
         )
         by_whole, by_whole_t = self.by_whole = blocks == _WHOLE, transposed_blocks == _WHOLE
         self.measured: MeasuredBlocks = blocks, None if all(self.by_whole) else transposed_blocks
         self.others: MeasuredBlocks = None if by_whole else blocks, None if by_whole_t else transposed_blocks
         (first, second), usage = self.specs, self.usage
         plain = (usage.for_first_gemm and first is None) or (usage.for_wgrad and second is None)
-        directions = [direction for direction in (self.one, self.two) if direction is not None]
-        measures = not delayed and needs_amax(*[direction.cell for direction in directions])
-        self.by_amax = measures and not plain and all(is_by_amax(direction.cell) for direction in directions)
+        directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
+        measures = not delayed and needs_amax(*[direction.spec for direction in directions])
+        self.by_amax = measures and not plain and all(is_by_amax(direction.spec) for direction in directions)
         self.by_rows = measures and not plain and all(direction.measured == _ROWS for direction in directions)
         self.reads_values = plain or measures
 
@@ -391,9 +391,9 @@ class KernelPlan(OperandPlan):
         nan flag, or are multiplied with values."""
         if weight_operands is None or not weight_operands.reads_together:
             return None
-        if self.one is None or self.one.spec.decoded or self.nan_flag is NanFlag.PRODUCTS:
+        if self.rowwise is None or self.rowwise.kernel_spec.decoded or self.nan_flag is NanFlag.PRODUCTS:
             return None
-        return weight_operands.swizzle_request(self.one.cell.format, self.one.shard, self.products[0])
+        return weight_operands.swizzle_request(self.rowwise.spec.format, self.rowwise.shard, self.products[0])
 
 
 def read_by_columns(copy: OrientedCodes) -> bool:

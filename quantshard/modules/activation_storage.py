@@ -39,7 +39,7 @@ if kernels.USABLE:
     from quantshard.kernels.quantize.targets import KernelOutputs, QuantizeRequest, QuantizeSpec
 
 HIGH_PRECISION: Final = "high_precision"
-ACTIVATION_CELLS: Final[dict[str, QuantSpec | None]] = {HIGH_PRECISION: None, "fp8": FP8_STATE}
+ACTIVATION_SPECS: Final[dict[str, QuantSpec | None]] = {HIGH_PRECISION: None, "fp8": FP8_STATE}
 """Values of `activation_storage`, and the format in which an activation saves its inputs [tokens, features]."""
 _PARTS = 3  # codes, scales and NaN flag of an input
 
@@ -47,19 +47,19 @@ _PARTS = 3  # codes, scales and NaN flag of an input
 def check_storage(owner: str, name: object) -> None:
     """Raise ConfigurationError if `name` is no format in which activation inputs can be kept."""
     # a tuple, because `name` can be unhashable
-    if name not in tuple(ACTIVATION_CELLS):
-        raise ConfigurationError(f"{owner}(activation_storage={name!r}): use one of: {', '.join(ACTIVATION_CELLS)}")
+    if name not in tuple(ACTIVATION_SPECS):
+        raise ConfigurationError(f"{owner}(activation_storage={name!r}): use one of: {', '.join(ACTIVATION_SPECS)}")
 
 
 class ActivationStorage(NamedTuple):
     """One of `STORAGES`.
 
-    `cell`: how inputs are quantized; None keeps them unchanged. `split`: how features are sharded over ranks; None if
+    `spec`: how inputs are quantized; None keeps them unchanged. `split`: how features are sharded over ranks; None if
     they are not.
     """
 
     name: str
-    cell: QuantSpec | None
+    spec: QuantSpec | None
     split: OperandSplit | None = None
 
     def for_backward(self, *tensors: Any) -> ActivationStorage:
@@ -74,33 +74,33 @@ class ActivationStorage(NamedTuple):
         Unchanged inputs are returned as they are, None included. Otherwise each input gives codes uint8 [tokens,
         features], scales float32 [tokens, features / 128, rounded up] and a NaN flag float32 [1, 1].
         """
-        if self.cell is None:
+        if self.spec is None:
             return [*inputs]  # type: ignore[list-item]
         rows = [private_torch.plain(x.detach()).reshape(-1, x.shape[-1]) for x in inputs if x is not None]
         if private_torch.is_traced(*rows):
             assert self.split is None, "tensor parallelism is not compiled"
             tensors: list[Tensor] = torch.ops.quantshard.store_activation(rows, self.name)
             return tensors
-        return self._quantized(self.cell, rows)
+        return self._quantized(self.spec, rows)
 
     def values(self, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return the inputs as backward reads them; decoded codes give [tokens, features] of `dtype`.
 
         The list `kept` is emptied while its codes are decoded.
         """
-        if self.cell is None:
+        if self.spec is None:
             return kept
         if private_torch.is_traced(*kept):
             decoded: list[Tensor] = torch.ops.quantshard.stored_activation(kept, self.name, dtype)
             return decoded
-        return self._dequantized(self.cell, kept, dtype)
+        return self._dequantized(self.spec, kept, dtype)
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Return empty tensors of the shapes and dtypes that `keep` returns for one input [tokens, features] like
         `like`."""
-        if self.cell is None:
+        if self.spec is None:
             return [like]
-        copy, (tokens, features) = self.cell.format.copies[Orientation.ROWWISE], like.shape
+        copy, (tokens, features) = self.spec.format.copies[Orientation.ROWWISE], like.shape
         blocks = sharding.ceil_div(features, copy.block[1])
         return [
             like.new_empty((tokens, features), dtype=copy.codes.encoding.storage),
@@ -108,49 +108,49 @@ class ActivationStorage(NamedTuple):
             like.new_empty((1, 1), dtype=torch.float32),
         ]
 
-    def _quantized(self, cell: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
-        split = self._across(cell, rows[0].shape[1])
+    def _quantized(self, spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
+        split = self._across(spec, rows[0].shape[1])
         if split is None and kernel_dispatch.has_float_kernels(*rows):
-            return _by_kernels(cell, rows)
+            return _by_kernels(spec, rows)
         tensors = []
         for x in rows:
-            storage = operands.quantize_operand(x, cell, split=split)
+            storage = operands.quantize_operand(x, spec, split=split)
             zero = torch.zeros((1, 1), dtype=torch.float32, device=x.device)
             nan_flag = torch.where(torch.isfinite(x).all(), zero, torch.nan)
-            tensors += [*(storage.components[part.name] for part in cell.format.components), nan_flag]
+            tensors += [*(storage.components[part.name] for part in spec.format.components), nan_flag]
         return tensors
 
-    def _dequantized(self, cell: QuantSpec, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def _dequantized(self, spec: QuantSpec, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         values = []
         while kept:
             *parts, nan_flag = kept[:_PARTS]
             del kept[:_PARTS]
-            components = dict(zip((part.name for part in cell.format.components), parts, strict=True))
+            components = dict(zip((part.name for part in spec.format.components), parts, strict=True))
             tokens, features = parts[0].shape
-            shard = operands.operand_shard((tokens, features), cell, self._across(cell, features))
-            storage = QuantizedStorage(cell, shard, components)
+            shard = operands.operand_shard((tokens, features), spec, self._across(spec, features))
+            storage = QuantizedStorage(spec, shard, components)
             values.append(storage.dequantize(Orientation.ROWWISE, dtype, nan_flag))
             # free the codes before the next input is decoded
             del parts, components, storage
         return values
 
-    def _across(self, cell: QuantSpec, features: int) -> OperandSplit | None:
+    def _across(self, spec: QuantSpec, features: int) -> OperandSplit | None:
         """Return the split if ranks share a block, otherwise None."""
-        block_features = cell.format.copies[Orientation.ROWWISE].block[1]
+        block_features = spec.format.copies[Orientation.ROWWISE].block[1]
         return None if self.split is None or features % block_features == 0 else self.split
 
 
-STORAGES: Final = {name: ActivationStorage(name, cell) for name, cell in ACTIVATION_CELLS.items()}
+STORAGES: Final = {name: ActivationStorage(name, spec) for name, spec in ACTIVATION_SPECS.items()}
 """Storages by the value of `activation_storage`."""
 AS_IS: Final = STORAGES[HIGH_PRECISION]
 
 
-def _by_kernels(cell: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
+def _by_kernels(spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
     """Quantize all inputs with the same strides in one kernel."""
     if any(x.stride() != rows[0].stride() for x in rows):
-        return [part for x in rows for part in _by_kernels(cell, [x])]
-    spec = QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling)
-    requests = [KernelOutputs(QuantizeRequest(spec), nan_flag=workspace.zero(x.device)) for x in rows]
+        return [part for x in rows for part in _by_kernels(spec, [x])]
+    kernel_spec = QuantizeSpec(spec.format.copies[Orientation.ROWWISE], spec.scaling)
+    requests = [KernelOutputs(QuantizeRequest(kernel_spec), nan_flag=workspace.zero(x.device)) for x in rows]
     tensors: list[Tensor] = []
     for (output, _), request in zip(
         TensorSource.emit_all(list(map(TensorSource, rows)), requests), requests, strict=True

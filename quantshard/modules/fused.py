@@ -137,11 +137,11 @@ def mlp(
 
 
 class SavedInputPolicy(NamedTuple):
-    """How wgrad gets its input operand. `codes`: forward keeps the codes. `rereads`: backward quantizes the input
+    """How wgrad gets its input operand. `codes`: forward keeps the codes. `requantizes`: backward quantizes the input
     again."""
 
     codes: bool
-    rereads: bool
+    requantizes: bool
 
     @staticmethod
     def of(layer: PreparedLinear, remakes: bool) -> SavedInputPolicy:
@@ -230,7 +230,7 @@ class _NormLinearFunction(torch.autograd.Function):
         front = NormInput(x, residual, weight, bias, normalization)
         outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.codes)
         ctx.rule = normalization.rule
-        ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.rereads)
+        ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.requantizes)
         ctx.save_for_backward(*norm, *layer_tensors)
         return (*outputs, None if residual is None else norm.z)
 
@@ -241,12 +241,14 @@ class _NormLinearFunction(torch.autograd.Function):
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
         front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
         saved: LinearBackward = ctx.layer
-        layer = saved.begin(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-        filled_grads = functional.filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.parts]])
+        layer = saved.with_saved(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
+        filled_grads = functional.filled(
+            output_grads, [weight.shape[0] for weight in layer_tensors[: layer.num_weights]]
+        )
         dy: Tensor | None = None
         tensor_grads: list[Tensor | None] = [None] * layer.num_parameters
         if filled_grads:
-            dy, tensor_grads = layer.backward(filled_grads, front.again(layer, ctx.rule))
+            dy, tensor_grads = layer.backward(filled_grads, front.requantized(layer, ctx.rule))
         return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *tensor_grads)
 
 
@@ -275,7 +277,7 @@ def _mlp_gradients(
     after their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.reread(lambda: inner.read().activated(activation))
+    hidden = fc2.requantize_input(lambda: inner.read().activated(activation))
     dh, fc2_grads = fc2.backward([dout], hidden)
     assert dh is not None
     del hidden
@@ -284,10 +286,10 @@ def _mlp_gradients(
     # the codes of plain weights are made after dh is freed
     if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):
         weight_operands = fc1.weight_operands()
-    out_grads = through_activation(dh, inner.read(), activation, fc1, fc2.rereads, weight_operands)
+    out_grads = through_activation(dh, inner.read(), activation, fc1, fc2.requantizes, weight_operands)
     del dh
     inner.tensors.clear()
-    x_wgrad = front.again(fc1, rule)
+    x_wgrad = front.requantized(fc1, rule)
     dy, fc1_grads = fc1.gradients(out_grads, x_wgrad, weight_operands)
     return dy, fc1_grads, fc2_grads
 
@@ -310,8 +312,8 @@ class _MLPFunction(torch.autograd.Function):
             front, fc1, activation, fc2, [policy.codes for policy in policies]
         )
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
-        ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].rereads)
-        ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].rereads)
+        ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].requantizes)
+        ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].requantizes)
         inner = storage.keep(between)
         ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
         ctx.save_for_backward(*norm, *inner, *saved1, *saved2)
@@ -331,8 +333,8 @@ class _MLPFunction(torch.autograd.Function):
         fc2_grads: list[Tensor | None] = [None] * fc2.num_parameters
         if dout is not None:
             layers = (
-                fc1.begin(saved1, any(needs), need_tensors[:num_fc1]),
-                fc2.begin(saved2, True, need_tensors[num_fc1:]),
+                fc1.with_saved(saved1, any(needs), need_tensors[:num_fc1]),
+                fc2.with_saved(saved2, True, need_tensors[num_fc1:]),
             )
             # only the layers hold their tensors, and release them after the last use
             saved1.clear()
@@ -394,7 +396,7 @@ def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> F
 
 def _norm_linear_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
     front, rule, _ = _entered_again(step, others)
-    dy, tensor_grads = layers[0].backward(step.grads, front.again(layers[0], rule))
+    dy, tensor_grads = layers[0].backward(step.grads, front.requantized(layers[0], rule))
     return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), [tensor_grads])
 
 

@@ -93,9 +93,9 @@ class NormBackward(NamedTuple):
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
         return OperandProducer(rows, partial(norm_kernels.normalize_and_quantize, rows, statistics, parameters))
 
-    def again(self, layer: LinearBackward, rule: NormConfig | None) -> WgradOperand | None:
+    def requantized(self, layer: LinearBackward, rule: NormConfig | None) -> WgradOperand | None:
         """Return the operand of a layer's wgrad, or None if forward kept it."""
-        return None if rule is None else layer.reread(lambda: self.normalized(rule))
+        return None if rule is None else layer.requantize_input(lambda: self.normalized(rule))
 
     def gradients(
         self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
@@ -171,7 +171,7 @@ class StoredInputs:
 
     def read(self) -> ActivationInputs:
         """Return the inputs, decoding them if needed."""
-        if self.storage.cell is not None:
+        if self.storage.spec is not None:
             self.tensors[:] = self.storage.values(self.tensors, self.dtype)
             self.storage = AS_IS
         return ActivationInputs(*self.tensors)

@@ -267,12 +267,12 @@ class LayerNormLinear(QuantizedModule):
         """
         inp = self._input(inp)
         front, normed = fused.front(self, self.normalization, inp), None
-        layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
+        layer = self._prepare(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, layer):
             outputs: Sequence[Tensor] = fused.norm_linear(front, layer)[0]
         else:
             normed, _ = front.normalized()
-            outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
+            outputs = self._project(normed, self._layer, with_bias=not self.return_bias, prepared=layer)
         out = (
             outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
         )
@@ -392,20 +392,22 @@ class LayerNormMLP(QuantizedModule):
         inp = self._input(inp)
         residual = None if residual is None else checks.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
-        fc1 = self._ready(self._fc1, inp.shape, inp.device)
+        fc1 = self._prepare(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
-        fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
+        fc2 = self._prepare(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
             storage = STORAGES[self.activation_storage]
             out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
         else:
             normed, total = front.normalized()
-            hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, ready=fc1))
+            hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, prepared=fc1))
             recomputed = recomputed_input if self.recompute_activation else None
             reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
             if reads_codes and isinstance(fc2, TracedLinear) and (context.quantizes(fc2.setting) or fc2.stored):
                 _refuse_codes_in_graph(type(self).__name__)
-            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=recomputed)
+            (out,) = self._project(
+                hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=recomputed
+            )
         extras: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None

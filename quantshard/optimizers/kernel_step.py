@@ -266,7 +266,7 @@ def _shared(
         if state.storage is None:
             continue
         role = WEIGHT if state.writes_weight else target
-        for name in storages.scale_names(state.storage.cell):
+        for name in storages.scale_names(state.storage.spec):
             if name in state.shared:
                 yield grids[number, role, name], state.shared[name]
 

@@ -25,7 +25,7 @@ from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
-from quantshard.state_storage import needs_master, splits, state_cell, stored_dtype
+from quantshard.state_storage import needs_master, splits, state_quant_spec, stored_dtype
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
@@ -294,9 +294,9 @@ class QuantizedState(OptimizerState):
     """A state in the components of a format row, with blocks aligned to the global tensor. `nonnegative`: see
     `StateSpec`."""
 
-    def __init__(self, param: Tensor, cell: QuantSpec, nonnegative: bool = False) -> None:
+    def __init__(self, param: Tensor, spec: QuantSpec, nonnegative: bool = False) -> None:
         self.owner = param
-        self._storage = storages.empty(cell, components.shard_of(param), private_torch.local_tensor(param).device).map(
+        self._storage = storages.empty(spec, components.shard_of(param), private_torch.local_tensor(param).device).map(
             torch.zero_
         )
         self.nonnegative = nonnegative
@@ -310,7 +310,7 @@ class QuantizedState(OptimizerState):
         return requantize.shared_scales(self.owner, self.storage)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        by_name = self.storage.cell.format.by_name
+        by_name = self.storage.spec.format.by_name
         parts = components.storage_tensors(self.storage, self.owner)
         return {name + by_name[part].key_suffix: tensor for part, tensor in parts.items()}
 
@@ -319,12 +319,12 @@ class QuantizedState(OptimizerState):
 
     def for_kernels(self) -> StoredTensor | None:
         storage = self.storage
-        fmt, shard, parts = storage.cell.format, storage.shard, storage.components
+        fmt, shard, parts = storage.spec.format, storage.shard, storage.components
         packed = fmt.copies[Orientation.ROWWISE].codes.block_shape[1]
         if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
             return None
         history = storage.state.get(AMAX_HISTORY)
-        return ScaledTensor(fmt, storage.cell.scaling, shard, parts, history, frozenset(self.shared))
+        return ScaledTensor(fmt, storage.spec.scaling, shard, parts, history, frozenset(self.shared))
 
     def read(self) -> Tensor:
         return self.storage.dequantize()
@@ -338,7 +338,7 @@ class QuantizedState(OptimizerState):
             values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
         )
         if self.nonnegative:
-            for copy in self.storage.cell.format.copies.values():
+            for copy in self.storage.spec.format.copies.values():
                 codes = self.storage.components[copy.codes.name]
                 bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
                 bits.masked_fill_((bits == 0) & (values > 0), 1)  # the smallest positive code
@@ -395,7 +395,7 @@ class SplitState(OptimizerState):
 
     @property
     def _codes(self) -> OrientedCodes:
-        return self.storage.cell.format.copies[Orientation.ROWWISE]
+        return self.storage.spec.format.copies[Orientation.ROWWISE]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name + REMAINDER_SUFFIX: self.bytes}
@@ -438,8 +438,8 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
     """Allocate a zero state for a parameter, in its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
-    cell = state_cell(dtype, nonnegative)
-    return FloatState(param, dtype, nonnegative) if cell is None else QuantizedState(param, cell, nonnegative)
+    spec = state_quant_spec(dtype, nonnegative)
+    return FloatState(param, dtype, nonnegative) if spec is None else QuantizedState(param, spec, nonnegative)
 
 
 def make_weight(param: Tensor) -> OptimizerState:
@@ -455,7 +455,7 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> Optimize
     quantized = components.quantized_local(param)
     if not needs_master(quantized is not None, param.dtype, dtype):
         return None
-    weight = None if quantized is None else quantized.quantized_storage.cell.format
+    weight = None if quantized is None else quantized.quantized_storage.spec.format
     if remainders and splits(weight, param.dtype, dtype):
         return RemainderState(param) if weight is None else SplitState(param)
     return make_state(param, dtype)

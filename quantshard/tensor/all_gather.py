@@ -50,12 +50,12 @@ def gather_inputs(shard: QuantizedStorage, mesh: DeviceMesh) -> tuple[tuple[Tens
     if mesh.size() == 1:
         # FSDP2 copies the first input and gathers nothing
         return (next(iter(shard.components.values())).reshape(-1)[:1],), GatherMetadata(shard, (), mesh)
-    copies = tuple(shard.cell.format.copies)
+    copies = tuple(shard.spec.format.copies)
     passes: tuple[tuple[Orientation, ...], ...] = (copies,)
     if len(copies) > 1 and plan.frees_between_passes:
         passes = tuple((which,) for which in copies)
     this_pass = passes[-1] if private_torch.in_backward() else passes[0]
-    slots = sharding.gather_slots(shard.cell.format, shard.shard, this_pass, passes)
+    slots = sharding.gather_slots(shard.spec.format, shard.shard, this_pass, passes)
     return tuple(_padded(shard, slot) for slot in slots), GatherMetadata(shard, tuple(slots), mesh)
 
 
@@ -78,13 +78,13 @@ def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
     if home not in _plans:
         _plans[home] = private_torch.fsdp_plan(home)
     plan = _plans[home]
-    if len(home.cell.format.copies) > 1 and plan.changed():
+    if len(home.spec.format.copies) > 1 and plan.changed():
         raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
     return plan
 
 
 def _described(shard: QuantizedStorage) -> str:
-    return f"a {shard.cell.tag} weight {shard.shard.global_shape}"
+    return f"a {shard.spec.tag} weight {shard.shard.global_shape}"
 
 
 def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
@@ -104,7 +104,7 @@ def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_p
     """Put the gathered weight together. `lasts_one_pass`: nothing writes to the shard while it is in use."""
     local, slots = metadata.shard, metadata.slots
     whole = local.shard.before_cut()
-    by_name = local.cell.format.by_name
+    by_name = local.spec.format.by_name
     components = {}
     for slot, output in zip(slots, outputs if slots else (), strict=True):
         if slot.name is not None:
@@ -123,7 +123,7 @@ def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_p
             components[name] = part if lasts_one_pass else part.clone()
     # draws are counted in the shard itself, not in a copy that CPU offload moved
     return QuantizedStorage(
-        local.cell, whole, components, local.home.state, version=local.version, gathered=True,
+        local.spec, whole, components, local.home.state, version=local.version, gathered=True,
         captured=kernel_dispatch.is_capturing(),
         fetch=partial(_gather_copy, ref(local.home), metadata.mesh, local.device), source=ref(local.home),
     )  # fmt: skip
@@ -139,7 +139,7 @@ def _gather_copy(
     shard = home()
     assert shard is not None
     storage = shard.map(lambda part: part.to(device))  # FSDP2's copy under CPU offload no longer exists
-    slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
+    slots = sharding.gather_slots(storage.spec.format, storage.shard, (which,), ((which,),))
     outputs = []
     for slot in slots:
         part = _padded(storage, slot)

@@ -151,9 +151,9 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
     """Copy components and state between storages of the same format and the same place in the global tensor."""
-    if target.cell != source.cell or target.shard != source.shard:
+    if target.spec != source.spec or target.shard != source.shard:
         raise UnsupportedOperationError(
-            f"copy_ from {source.cell} {source.shard.extents} into {target.cell} {target.shard.extents}: quantized "
+            f"copy_ from {source.spec} {source.shard.extents} into {target.spec} {target.shard.extents}: quantized "
             "tensors must have one format and shard"
         )
     for name, part in target.components.items():
@@ -195,7 +195,7 @@ def _empty_like(
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
     storages.move_draws(state, target)
-    storage = storages.empty(tensor.quantized_storage.cell, tensor.quantized_storage.shard, target, state)
+    storage = storages.empty(tensor.quantized_storage.spec, tensor.quantized_storage.shard, target, state)
     storage.mesh = tensor.quantized_storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 

@@ -91,7 +91,7 @@ def storage_tensor(storage: QuantizedStorage, owner: Tensor, name: str) -> Tenso
     part = storage.components[name]
     if not isinstance(owner, DTensor):
         return part
-    component = storage.cell.format.by_name[name]
+    component = storage.spec.format.by_name[name]
     placements = component_placements(storage.shard, component, owner.placements)
     return as_dtensor(part, owner, placements, sharding.whole(storage.shard.global_shape).component_shape(component))
 
@@ -213,19 +213,19 @@ def state_of(param: Tensor) -> dict[str, Tensor]:
     """Key suffix -> live tensor, for each checkpoint entry of a quantized parameter."""
     storage = storage_of(param)
     # each save and load calls this function, and DCP would silently mix up misplaced pieces
-    check_offsets([(f"the {storage.cell.tag} weight", param)])
-    by_name = storage.cell.format.by_name
+    check_offsets([(f"the {storage.spec.tag} weight", param)])
+    by_name = storage.spec.format.by_name
     entries = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
     entries.update({f"_{name}": value for name, value in storage.state.items()})
-    packed = storage.cell.format.copies[Orientation.ROWWISE].codes.block_shape[1]
-    entries[FORMAT_SUFFIX] = format_tag(storage.cell.tag, -storage.shard.global_shape[1] % packed)
+    packed = storage.spec.format.copies[Orientation.ROWWISE].codes.block_shape[1]
+    entries[FORMAT_SUFFIX] = format_tag(storage.spec.tag, -storage.shard.global_shape[1] % packed)
     return entries
 
 
 def suffixes(param: Tensor) -> list[str]:
     """The key suffixes of a quantized parameter, in the order of `state_of`."""
     storage = storage_of(param)
-    by_name = storage.cell.format.by_name
+    by_name = storage.spec.format.by_name
     return [
         *(by_name[name].key_suffix for name in storage.components),
         *(f"_{key}" for key in storage.state),
@@ -236,7 +236,7 @@ def suffixes(param: Tensor) -> list[str]:
 def state_entry(param: Tensor, suffix: str) -> Tensor | None:
     """The entry of `state_of` for one suffix, or None, without building DTensors for the other entries."""
     storage = storage_of(param)
-    by_name = storage.cell.format.by_name
+    by_name = storage.spec.format.by_name
     for name in storage.components:
         if by_name[name].key_suffix == suffix:
             return storage_tensor(storage, param, name)
@@ -259,17 +259,17 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
     """Pairs of live local tensors and their loaded values, as `load_components` copies them."""
     storage = storage_of(param)
     tag = values.get(FORMAT_SUFFIX)
-    if tag is not None and read_format_tag(tag) != storage.cell.tag:
+    if tag is not None and read_format_tag(tag) != storage.spec.tag:
         raise CheckpointError(
-            f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.cell.tag!r}; "
+            f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.spec.tag!r}; "
             "build the model with the recipe that the checkpoint was written with"
         )
     pairs = []
     for suffix, live in state_of(param).items():
         if suffix != FORMAT_SUFFIX and suffix in values:
-            component = next((c for c in storage.cell.format.components if c.key_suffix == suffix), None)
+            component = next((c for c in storage.spec.format.components if c.key_suffix == suffix), None)
             pairs.append(_checked(live, values[suffix], f"{name}{suffix}", storage.shard, component))
-    lacking = [c.key_suffix for c in storage.cell.format.components if c.key_suffix not in values]
+    lacking = [c.key_suffix for c in storage.spec.format.components if c.key_suffix not in values]
     if pairs and lacking:
         raise CheckpointError(
             f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
@@ -312,9 +312,9 @@ def power_of_two_scales(param: Tensor) -> list[str]:
     The encoding also holds other scales, and the format tag does not record the difference.
     """
     local = quantized_local(param)
-    if local is None or not local.quantized_storage.cell.scaling.power_of_two:
+    if local is None or not local.quantized_storage.spec.scaling.power_of_two:
         return []
-    scales = (c for c in local.quantized_storage.cell.format.components if c.role is Role.SCALE and c.encoding == FP32)
+    scales = (c for c in local.quantized_storage.spec.format.components if c.role is Role.SCALE and c.encoding == FP32)
     return [component.key_suffix for component in scales]
 
 
@@ -325,7 +325,7 @@ def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None
         if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
             raise CheckpointError(
                 f"{name}{suffix}: the state dict holds scales that are not powers of two, but this model's weight is "
-                f"{storage_of(param).cell}; build the model with the recipe that the checkpoint was written with, or "
+                f"{storage_of(param).spec}; build the model with the recipe that the checkpoint was written with, or "
                 "load it with quantshard.checkpoints.load(requantize=True)"
             )
 

@@ -85,7 +85,7 @@ class QuantizedTensor(Tensor):
         """
         self.check_filled("quantize_")
         storage = self.quantized_storage
-        shared = [part.name for part in storage.cell.format.components if storage.shard.shares_blocks(part)]
+        shared = [part.name for part in storage.spec.format.components if storage.shard.shares_blocks(part)]
         if shared:
             raise UnsupportedOperationError(
                 f"quantize_ on {self!r}: other ranks share its {' and '.join(shared)}; call "
@@ -156,7 +156,7 @@ class QuantizedTensor(Tensor):
         shard = self.quantized_storage.shard
         where = f", origin={shard.origin} of {shard.global_shape}" if shard.cut is not None else ""
         return (
-            f"QuantizedTensor({self.quantized_storage.cell.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"QuantizedTensor({self.quantized_storage.spec.tag}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device={self.device}{where})"
         )
 
@@ -190,18 +190,18 @@ class QuantizedTensor(Tensor):
         names += [_STATE + name for name in self.quantized_storage.state]
         # Names are part of the guards: a graph is valid for the copies that it was traced with, and FSDP2 gathers one
         # copy in forward and another in backward.
-        return names, (self.quantized_storage.cell, self.quantized_storage.shard, self.dtype, tuple(names))
+        return names, (self.quantized_storage.spec, self.quantized_storage.shard, self.dtype, tuple(names))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, Tensor], meta: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        cell, shard, dtype, _ = meta
+        spec, shard, dtype, _ = meta
         parts: dict[str, dict[str, Tensor]] = {_COMPONENT: {}, _STATE: {}}
         for name, tensor in inner.items():
             prefix = _COMPONENT if name.startswith(_COMPONENT) else _STATE
             parts[prefix][name.removeprefix(prefix)] = tensor
-        return QuantizedTensor(QuantizedStorage(cell, shard, parts[_COMPONENT], parts[_STATE]), dtype, outer_size)
+        return QuantizedTensor(QuantizedStorage(spec, shard, parts[_COMPONENT], parts[_STATE]), dtype, outer_size)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -264,7 +264,7 @@ def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
     ours, theirs = new.quantized_storage, old.quantized_storage
     if ours is theirs:
         return True  # the last step of `weight.data -= update`
-    alike = (ours.cell, ours.shard, new.shape) == (theirs.cell, theirs.shard, old.shape)
+    alike = (ours.spec, ours.shard, new.shape) == (theirs.spec, theirs.shard, old.shape)
     passing = isinstance(ours, Placeholder) or ours.gathered or theirs.gathered
     return alike and not passing and private_torch.takes_data(old, new)
 
@@ -284,7 +284,7 @@ class _Dequantize(torch.autograd.Function):
 
 def quantize_weight(
     values: Tensor,
-    cell: QuantSpec,
+    spec: QuantSpec,
     *,
     dtype: torch.dtype | None = None,
     state: dict[str, Tensor] | None = None,
@@ -294,7 +294,7 @@ def quantize_weight(
 
     Args:
         values: the high-precision values.
-        cell: the format row and scaling, e.g. `recipe.weight`.
+        spec: the format row and scaling, e.g. `recipe.weight`.
         dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
@@ -303,9 +303,9 @@ def quantize_weight(
         raise UnsupportedOperationError(
             f"quantize needs a matrix of a floating dtype, got {values.dtype} {tuple(values.shape)}"
         )
-    state = state if state is not None else storages.weight_state(cell, values.device)
+    state = state if state is not None else storages.weight_state(spec, values.device)
     shard = sharding.whole((values.shape[0], values.shape[1]))
-    storage = storages.empty(cell, shard, values.device, state)
+    storage = storages.empty(spec, shard, values.device, state)
     tensor = QuantizedTensor(storage, dtype or values.dtype)
     if values.device.type != "meta":
         tensor.quantize_(values)

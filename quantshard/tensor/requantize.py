@@ -35,9 +35,9 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
     """
     if not isinstance(owner, DTensor):
         return {}
-    dims, by_name = private_torch.cut_dims(owner.placements), storage.cell.format.by_name
+    dims, by_name = private_torch.cut_dims(owner.placements), storage.spec.format.by_name
     axes = {
-        name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.cell)
+        name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.spec)
     }
     groups = {name: private_torch.axis_groups(owner.device_mesh, sorted(mesh_axes)) for name, mesh_axes in axes.items()}
     return {name: group for name, group in groups.items() if group}
@@ -70,9 +70,9 @@ class Requantization:
         if history is None:
             self.storage.write(values, self.amaxes, words, remainder)
             return
-        (name,) = storages.scale_names(self.storage.cell)
+        (name,) = storages.scale_names(self.storage.spec)
         amax = self.amaxes[name]
-        past = history_amax(history, self.storage.cell.scaling.most_recent)
+        past = history_amax(history, self.storage.spec.scaling.most_recent)
         # as in the kernels, an infinite or NaN amax is neither used nor recorded
         scale_amax = torch.where(torch.isfinite(amax), torch.maximum(past, amax), past)
         self.storage.write(values, {name: scale_amax.view(1, 1)}, words, remainder)

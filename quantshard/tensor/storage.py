@@ -55,7 +55,7 @@ class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
     Args:
-        cell: the format row and its scaling.
+        spec: the format row and its scaling.
         shard: the rectangle, in the global tensor.
         components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
             the GEMM reads them (`kernel_dispatch.as_stored`).
@@ -75,7 +75,7 @@ class QuantizedStorage:
             The plan of a layer shares this list between all operands that it makes.
     """
 
-    cell: QuantSpec
+    spec: QuantSpec
     shard: Shard
     components: dict[str, Tensor]
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class QuantizedStorage:
 
     def has(self, which: Orientation) -> bool:
         """True if the codes of that copy are present: a gather may bring only the copy that the pass needs."""
-        copy = self.cell.format.copies.get(which)
+        copy = self.spec.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
 
     def view(self, name: str, layout: Callable[[Tensor], Tensor]) -> Tensor:
@@ -196,7 +196,7 @@ class QuantizedStorage:
     def _touched(self, resident: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.shard.cut is None:  # a fast path: each GEMM calls this for its operands
             return resident
-        by_name = self.cell.format.by_name
+        by_name = self.spec.format.by_name
         return {name: part[self.shard.touched(by_name[name])] for name, part in resident.items()}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
@@ -228,7 +228,7 @@ class QuantizedStorage:
         shard = self.shard.piece(dim, start, chunk)
         components = {}
         for name, part in self.components.items():
-            component = self.cell.format.by_name[name]
+            component = self.spec.format.by_name[name]
             slices = (
                 slice(new[0] - old[0], new[1] - old[0])
                 for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
@@ -239,13 +239,13 @@ class QuantizedStorage:
             initial = initial.narrow(
                 dim, min(start, initial.shape[dim]), shard.shape[dim]
             )  # min: for an empty piece past the end
-        return QuantizedStorage(self.cell, shard, components, self.state, initial, self.version)._watched()
+        return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)._watched()
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
         """Every `piece` of a cut. Making them together is faster: a cut over a thousand ranks has a thousand pieces."""
         size = self.shard.shape[dim]  # 0 gives one empty piece, as in torch.split
         shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
-        by_name, columns = self.cell.format.by_name, {}
+        by_name, columns = self.spec.format.by_name, {}
         for name, part in self.components.items():
             if shards[0].replicates(by_name[name], dim):
                 columns[name] = [part] * len(shards)  # blocks straddle pieces, so each keeps all entries
@@ -255,7 +255,7 @@ class QuantizedStorage:
         initial = self.initial_values()
         initial_pieces = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
         return [
-            QuantizedStorage(self.cell, shard, part, self.state, values, self.version)._watched()
+            QuantizedStorage(self.spec, shard, part, self.state, values, self.version)._watched()
             for shard, part, values in zip(shards, parts, initial_pieces, strict=True)
         ]
 
@@ -279,7 +279,7 @@ class QuantizedStorage:
             remainder: output for the low bytes of 16-bit masters. Their rounding then also decides the rowwise codes.
         """
         self.mark_written()
-        fmt, scaling = self.cell.format, self.cell.scaling
+        fmt, scaling = self.spec.format, self.spec.scaling
         scales, multipliers = numerics.scales_and_multipliers(amaxes, fmt, scaling, values.dtype)
         # scales of all resident blocks, since the state dict declares them replicated
         for name, scale in scales.items():
@@ -298,12 +298,12 @@ class QuantizedStorage:
         """`write` a whole matrix by its own amaxes, in one pass. Requires `kernel_dispatch.sees_blocks`."""
         self.mark_written()
         # not in place: operands have fresh components, which no other object refers to
-        self.components.update(kernel_dispatch.quantize(values, self.cell.format, self.cell.scaling, words))
+        self.components.update(kernel_dispatch.quantize(values, self.spec.format, self.spec.scaling, words))
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
         """Amaxes of `values` over the resident grids; zero in entries that this rectangle does not touch."""
-        fmt = self.cell.format
+        fmt = self.spec.format
         amaxes = kernel_dispatch.amaxes(values, fmt, self.shard.origin)
         if self.shard.cut is None:
             return amaxes
@@ -328,7 +328,7 @@ class QuantizedStorage:
         if not self.has(which):
             # FSDP2 gathered the other copy of an unsharded weight: a collective call
             return self.with_copy(which).dequantize(which, dtype, nan_flag)
-        copy = self.cell.format.copies[which]
+        copy = self.spec.format.copies[which]
         return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, nan_flag)
 
     def with_copy(self, which: Orientation) -> QuantizedStorage:
@@ -347,7 +347,7 @@ class Placeholder(QuantizedStorage):
     """
 
     def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
-        super().__init__(parent.cell, parent.shard, {}, parent.state)
+        super().__init__(parent.spec, parent.shard, {}, parent.state)
         self.parent = parent
         self.target = device
 
@@ -372,22 +372,22 @@ class Placeholder(QuantizedStorage):
 
 
 def empty(
-    cell: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
+    spec: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
 ) -> QuantizedStorage:
     """A storage with uninitialized components."""
     components = {
         c.name: torch.empty(shard.component_shape(c), dtype=c.encoding.storage, device=device)
-        for c in cell.format.components
+        for c in spec.format.components
     }
-    return QuantizedStorage(cell, shard, components, state if state is not None else {})
+    return QuantizedStorage(spec, shard, components, state if state is not None else {})
 
 
-def scale_names(cell: QuantSpec) -> list[str]:
+def scale_names(spec: QuantSpec) -> list[str]:
     """Names of the components that derive from amaxes."""
-    return [c.name for c in cell.format.components if c.role is not Role.CODES]
+    return [c.name for c in spec.format.components if c.role is not Role.CODES]
 
 
-def weight_state(cell: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
+def weight_state(spec: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
     """New state of a parameter: a key drawn from torch's CPU generator, a zero count of draws, and an empty amax
     history.
 
@@ -398,8 +398,8 @@ def weight_state(cell: QuantSpec | None, device: torch.device | str) -> dict[str
         KEY: random_key(),
         DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu"),
     }
-    if cell is not None and cell.scaling.history:
-        state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+    if spec is not None and spec.scaling.history:
+        state[AMAX_HISTORY] = torch.zeros(spec.scaling.history, dtype=torch.float32, device=device)
     return state
 
 

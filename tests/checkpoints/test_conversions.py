@@ -55,7 +55,7 @@ def check(model: nn.Sequential, masters: dict[str, torch.Tensor]) -> None:
             assert same(param.detach(), master.to(param.dtype))
             continue
         storage = components.storage_of(param)
-        assert not differing(storage.components, numerics.quantize(master, storage.cell.format, storage.cell.scaling))
+        assert not differing(storage.components, numerics.quantize(master, storage.spec.format, storage.spec.scaling))
 
 
 def masters_of(model: nn.Sequential, optimizer: FusedAdam) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def by_hand(weight: torch.Tensor) -> tuple[int, int, int]:
     """Codes, zero codes and largest codes of a weight's copies, by decoding each code alone."""
     storage = components.storage_of(weight)
     codes = zeros = largest = 0
-    for copy in storage.cell.format.copies.values():
+    for copy in storage.spec.format.copies.values():
         encoding = copy.codes.encoding
         for byte in storage.components[copy.codes.name].flatten().tolist():
             for code in (byte,) if encoding.bits == 8 else (byte & 15, byte >> 4):
@@ -60,12 +60,12 @@ def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> N
     for index, (cols, rows) in enumerate(SHAPES):
         weight, row = model[index].weight, found[f"model.{index}.weight"]
         storage = components.storage_of(weight)
-        assert (row.format, row.shape, row.kind, row.quantized) == (storage.cell.tag, (rows, cols), "weight", True)
+        assert (row.format, row.shape, row.kind, row.quantized) == (storage.spec.tag, (rows, cols), "weight", True)
         assert (row.codes, row.zeros, row.saturated) == by_hand(weight)
         assert row.chunks == 1 and not row.wrong
         own = [*storage.components.values(), *storage.state.values()]
         assert row.bytes == sum(part.nbytes for part in own) + components.FORMAT_TAG_BYTES
-        blocks = [c for c in storage.cell.format.components if c.role is Role.SCALE]
+        blocks = [c for c in storage.spec.format.components if c.role is Role.SCALE]
         assert row.scales is not None and 0 < row.scales[0] <= row.scales[1] and blocks
         moment = found[f"optimizer.state.{2 * index}.exp_avg"]
         assert (moment.format, moment.quantized, moment.shape) == ("fp8_1x128", True, (rows, cols))

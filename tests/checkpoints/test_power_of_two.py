@@ -102,7 +102,7 @@ def test_it_is_quantized_anew_if_asked_to(kind: str, tmp_path: Path) -> None:
         checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
     assert numerics.are_powers_of_two(model.state_dict()["0.weight_scale_inv"])
     master = optimizer.get_unscaled_state(model[0].weight, "master_param")
-    cell = components.storage_of(model[0].weight).cell
+    cell = components.storage_of(model[0].weight).spec
     assert not differing(
         components.storage_of(model[0].weight).components, numerics.quantize(master, cell.format, cell.scaling)
     )

@@ -587,7 +587,7 @@ def test_a_weight_takes_no_values_that_are_not_finite(name, special):
     for write in (
         lambda: tensor.quantize_(values),
         lambda: requantize_([(weight(MXFP8), random(48, 40)), (tensor, values)]),
-        lambda: quantize_weight(values, tensor.quantized_storage.cell),
+        lambda: quantize_weight(values, tensor.quantized_storage.spec),
     ):
         with pytest.raises(ConfigurationError, match=rf"2 of 1920 values.*first, {special}, at \[5, 7\]"):
             write()

@@ -112,7 +112,7 @@ def amaxes_of_all_ranks(
 ) -> dict[str, Tensor]:
     """`operands._amaxes`, of the activations of all data-parallel ranks together."""
     if given is not None:
-        return {name: given.view(1, 1) for name in operands.scale_names(storage.cell)}
+        return {name: given.view(1, 1) for name in operands.scale_names(storage.spec)}
     found, reduction = storage.measure(values), flat_max.FlatMax()
     for grid in found.values():
         reduction.add(grid, process_groups.world())

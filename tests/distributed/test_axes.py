@@ -77,11 +77,11 @@ def held(model: nn.Module, optimizer: FusedAdam | None = None) -> Held:
         else:
             storage = local.quantized_storage
             here = at(storage.shard.extents)
-            for part in storage.cell.format.components:
+            for part in storage.spec.format.components:
                 found[f"{name}.{part.name}"] = (storage.components[part.name], at(storage.shard.resident(part)))
             found |= {f"{name}.{key}": (value, ()) for key, value in storage.state.items()}
         for role, state in (optimizer._states[param] if optimizer else {}).items():
-            fmt = state.storage.cell.format if state.storage else None
+            fmt = state.storage.spec.format if state.storage else None
             for key, tensor in state.tensors(role).items():
                 part = next((p for p in fmt.components if role + p.key_suffix == key), None) if fmt else None
                 where = here if part is None else at(state.storage.shard.resident(part))
@@ -325,7 +325,7 @@ def gathered(axes: Axes, name: str, layer: Any, expected: QuantizedStorage) -> l
     found = components.storage_of(layer.weight)
     assert found.shard == expected.shard
     wrong = []
-    for which, copy in found.cell.format.copies.items():  # a gather brings only the copy that the pass needs
+    for which, copy in found.spec.format.copies.items():  # a gather brings only the copy that the pass needs
         parts = found.with_copy(Orientation(which)).components
         for part in filter(None, (copy.codes, copy.scale, copy.amax)):
             if not torch.equal(parts[part.name], expected.components[part.name]):

@@ -80,7 +80,7 @@ def wire_of_one_step(case: Case) -> dict[str, Any]:
     for layer in model:
         local = components.quantized_local(layer.weight)
         assert local is not None
-        fmt, shard = local.quantized_storage.cell.format, local.quantized_storage.shard
+        fmt, shard = local.quantized_storage.spec.format, local.quantized_storage.shard
         both = tuple(fmt.copies)
         passes = tuple((which,) for which in both) if case.reshard and len(both) > 1 else (both,)
         weight = [

@@ -52,7 +52,7 @@ def shared_memory(recipe: str) -> list[str]:
     weight = model[0].weight
     assert isinstance(weight, QuantizedTensor) and weight.quantized_storage.gathered
     gathered = {name: part.clone() for name, part in weight.quantized_storage.components.items()}
-    resident = [c for c in shard.cell.format.components if c.role is not Role.CODES and not shard.shard.gathers(c)]
+    resident = [c for c in shard.spec.format.components if c.role is not Role.CODES and not shard.shard.gathers(c)]
     if not resident:
         wrong.append("no scale is resident, so nothing was tried")
     for component in resident:

@@ -110,7 +110,7 @@ def test_recipes_by_layer():
     settings = replace(SHORT, hidden=32, heads=2, layers=3, ffn=64).resolved()
     model = models.ModelSpec(replace(settings, recipe="layers.0=bf16, layers.2=block,*=mxfp8")).converted()[0]
     formats = [
-        {param.quantized_storage.cell.format.name for param in layer.parameters() if isinstance(param, QuantizedTensor)}
+        {param.quantized_storage.spec.format.name for param in layer.parameters() if isinstance(param, QuantizedTensor)}
         for layer in model.layers
     ]
     wanted = [None, recipe.resolve("mxfp8").weight, recipe.resolve("block").weight]
@@ -118,7 +118,7 @@ def test_recipes_by_layer():
     content = SIZED | {"model_type": "llama"}
     spec = models.ModelSpec(replace(SHORT, model=ANY, recipe="layers.0.*=bf16,*.down_proj=block,*=mxfp8"), content)
     kinds = {
-        name: param.quantized_storage.cell.tag
+        name: param.quantized_storage.spec.tag
         for name, param in spec.converted()[0].named_parameters()
         if isinstance(param, QuantizedTensor)
     }

@@ -369,7 +369,7 @@ def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:
 
     def turned(s: QuantizedStorage) -> QuantizedStorage:
         parts = {"codes": s.components["codes"].t().contiguous(), "scale_inv": s.components["scale_inv"]}
-        return QuantizedStorage(s.cell, sharding.whole((s.shard.shape[1], s.shard.shape[0])), parts)
+        return QuantizedStorage(s.spec, sharding.whole((s.shard.shape[1], s.shard.shape[0])), parts)
 
     assert torch.equal(backend.matmul(turned(a), turned(b), torch.float32, transpose_b=True), expected)
 
@@ -399,7 +399,7 @@ SMALL = tuple(itertools.product(SIZES, repeat=3)) if ON_GPU else tuple(
 
 def with_column_scales(storage: QuantizedStorage) -> QuantizedStorage:
     """Make the scales column-major, as kernels store scales for GEMMs that read them so."""
-    name = storage.cell.format.copies[Orientation.ROWWISE].scale.name
+    name = storage.spec.format.copies[Orientation.ROWWISE].scale.name
     transposed = storage.components[name].t().contiguous().t()
     return replace(storage, components=storage.components | {name: transposed})
 

@@ -50,7 +50,7 @@ def test_quantize_is_that_of_the_oracle(cell, dtype, shape):
     copies = None if words is None else dict.fromkeys(Orientation, words)
     expected = numerics.quantize(values, cell.format, cell.scaling, words=copies)
     found = operands.quantize_operand(values, cell, words=words)
-    assert found.components.keys() == expected.keys() and found.cell is cell
+    assert found.components.keys() == expected.keys() and found.spec is cell
     assert all(torch.equal(found.components[name], part) for name, part in expected.items())
     assert found.shard == operands.operand_shard(shape, cell) and found.shard.cut is None
     assert found.components[cell.format.components[0].name].is_contiguous()

@@ -113,7 +113,7 @@ def test_either_direction_alone_and_one_gradient_alone():
     gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
     high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
     asked = request_of(fmt.copies[Orientation.ROWWISE], scaling)
-    one, two = ka.activate_and_quantize(gate, "swiglu", up, KernelOutputs(other=asked, high=high))
+    one, two = ka.activate_and_quantize(gate, "swiglu", up, KernelOutputs(columnwise=asked, high=high))
     assert one is None
     same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
     found = ka.activate_backward_and_quantize(

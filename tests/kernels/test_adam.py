@@ -27,7 +27,7 @@ from quantshard.numerics.states import StateKind
 from quantshard.optimizers.kernel_step import settings_row
 from quantshard.optimizers.state import round_to
 from quantshard.recipe import QuantSpec
-from quantshard.state_storage import state_cell
+from quantshard.state_storage import state_quant_spec
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
@@ -118,7 +118,7 @@ class Thing:
             return PlainTensor(self.plain, StateKind.REMAINDER if is_low else StateKind.PLAIN)
         s = self.storage
         return ScaledTensor(
-            s.cell.format, s.cell.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared
+            s.spec.format, s.spec.scaling, s.shard, s.components, s.state.get(AMAX_HISTORY), self.shared
         )
 
 
@@ -133,7 +133,7 @@ def make(kind, shard, values, nonnegative=False):
     """A thing of this kind that holds the values, rounded to nearest."""
     if kind in FLOATS:
         return Thing(values.to(FLOATS[kind]).to(DEVICE))
-    cell = CELLS.get(kind) or state_cell(STATES[kind], nonnegative)
+    cell = CELLS.get(kind) or state_quant_spec(STATES[kind], nonnegative)
     history = torch.zeros(cell.scaling.history, device=DEVICE)
     storage = storages.empty(cell, shard, DEVICE, {AMAX_HISTORY: history} if cell.scaling.history else {})
     storage = storage.map(torch.zero_)
@@ -219,7 +219,7 @@ class Case:
             begun.amaxes[name] = torch.maximum(begun.amaxes[name], amaxes)
         begun.commit(values, words)
         if keep_positive:
-            for copy in thing.storage.cell.format.copies.values():
+            for copy in thing.storage.spec.format.copies.values():
                 codes = thing.storage.components[copy.codes.name]
                 bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
                 bits.masked_fill_((bits == 0) & (values > 0), 1)
@@ -412,9 +412,9 @@ def test_rectangles_whose_blocks_other_ranks_share(weight, moments, master, glob
     for role, thing in c.things().items():
         if thing.storage is None:
             continue
-        names = storages.scale_names(thing.storage.cell)
+        names = storages.scale_names(thing.storage.spec)
         thing.shared = frozenset(names)
-        by_name = thing.storage.cell.format.by_name
+        by_name = thing.storage.spec.format.by_name
         others[0, role] = {
             name: torch.rand(thing.storage.shard.component_shape(by_name[name]), device=DEVICE) * 1e3 for name in names
         }

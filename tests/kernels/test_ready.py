@@ -90,7 +90,7 @@ def test_a_stored_matrix_is_swizzled(name: str, turned: bool, shape: tuple[int, 
         for part, size in enumerate((shape, (64, 96))):
             parts = numerics.quantize(values(*size, seed=part).float(), FORMATS[name])
             amax = None if stored.amax is None else parts[stored.amax.name]
-            other = swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.multiplied)
+            other = swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.gemm_dtype)
             nan_flags = (torch.tensor(bad), other) if part == 0 else (None, None)
             given.append((size, parts[stored.codes.name], parts[stored.scale.name], amax, *nan_flags))
         theirs = copy.deepcopy(given)
@@ -302,8 +302,8 @@ def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: d
         found.append((made.for_first_gemm, made.for_wgrad.operand))
     for ready, before in zip(*found, strict=True):
         assert isinstance(ready, QuantizedStorage) and isinstance(before, QuantizedStorage)
-        part = ready.cell.format.copies[Orientation.ROWWISE]
-        assert ready.components[part.codes.name].dtype is part.codes.encoding.multiplied
+        part = ready.spec.format.copies[Orientation.ROWWISE]
+        assert ready.components[part.codes.name].dtype is part.codes.encoding.gemm_dtype
         assert (SECOND_SCALE in ready.components) == (part.amax is not None)
         assert torch.equal(ready.dequantize(), before.dequantize())
         with kernel_dispatch.kernels_only_on():
@@ -362,9 +362,9 @@ def test_who_looks_at_operands_gets_what_formats_store(
     def scales(found: list[Operand]) -> set[torch.dtype]:
         stored = [each for each in found if isinstance(each, QuantizedStorage)]
         assert len(stored) == 2
-        return {each.components[each.cell.format.copies[Orientation.ROWWISE].scale.name].dtype for each in stored}
+        return {each.components[each.spec.format.copies[Orientation.ROWWISE].scale.name].dtype for each in stored}
 
-    assert scales(made()) == {E8M0.multiplied}
+    assert scales(made()) == {E8M0.gemm_dtype}
     with workspace.separate_allocations():
         assert scales(made()) == {torch.uint8}
     monkeypatch.setattr(observation, "active", Looking())

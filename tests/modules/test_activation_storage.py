@@ -14,7 +14,7 @@ from torch import Tensor
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules.activation_storage import ACTIVATION_CELLS, AS_IS, STORAGES, ActivationStorage
+from quantshard.modules.activation_storage import ACTIVATION_SPECS, AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate, activate_stored, is_gated
 from tests.modules.test_mlp import bytes_kept
 
@@ -205,4 +205,4 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedOperationError, match="activation 'swiglu': create_graph=True through"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
     assert "activation_storage='fp8'" in repr(mlp(activation_storage="fp8"))
-    assert set(ACTIVATION_CELLS) == {"high_precision", "fp8"}
+    assert set(ACTIVATION_SPECS) == {"high_precision", "fp8"}

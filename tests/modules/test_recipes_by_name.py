@@ -180,14 +180,14 @@ def test_values_that_the_model_gives_itself_stay() -> None:
             self.blocks[1].up.weight.mark = "mine"
 
     weight = born(build=Ones).blocks[1].up.weight
-    assert components.storage_of(weight).cell.format.name == "mxfp8_32x32"
+    assert components.storage_of(weight).spec.format.name == "mxfp8_32x32"
     assert torch.equal(weight.dequantize(), torch.ones(80, 48, dtype=BF16))
     assert not weight.requires_grad and weight.mark == "mine"
 
 
 def test_one_recipe_leaves_layers_to_the_autocast() -> None:
     model = born("mxfp8", build=lambda: Block(None, None, "cpu"))
-    assert own_recipes(model) == {} and components.storage_of(model.up.weight).cell.format.name == "mxfp8_32x32"
+    assert own_recipes(model) == {} and components.storage_of(model.up.weight).spec.format.name == "mxfp8_32x32"
 
 
 def test_layers_that_were_built_in_a_context_keep_its_recipe() -> None:
@@ -199,7 +199,7 @@ def test_layers_that_were_built_in_a_context_keep_its_recipe() -> None:
 
     model = born({"down": "mxfp8"}, build=build)
     assert own_recipes(model) == {"0.down": "mxfp8"}
-    assert components.storage_of(model[0].up.weight).cell == qs.recipe.resolve("block").weight
+    assert components.storage_of(model[0].up.weight).spec == qs.recipe.resolve("block").weight
     assert components.quantized_local(model[1].weight) is None
 
 
@@ -220,7 +220,7 @@ def test_explain_goes_by_the_layers_own_recipes() -> None:
         "blocks.0.up.weight": "bfloat16", "blocks.0.down.weight": "bfloat16", "blocks.1.up.weight": "mxfp8_32x32",
         "blocks.1.down.weight": "fp8_e4m3+hist", "mlp.fc1_gate_weight": "nvfp4_16x16",
         "mlp.fc1_up_weight": "nvfp4_16x16", "mlp.fc2_weight": "nvfp4_16x16", "head.weight": "bfloat16",
-        **{f"mixture.experts.weight{number}": components.storage_of(born().mixture.experts.weight0).cell.tag
+        **{f"mixture.experts.weight{number}": components.storage_of(born().mixture.experts.weight0).spec.tag
            for number in (0, 1)},
     }  # fmt: skip
     assert "quantized for each forward" not in rows["head.weight"].gemm_reason

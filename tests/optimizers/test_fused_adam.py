@@ -858,7 +858,7 @@ def test_the_rows_of_states_are_those_of_the_format_table():
     optimizer = FusedAdam([param], **FP8)
     moment = random(4, 300, seed=5).abs()
     optimizer.set_scaled_state(param, "exp_avg", moment)
-    row = optimizer._states[param]["exp_avg"].storage.cell
+    row = optimizer._states[param]["exp_avg"].storage.spec
     parts = numerics.quantize(moment, row.format, row.scaling)
     assert row.format.copies[Orientation.ROWWISE].block == (1, 128)
     assert same(optimizer.state[param]["exp_avg"], parts["codes"])

@@ -95,7 +95,7 @@ def test_a_master_begins_with_what_the_weight_was_given(recipe: str) -> None:
     assert given is not None
     before, storage = components(weight), held.quantized_storage
     master = optimizer.get_unscaled_state(weight, "master_param")
-    copy = storage.cell.format.copies[Orientation.ROWWISE]
+    copy = storage.spec.format.copies[Orientation.ROWWISE]
     scales = numerics.expand(numerics.stored_scales(copy, storage.touched()), copy.block, (70, 150), (0, 0))
     gap = (given.float().abs() * 2.0**-11).clamp(min=2.0**-17 * scales)
     off = (master - given.float()).abs() / gap

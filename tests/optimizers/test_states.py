@@ -95,7 +95,7 @@ def numbers_of(encoding):
 
 def gap_of_codes(x, storage):
     """The same for a format row: of the encoding's numbers, found in a table of them all, times the block's scale."""
-    copy = storage.cell.format.copies[Orientation.ROWWISE]
+    copy = storage.spec.format.copies[Orientation.ROWWISE]
     encoding = copy.codes.encoding
     numbers = numbers_of(encoding)
     scale = numerics.decode(storage.components[copy.scale.name], copy.scale.encoding).double()
@@ -401,10 +401,10 @@ def test_rows_of_states_are_rows_of_the_table():
     params, optimizer = build(RECIPES["mxfp8"].weight, exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.uint8)
     for moment in MOMENTS:
         storage = optimizer._states[params["fp32"]][moment].storage
-        assert storage.cell.format in FORMATS.values()
+        assert storage.spec.format in FORMATS.values()
         exact = random(4, 130, seed=8).abs()
         optimizer.set_scaled_state(params["fp32"], moment, exact)
-        parts = numerics.quantize(exact, storage.cell.format, storage.cell.scaling)
+        parts = numerics.quantize(exact, storage.spec.format, storage.spec.scaling)
         assert not differing(storage.components, parts)
     assert components.quantized_local(params["fp32"]) is None
 

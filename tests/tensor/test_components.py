@@ -102,7 +102,7 @@ def test_state_dict_holds_plain_tensors_that_alias_the_live_ones(recipe, keep_va
     state = layer.state_dict(keep_vars=keep_vars)
     assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values())
     storage = layer.weight.quantized_storage
-    by_name = storage.cell.format.by_name
+    by_name = storage.spec.format.by_name
     live = {f"weight{by_name[name].key_suffix}": part for name, part in storage.components.items()}
     live |= {f"weight_{name}": value for name, value in storage.state.items()}
     assert {key for key in state if key.startswith("weight")} == {*live, "weight_format"}
@@ -282,7 +282,7 @@ def refused(layer, state, *parts, **options):
 @by_turns(4, source=list(RECIPES), target=list(RECIPES), strict=[True, False])
 def test_another_format_names_both(source, target, strict):
     saved, loaded = linear(RECIPES[source], seed=1), linear(RECIPES[target], seed=2)
-    tags = [module.weight.quantized_storage.cell.tag for module in (saved, loaded)]
+    tags = [module.weight.quantized_storage.spec.tag for module in (saved, loaded)]
     if tags[0] != tags[1]:
         refused(loaded, saved.state_dict(), "weight: ", *(f"'{tag}'" for tag in tags), "recipe", strict=strict)
 
@@ -327,7 +327,7 @@ def test_missing_keys_under_strict(name):
         state = linear(RECIPES[name]).state_dict()
         del state["weight" + suffix]
         target = linear(RECIPES[name])
-        if suffix in {c.key_suffix for c in target.weight.quantized_storage.cell.format.components}:
+        if suffix in {c.key_suffix for c in target.weight.quantized_storage.spec.format.components}:
             for strict in (True, False):  # codes under another weight's scales
                 refused(
                     target,

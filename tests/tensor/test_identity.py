@@ -158,10 +158,10 @@ def test_an_optimizer_built_before_a_move_trains_the_model_or_says_why_not(make,
 WRITES = {
     "quantize_": lambda t: t.quantize_(torch.ones(48, 40)),
     "requantize_": lambda t: requantize_([(t, torch.ones(48, 40))]),
-    "copy_": lambda t: t.copy_(weight(t.quantized_storage.cell, seed=1)),
+    "copy_": lambda t: t.copy_(weight(t.quantized_storage.spec, seed=1)),
     "itself": lambda t: t.copy_(t.clone()),
     "load": lambda t: components.load_components(
-        t, components.state_of(weight(t.quantized_storage.cell, seed=1)), "weight"
+        t, components.state_of(weight(t.quantized_storage.spec, seed=1)), "weight"
     ),
     "arithmetic": lambda t: t.mul_(0.5),
     "in place": lambda t: codes(t).zero_(),

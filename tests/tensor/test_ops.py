@@ -329,7 +329,7 @@ def test_copy_between_formats_names_both(source, target):
     """Other scaling is another format, too: amax histories of two lengths, or scales of powers of two."""
     one, two = (weight(RECIPES[name].weight) for name in (source, target))
     before = contents(two)
-    with raises(".*".join(re.escape(t.quantized_storage.cell.format.name) for t in (one, two))):
+    with raises(".*".join(re.escape(t.quantized_storage.spec.format.name) for t in (one, two))):
         two.copy_(one)
     assert not differing(before, contents(two))
 

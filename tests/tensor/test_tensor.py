@@ -230,7 +230,7 @@ def test_straddling_shards_are_found():
 
 def resident(parts, shard):
     """The entries of whole components that one shard holds."""
-    by_name = shard.quantized_storage.cell.format.by_name
+    by_name = shard.quantized_storage.spec.format.by_name
     slices = {name: shard.quantized_storage.shard.resident(by_name[name]) for name in parts}
     return {name: part[slice(*slices[name][0]), slice(*slices[name][1])] for name, part in parts.items()}
 
@@ -278,7 +278,7 @@ def reduce_on_ranks(shards, registered):
     by_place = {}
     for shard, own in zip(shards, registered, strict=True):
         for name, grid in zip(shared_names(shard), own.grids, strict=True):
-            place = (name, shard.quantized_storage.shard.resident(shard.quantized_storage.cell.format.by_name[name]))
+            place = (name, shard.quantized_storage.shard.resident(shard.quantized_storage.spec.format.by_name[name]))
             by_place.setdefault(place, []).append(grid)
     for grids in by_place.values():
         if grids[0].numel():
@@ -287,8 +287,8 @@ def reduce_on_ranks(shards, registered):
 
 def shared_names(shard):
     storage = shard.quantized_storage
-    by_name = storage.cell.format.by_name
-    return [n for n in storages.scale_names(storage.cell) if storage.shard.shares_blocks(by_name[n])]
+    by_name = storage.spec.format.by_name
+    return [n for n in storages.scale_names(storage.spec) if storage.shard.shares_blocks(by_name[n])]
 
 
 def requantize_on_ranks(shards, values):
@@ -480,8 +480,8 @@ def test_flatten_and_unflatten(cell, world):
         }
         again = QuantizedTensor.__tensor_unflatten__(inner, meta, tensor.shape, tensor.stride())
         assert again.shape == tensor.shape and again.dtype == tensor.dtype
-        assert (again.quantized_storage.cell, again.quantized_storage.shard) == (
-            tensor.quantized_storage.cell,
+        assert (again.quantized_storage.spec, again.quantized_storage.shard) == (
+            tensor.quantized_storage.spec,
             tensor.quantized_storage.shard,
         )
         assert not differing(contents(again), contents(tensor))

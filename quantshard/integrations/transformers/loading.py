@@ -295,8 +295,8 @@ def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tens
 
     `parts`: tensors keyed by the name that replaces "weight". `noted`: the amax in the header of quantshard's exports.
     """
-    cell = components.storage_of(layer.weight).cell
-    verdict = table.import_verdict(cell, layout)
+    spec = components.storage_of(layer.weight).spec
+    verdict = table.import_verdict(spec, layout)
     rows, cols = layer.weight.shape
     expected = conversion.shapes(layout, rows, cols)
     for key, (_, shape) in expected.items():
@@ -304,20 +304,20 @@ def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tens
             actual = "missing" if key not in parts else list(parts[key].shape)
             raise CheckpointError(f"{key} is {actual}; a {layout.name} weight [{rows}, {cols}] has {list(shape)}")
     if verdict.kind != EXACT:
-        raise CheckpointError(f"it cannot be copied into {cell}: {verdict.why}")
+        raise CheckpointError(f"it cannot be copied into {spec}: {verdict.why}")
     layer.leave_meta(parts[layout.codes_key].device)
     storage = components.storage_of(layer.weight)
-    scale = cell.format.copies[Orientation.ROWWISE].scale
+    scale = spec.format.copies[Orientation.ROWWISE].scale
     scales = conversion.stored_scale(layout, parts[layout.scale_key])
     by_row = scales[torch.arange(rows, device=scales.device) // min(layout.block[0], max(rows, 1))]
     try:
-        grid = conversion.our_grid(by_row, layout, cell.format, storage.shard.resident(scale), cols)
+        grid = conversion.our_grid(by_row, layout, spec.format, storage.shard.resident(scale), cols)
     except InexactConversionError as error:
-        raise CheckpointError(f"it cannot be copied into {cell}: {error}") from None
+        raise CheckpointError(f"it cannot be copied into {spec}: {error}") from None
     values = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
     if layout.second is not None:
-        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, noted)
-    pairs = [(storage.components[c.name], values[c.role]) for c in cell.format.components]
+        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], spec.format, layout.second.divides, noted)
+    pairs = [(storage.components[c.name], values[c.role]) for c in spec.format.components]
     components.write_components(layer.weight, pairs)
     storage.forget_amaxes()
 

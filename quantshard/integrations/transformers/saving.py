@@ -82,7 +82,7 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
     if layout == NATIVE:
         packed = {name: pack(entry) for name, entry in parts.items()}
         return SavedForm({**plain_entries, **packed}, native_config(model, weights))
-    tags = {components.storage_of(param).cell.tag for param in weights.values()}
+    tags = {components.storage_of(param).spec.tag for param in weights.values()}
     # no layout has amax histories
     plain_entries = {name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)}
     row = table.find(layout, tags)
@@ -134,7 +134,7 @@ def _parts(param: Tensor, name: str, entries: Mapping[str, Tensor]) -> dict[str,
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert entries by key suffix to tensors by component name."""
-    fmt = components.storage_of(param).cell.format
+    fmt = components.storage_of(param).spec.format
     return {component.name: parts[component.key_suffix] for component in fmt.components}
 
 
@@ -195,7 +195,7 @@ def _plain_form(
     tensors = {}
     for name, param in weights.items():
         copy, shape = (
-            components.storage_of(param).cell.format.copies[Orientation.ROWWISE],
+            components.storage_of(param).spec.format.copies[Orientation.ROWWISE],
             (param.shape[0], param.shape[1]),
         )
         tensors[name] = numerics.dequantize(copy, _components(param, parts[name]), shape).to(row.dtype)
@@ -208,20 +208,20 @@ def _layout_form(
 ) -> SavedForm:  # fmt: skip
     tensors, amaxes = {}, {}
     for name, param in weights.items():
-        cell, parts_by_name = components.storage_of(param).cell, _components(param, parts[name])
-        verdict = table.verdict(cell, row, has_input_amax=False)
+        spec, parts_by_name = components.storage_of(param).spec, _components(param, parts[name])
+        verdict = table.verdict(spec, row, has_input_amax=False)
         shape = (param.shape[0], param.shape[1])
         try:
             if verdict.kind != EXACT:
                 raise InexactConversionError(verdict.why)
-            converted = conversion.to_layout(row, cell.format, parts_by_name, shape)
+            converted = conversion.to_layout(row, spec.format, parts_by_name, shape)
         except InexactConversionError as error:
             raise ConfigurationError(
-                f"save_pretrained(layout={row.name!r}): {name} {list(shape)} ({cell.tag}) is not exact: {error}; "
+                f"save_pretrained(layout={row.name!r}): {name} {list(shape)} ({spec.tag}) is not exact: {error}; "
                 "choose another layout"
             ) from None
         tensors.update({name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
-        amax = cell.format.copies[Orientation.ROWWISE].amax
+        amax = spec.format.copies[Orientation.ROWWISE].amax
         if amax is not None:
             amaxes[NOTED_AMAX + name] = float(parts_by_name[amax.name]).hex()
     params = components.named_parameters(model)

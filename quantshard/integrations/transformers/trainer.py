@@ -245,7 +245,7 @@ def _check_forms(
 ) -> None:  # fmt: skip
     """Check that weights have the same format in the checkpoint and in the model."""
     for name, param in components.named_parameters(model).items():
-        own = components.storage_of(param).cell.tag if name in weights else None
+        own = components.storage_of(param).spec.tag if name in weights else None
         tag = _tag_of(name, entries)
         is_missing = tag is None and (own is None or name not in entries)
         if tag != own and not is_missing and param.is_floating_point():

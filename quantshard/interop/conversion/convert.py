@@ -297,7 +297,7 @@ def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: Converte
     fill_linear(new, old, choice.name, keep)
     for put in places[id(old)]:
         put(new)
-    fmt = components.storage_of(new.weight).cell.format
+    fmt = components.storage_of(new.weight).spec.format
     after: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
     before = old.weight.numel() * old.weight.element_size()
     return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, after)

@@ -263,8 +263,8 @@ class FusedGatedMLP(nn.Module):
         layers = cast(_GatedLayers, self)
         gate_proj = layers.gate_proj
         x = gate_proj.checked_input(x)
-        gate, up = gate_proj.ready(x.shape, x.device), layers.up_proj.ready(x.shape, x.device)
-        down = layers.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
+        gate, up = gate_proj.prepare(x.shape, x.device), layers.up_proj.prepare(x.shape, x.device)
+        down = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
         activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
         if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
             assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)

@@ -45,9 +45,9 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         """Return the input after the checks and casts of `forward`."""
         return self._input(x)
 
-    def ready(self, x_shape: Sequence[int], device: torch.device) -> PreparedLinear | TracedLinear:
+    def prepare(self, x_shape: Sequence[int], device: torch.device) -> PreparedLinear | TracedLinear:
         """Prepare this layer for an input of this shape under the current recipe, for use in a fused step."""
-        return self._ready(self._layer, x_shape, device)
+        return self._prepare(self._layer, x_shape, device)
 
     def state_by(self, recipe: Recipe) -> LinearState:
         """Return the layer's state under a recipe."""
@@ -225,7 +225,7 @@ def is_packed(value: Tensor) -> bool:
 def unpack(param: Tensor, packed: Tensor, name: str) -> dict[str, Tensor]:
     """Unpack a weight to its unsharded tensors, keyed by suffix. `param`: the destination, which can be sharded."""
     live = components.state_of(param)
-    tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).cell.tag
+    tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).spec.tag
     if len(tag) == FORMAT_TAG_BYTES and components.read_format_tag(tag) != own_tag:
         raise CheckpointError(
             f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "

@@ -182,7 +182,7 @@ def check_model(model: nn.Module, what: str) -> None:
     for name, parameter in model.named_parameters():
         if components.quantized_local(parameter) is not None:
             raise ConfigurationError(
-                f"{what}: {name} is already quantized ({components.storage_of(parameter).cell.format.name}); "
+                f"{what}: {name} is already quantized ({components.storage_of(parameter).spec.format.name}); "
                 "call quantshard.revert first"
             )
     # set by transformers on models that were loaded quantized

@@ -113,7 +113,7 @@ def check(path: str | os.PathLike[str], model: nn.Module, *, names: Names | None
     loader = _LayoutLoader(local(path, "safetensors files"), model, names, None)
     for item in loader.items:
         if item.is_stored_quantized and loader.layout is not None:
-            verdict = table.import_verdict(None if item.storage is None else item.storage.cell, loader.layout)
+            verdict = table.import_verdict(None if item.storage is None else item.storage.spec, loader.layout)
             if item.storage is None or verdict.kind != EXACT:
                 raise ConfigurationError(
                     f"{path}: {item.name} cannot be copied: {verdict.why}; use a matching recipe, or quantshard import "
@@ -242,8 +242,8 @@ class _LayoutLoader:
     def _other_recipe(self) -> str:
         """Suggest a recipe that would copy the codes, unless the model already uses it."""
         recipe_name = None if self.layout is None else table.recipe_of(self.layout)
-        cell = None if recipe_name is None else resolve(recipe_name).weight
-        if all(item.storage is None or item.storage.cell == cell for item in self.items):
+        spec = None if recipe_name is None else resolve(recipe_name).weight
+        if all(item.storage is None or item.storage.spec == spec for item in self.items):
             return ""
         return f"build the model with recipe {recipe_name!r}, or " if recipe_name else ""
 
@@ -252,10 +252,10 @@ class _LayoutLoader:
             return None
         assert self.layout is not None
         storage = item.storage
-        verdict = table.import_verdict(None if storage is None else storage.cell, self.layout)
+        verdict = table.import_verdict(None if storage is None else storage.spec, self.layout)
         if storage is None or verdict.kind != EXACT:
             return verdict.why
-        fmt = storage.cell.format
+        fmt = storage.spec.format
         scale = fmt.copies[Orientation.ROWWISE].scale
         extents = storage.shard.resident(scale)
         rows, cols = storage.shard.global_shape
@@ -295,7 +295,7 @@ class _LayoutLoader:
         for name in item.pieces:
             recorded = self.files.metadata.get(NOTED_AMAX + name)
             scale = self.files.read(name.removesuffix("weight") + second.key)
-            amaxes.append(conversion.amax_of(scale, item.storage.cell.format, second.divides, recorded))
+            amaxes.append(conversion.amax_of(scale, item.storage.spec.format, second.divides, recorded))
         if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
             raise InexactConversionError("its parts have different second scales")
         return amaxes[0]
@@ -332,7 +332,7 @@ class _LayoutLoader:
         assert self.layout is not None
         live = storage.components
         pairs = []
-        for component in storage.cell.format.components:
+        for component in storage.spec.format.components:
             if component.role is Role.CODES:
                 rows, cols = storage.shard.resident(component)
                 value = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)

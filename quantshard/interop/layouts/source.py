@@ -16,10 +16,10 @@ from quantshard import numerics, sharding
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Role
-from quantshard.interop.layouts.table import cell_of_tag
+from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
-from quantshard.state_storage import STATE_CELLS
+from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
@@ -47,7 +47,7 @@ class CheckpointWeight:
     def format(self) -> Format:
         """Format of a quantized weight."""
         assert self.tag is not None
-        return cell_of_tag(self.tag).format
+        return spec_of_tag(self.tag).format
 
 
 class CheckpointModel:
@@ -87,7 +87,7 @@ class CheckpointModel:
     def _quantized(self, name: str, taken: set[str]) -> CheckpointWeight:
         tag = self._tensor(name + FORMAT_SUFFIX)
         text = components.read_format_tag(tag)
-        fmt = cell_of_tag(text).format
+        fmt = spec_of_tag(text).format
         codes_per_byte, padding = fmt.copies[Orientation.ROWWISE].codes.block_shape[1], int(tag[-1])
         size = self._entries[name].size if name in self._entries else ()
         if len(size) != 2 or padding > min(size[1], 1) * (codes_per_byte - 1):
@@ -194,10 +194,10 @@ class CheckpointModel:
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)
             return join_bfloat16(high, low.contiguous().view(torch.int16).reshape(weight.shape))
         state = self._expected(start, weight.shape)
-        cell = STATE_CELLS.get(state.dtype)
-        if cell is None:
+        spec = STATE_QUANT_SPECS.get(state.dtype)
+        if spec is None:
             return state.float()
-        scale = cell.format.copies[Orientation.ROWWISE].scale
+        scale = spec.format.copies[Orientation.ROWWISE].scale
         flat = weight.shape if len(weight.shape) == 2 else (1, state.numel())
         grid = sharding.whole((flat[0], flat[1])).component_shape(scale)
         scales = self._any(f"{start}_scale_inv")
@@ -206,7 +206,7 @@ class CheckpointModel:
                 f"{self.path} is damaged: {start}_scale_inv is {scales.dtype} {list(scales.shape)}, not "
                 f"{scale.encoding.storage} {list(grid)}"
             )
-        return _scaled(state, scales, cell.format).float()
+        return _scaled(state, scales, spec.format).float()
 
     def average(self, weight: CheckpointWeight) -> Tensor:
         """Return the float32 average; see `has_average`."""
@@ -232,7 +232,7 @@ class CheckpointModel:
         """Read a tensor and check its shape and dtype (None: any floating-point dtype)."""
         tensor = self._any(key)
         fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
-        if tuple(tensor.shape) != tuple(shape) or not (fits or tensor.dtype in STATE_CELLS):
+        if tuple(tensor.shape) != tuple(shape) or not (fits or tensor.dtype in STATE_QUANT_SPECS):
             raise CheckpointError(
                 f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}, not {dtype or 'of numbers'} "
                 f"{list(shape)}"

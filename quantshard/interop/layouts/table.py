@@ -117,53 +117,53 @@ def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
     return [f"LOSSY: requantized {len(requantized)} weights, {line}" for line in first]
 
 
-def verdict(cell: QuantSpec | None, layout: Layout, has_input_amax: bool | None = None) -> Verdict:
-    """Return how a layout represents a weight stored as `cell` (None: in high precision).
+def verdict(spec: QuantSpec | None, layout: Layout, has_input_amax: bool | None = None) -> Verdict:
+    """Return how a layout represents a weight stored as `spec` (None: in high precision).
 
     `has_input_amax`: whether amaxes of activations are available; None: if the recipe keeps a history of them.
     """
     if layout.is_plain:
-        return _plain_verdict(cell, layout)
-    has_amaxes = has_input_amax if has_input_amax is not None else bool(cell and cell.scaling.history)
+        return _plain_verdict(spec, layout)
+    has_amaxes = has_input_amax if has_input_amax is not None else bool(spec and spec.scaling.history)
     if layout.input_scale and not has_amaxes:
         return Verdict(UNDEFINED, "its readers need a scale of the activations, which only delayed scaling knows")
-    if cell is None:
+    if spec is None:
         return Verdict(LOSSY, "weights in high precision must be quantized")
-    copy = cell.format.copies[Orientation.ROWWISE]
+    copy = spec.format.copies[Orientation.ROWWISE]
     if copy.codes.encoding != layout.element:
         assert layout.element is not None
         return Verdict(LOSSY, f"codes are {copy.codes.encoding.name}, the layout's {layout.element.name}")
     if not all(refines(theirs, ours) for theirs, ours in zip(layout.block, copy.block, strict=True)):
         return Verdict(LOSSY, f"blocks are {said(copy.block)}, the layout's {said(layout.block)}")
-    if layout.scale == E8M0 and copy.scale.encoding == FP32 and not cell.scaling.power_of_two:
+    if layout.scale == E8M0 and copy.scale.encoding == FP32 and not spec.scaling.power_of_two:
         return Verdict(LOSSY, "scales are not powers of two")
     if layout.second is not None:
         return Verdict(EXACT, "codes and scales of blocks; the second scale is rounded once more, to float32")
     return Verdict(EXACT)
 
 
-def _plain_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
+def _plain_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
     if layout.dtype == torch.float32:
         return Verdict(EXACT, "the masters where there are any")
-    if cell is None:
+    if spec is None:
         return Verdict(EXACT, "of BF16 weights; float32 masters are not in it")
-    copy = cell.format.copies[Orientation.ROWWISE]
-    if copy.scale.encoding == E8M0 or cell.scaling.power_of_two:
+    copy = spec.format.copies[Orientation.ROWWISE]
+    if copy.scale.encoding == E8M0 or spec.scaling.power_of_two:
         return Verdict(EXACT, "of the weights' values; float32 masters are rounded")
     return Verdict(LOSSY, "code times scale has more digits than BF16")
 
 
-def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
-    """Return whether a weight of a layout can be copied into one stored as `cell` (None: in high precision)."""
+def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
+    """Return whether a weight of a layout can be copied into one stored as `spec` (None: in high precision)."""
     if layout.is_plain:
-        return Verdict(EXACT) if cell is None else Verdict(LOSSY, "values are quantized, which they are loaded for")
-    if cell is None:
+        return Verdict(EXACT) if spec is None else Verdict(LOSSY, "values are quantized, which they are loaded for")
+    if spec is None:
         return Verdict(LOSSY, "it is quantized there, and in high precision here: dequantized")
-    copy = cell.format.copies[Orientation.ROWWISE]
+    copy = spec.format.copies[Orientation.ROWWISE]
     assert layout.element is not None
     if copy.codes.encoding != layout.element:
         return Verdict(LOSSY, f"codes are {layout.element.name} there, {copy.codes.encoding.name} here")
-    if len(cell.format.copies) > 1:
+    if len(spec.format.copies) > 1:
         return Verdict(LOSSY, "a second copy, quantized along the columns, is in no layout")
     pairs = list(zip(layout.block, copy.block, strict=True))
     if not all(refines(theirs, ours) or refines(ours, theirs) for theirs, ours in pairs):
@@ -184,13 +184,13 @@ def recipe_of(layout: Layout) -> str | None:
     """
     candidates = []
     for name in NAMES:
-        cell = resolve(name).weight
-        if layout.is_plain or cell is None or cell.scaling.history:
+        spec = resolve(name).weight
+        if layout.is_plain or spec is None or spec.scaling.history:
             # delayed scaling stores the same weights as another recipe
             continue
-        verdict = import_verdict(cell, layout)
+        verdict = import_verdict(spec, layout)
         if verdict.kind == EXACT:
-            block = cell.format.copies[Orientation.ROWWISE].block
+            block = spec.format.copies[Orientation.ROWWISE].block
             area = math.prod(math.inf if size == ALL else size for size in block)
             candidates.append((bool(verdict.why), block != layout.block, area, name))
     return min(candidates)[-1] if candidates else None
@@ -358,9 +358,9 @@ def find(name: str, formats: set[str]) -> Layout:
     if not family:
         choices = sorted({*LAYOUTS, *(layout.family for layout in LAYOUTS.values())})
         raise ConfigurationError(f"unknown layout {name!r}; {meant(name, choices)}choose one of: {', '.join(choices)}")
-    cells: list[QuantSpec | None] = [cell_of_tag(tag) for tag in formats] or [None]
+    specs: list[QuantSpec | None] = [spec_of_tag(tag) for tag in formats] or [None]
     for layout in family:
-        if all(verdict(cell, layout).kind == EXACT for cell in cells):
+        if all(verdict(spec, layout).kind == EXACT for spec in specs):
             return layout
     raise ConfigurationError(
         f"no layout of {name!r} is exact for {', '.join(sorted(formats)) or 'high precision'}; choose one of "
@@ -399,7 +399,7 @@ def _signature(config: Config) -> tuple[str, ...]:
     return (method, str(config.get("weight_block_size")))
 
 
-def cell_of_tag(tag: str) -> QuantSpec:
+def spec_of_tag(tag: str) -> QuantSpec:
     """Return the format and scaling that a checkpoint's format tag names.
 
     A tag does not record whether scales are powers of two, so this is assumed. Writers of scales other than float32

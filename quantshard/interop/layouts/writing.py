@@ -371,16 +371,16 @@ class _ExportPlan:
     def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
         """Return why a weight cannot be written exactly, or None if it can. Reads only scales, because codes are
         large."""
-        cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
-        verdict = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
+        spec = None if weight.tag is None else table.spec_of_tag(weight.tag)
+        verdict = table.verdict(spec, self.layout, self.source.input_amax(weight.name) is not None)
         if verdict.kind == UNDEFINED:
             raise ConfigurationError(f"{weight.name}: {self.layout.name} is not defined: {verdict.why}")
         if verdict.kind != EXACT:
             return verdict.why
-        assert cell is not None
+        assert spec is not None
         try:
             shape = (weight.shape[0], weight.shape[1])
-            conversion.layout_scales(self.layout, cell.format, self.source.scales(weight), shape, rows)
+            conversion.layout_scales(self.layout, spec.format, self.source.scales(weight), shape, rows)
         except InexactConversionError as error:
             return str(error)
         return None

@@ -39,7 +39,7 @@ from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
-from quantshard.state_storage import STATE_CELLS
+from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -297,7 +297,7 @@ class _CheckpointConverter:
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero"
         entry = self.like.entries[key]
         assert isinstance(entry, TensorStorageMetadata)
-        if entry.properties.dtype not in STATE_CELLS:
+        if entry.properties.dtype not in STATE_QUANT_SPECS:
             raise CheckpointError(f"{self.like.path}: {key} has an unknown dtype, {entry.properties.dtype}")
         # make_state uses only the shape and device of its argument
         state = make_state(
@@ -451,6 +451,6 @@ def _is_setting(name: str, value: Any) -> bool:
 def _scaling_of(fmt: Format) -> Scaling:
     """Return the scaling of the first named recipe with weights in this format; without powers of two if there is
     none."""
-    cells = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
-    match = next((cell for cell in cells if cell is not None and cell.format == fmt), None)
+    specs = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
+    match = next((spec for spec in specs if spec is not None and spec.format == fmt), None)
     return Scaling(power_of_two=False) if match is None else Scaling(power_of_two=match.scaling.power_of_two)

@@ -153,13 +153,13 @@ def quantize_expert_blocks(
         request.spec, None if other is None else other.spec, (segments.total, x.shape[1]), x.dtype, x.device
     )
     rowwise, columnwise = plan.outputs(request, other, x.device)
-    assert plan.one is not None and rowwise is not None
-    assert segments.rows == MANY_ROWS and MANY_ROWS % plan.one.how.rows == 0, "a tile has rows of one expert"
+    assert plan.rowwise is not None and rowwise is not None
+    assert segments.rows == MANY_ROWS and MANY_ROWS % plan.rowwise.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:
         launch_kernel(
             quantize_blocks_kernel, plan.programs, x.device,
-            x, x.stride(0), segments.tiles, plan.where, rowwise, plan.two and plan.two.where, columnwise, has_nan,
-            ROWS=MANY_ROWS, **plan.constants,
+            x, x.stride(0), segments.tiles, plan.where, rowwise, plan.columnwise and plan.columnwise.where, columnwise,
+            has_nan, ROWS=MANY_ROWS, **plan.constants,
         )  # fmt: skip
     return rowwise, columnwise
 

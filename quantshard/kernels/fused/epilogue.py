@@ -146,7 +146,7 @@ def plan_epilogue(
         partial = allocate((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = plan.outputs(request, transposed_request, like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
-    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *key, *streams
+    arguments = plan.where, sink, targets[0], plan.columnwise and plan.columnwise.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
 
 
@@ -160,7 +160,7 @@ def _plan_measurement(
     assert request, "nothing is measured"
     assert outputs.specs == (None, None) and sums is None, "what is quantized, or summed, is measured by another launch"
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
-    plan = plan_amaxes(like.shape, request.one, request.two)
+    plan = plan_amaxes(like.shape, request.rowwise, request.columnwise)
     # kernels cannot compare a tuple with None in it
     kinds, spans, (grid, transposed_grid) = (
         plan.kinds,

@@ -419,7 +419,7 @@ def quantize_matrices(
         x.stride(1) == 1,
         *roundings,
     )
-    targets = [plan.outputs(outputs.request, outputs.other, x.device, outputs.amax) for outputs in requests]
+    targets = [plan.outputs(outputs.rowwise, outputs.columnwise, x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
         outs, transposed = zip(*targets, strict=True)
         (down, across), layers, weights, config = plan.programs, len(xs), None, None
@@ -428,7 +428,7 @@ def quantize_matrices(
             weights, config, swizzle.launched = swizzle.arguments, swizzle.config, True
         launch_kernel(
             quantize_kernel, (down, across, layers), x.device,
-            tuple(xs), *x.stride(), plan.where, outs, plan.two and plan.two.where, transposed, *keys, *streams, weights,
-            PARTS=len(xs), S=config, **plan.constants,
+            tuple(xs), *x.stride(), plan.where, outs, plan.columnwise and plan.columnwise.where, transposed,
+            *keys, *streams, weights, PARTS=len(xs), S=config, **plan.constants,
         )  # fmt: skip
     return targets

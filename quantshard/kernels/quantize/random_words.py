@@ -173,7 +173,7 @@ def random_arguments_of(
     if not any(request is not None and request.words is not None for outputs in requests for request in outputs[:2]):
         return NO_KEY * KEYS, NO_STREAMS, [None, None]
     assert len(requests) <= KEYS, "more matrices than a launch has random words for"
-    arguments = [random_arguments(outputs.request, outputs.other) for outputs in requests]
+    arguments = [random_arguments(outputs.rowwise, outputs.columnwise) for outputs in requests]
     keys = [part for key, *_ in arguments for part in key]
     _, streams, *roundings = arguments[0]
     return (*keys, *NO_KEY * (KEYS - len(requests))), streams, roundings

@@ -140,8 +140,8 @@ class SwizzleRequest:
             size, transposed, tiles = _plan(copy, shape, turned)
             transposed_codes = None
             if turned:
-                transposed_codes = torch.empty(transposed, dtype=copy.codes.encoding.multiplied, device=self.device)
-            swizzled_scales = torch.empty(size, dtype=copy.scale.encoding.multiplied, device=self.device)
+                transposed_codes = torch.empty(transposed, dtype=copy.codes.encoding.gemm_dtype, device=self.device)
+            swizzled_scales = torch.empty(size, dtype=copy.scale.encoding.gemm_dtype, device=self.device)
             second = None if amax is None else workspace.zero(self.device, written=True)
             self.results.append((transposed_codes, swizzled_scales, second))
             strides = scales.stride()

@@ -178,10 +178,10 @@ class BlockAmaxes(NamedTuple):
 
 
 class AmaxRequest(NamedTuple):
-    """Blocks to measure in a matrix (`one`) and in its transpose (`two`), and the grids to write."""
+    """Blocks to measure in a matrix (`rowwise`) and in its transpose (`columnwise`), and the grids to write."""
 
-    one: BlockAmaxes | None
-    two: BlockAmaxes | None
+    rowwise: BlockAmaxes | None
+    columnwise: BlockAmaxes | None
     grids: tuple[Tensor | None, Tensor | None]
 
 
@@ -189,8 +189,8 @@ class KernelOutputs(NamedTuple):
     """Everything that a kernel writes for one matrix of results [R, C], into tensors of the caller.
 
     Args:
-        request: quantization of the results.
-        other: quantization of their transpose, with scales of its own. Random words of both have one key and draw.
+        rowwise: quantization of the results.
+        columnwise: quantization of their transpose, with scales of its own. Random words of both have one key and draw.
         high: memory for the results themselves, [R, C] with adjacent columns, in the kernel's dtype.
         amax: float32 scalar, raised to the amax of the results; NaN wins.
         nan_flag: float32 scalar, not negative; becomes NaN if any result is not finite, else unchanged.
@@ -198,8 +198,8 @@ class KernelOutputs(NamedTuple):
         measured: amaxes of blocks; excludes quantization.
     """
 
-    request: QuantizeRequest | None = None
-    other: QuantizeRequest | None = None
+    rowwise: QuantizeRequest | None = None
+    columnwise: QuantizeRequest | None = None
     high: Tensor | None = None
     amax: Tensor | None = None
     nan_flag: Tensor | None = None
@@ -209,7 +209,10 @@ class KernelOutputs(NamedTuple):
     @property
     def specs(self) -> Specs:
         """Specs of the results and of their transpose."""
-        return None if self.request is None else self.request.spec, None if self.other is None else self.other.spec
+        return (
+            None if self.rowwise is None else self.rowwise.spec,
+            None if self.columnwise is None else self.columnwise.spec,
+        )
 
 
 Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
@@ -284,23 +287,29 @@ class QuantizeLayout(NamedTuple):
 class QuantizePlan(NamedTuple):
     """Launch parameters for matrices of one shape, without the tensors.
 
-    `one`, `two`: layouts of the matrix and of its transpose. `where`: region that covers both. `constants`: keyword
-    arguments of the launch.
+    `rowwise`, `columnwise`: layouts of the matrix and of its transpose. `where`: region that covers both. `constants`:
+    keyword arguments of the launch.
     """
 
-    one: QuantizeLayout | None
-    two: QuantizeLayout | None
+    rowwise: QuantizeLayout | None
+    columnwise: QuantizeLayout | None
     where: Region
     programs: Pair
     constants: dict[str, Any]
 
     def outputs(
-        self, one: QuantizeRequest | None, two: QuantizeRequest | None, device: torch.device, next_amax: Any = None
+        self,
+        rowwise: QuantizeRequest | None,
+        columnwise: QuantizeRequest | None,
+        device: torch.device,
+        next_amax: Any = None,
     ) -> tuple[QuantizedOutput | None, QuantizedOutput | None]:
         """Allocate the results of both directions."""
         return (
-            None if one is None or self.one is None else self.one.outputs(one, device, next_amax),
-            None if two is None or self.two is None else self.two.outputs(two, device, None),
+            None if rowwise is None or self.rowwise is None else self.rowwise.outputs(rowwise, device, next_amax),
+            None
+            if columnwise is None or self.columnwise is None
+            else self.columnwise.outputs(columnwise, device, None),
         )
 
 
@@ -390,7 +399,7 @@ def layout(
     if spec.decoded:
         codes_dtype = dtype
     elif spec.ready:
-        codes_dtype, scale_dtype = copy.codes.encoding.multiplied, copy.scale.encoding.multiplied
+        codes_dtype, scale_dtype = copy.codes.encoding.gemm_dtype, copy.scale.encoding.gemm_dtype
         if spec.swizzled:
             assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
@@ -444,7 +453,7 @@ _UNKNOWN = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 def hides_from_kernels(copy: OrientedCodes) -> bool:
     """Return True if Triton does not support PyTorch's dtype of the codes or scales."""
-    return copy.codes.encoding.multiplied in _UNKNOWN or copy.scale.encoding.multiplied in _UNKNOWN
+    return copy.codes.encoding.gemm_dtype in _UNKNOWN or copy.scale.encoding.gemm_dtype in _UNKNOWN
 
 
 def as_known(x: Tensor | None) -> Any:

@@ -72,7 +72,7 @@ def finish_loading(module: Any) -> None:
         CheckpointError: only some components of a quantized weight were loaded.
     """
     for weight, pieces in _pieces(module).items():
-        suffixes = [c.key_suffix for c in components.storage_of(getattr(module, weight)).cell.format.components]
+        suffixes = [c.key_suffix for c in components.storage_of(getattr(module, weight)).spec.format.components]
         lacking = [weight + suffix for suffix in suffixes if suffix not in pieces]
         raise CheckpointError(
             f"{type(module).__name__}.{weight}: {', '.join(weight + suffix for suffix in pieces)} was loaded, but not "
@@ -128,7 +128,7 @@ def _check_values(name: str, own: Tensor, value: Tensor) -> None:
     """Reject codes that were cast to a weight's dtype, and warn if values replace a quantized weight."""
     quantized, is_loaded = components.quantized_local(own), getattr(value, LOADED, False)
     if quantized is not None and not is_loaded and components.quantized_local(value) is None:
-        was, leaf = quantized.quantized_storage.cell.tag, name.rpartition(".")[2]
+        was, leaf = quantized.quantized_storage.spec.tag, name.rpartition(".")[2]
         warn_once(
             _REPLACED,
             f"{name} was {was} and is now a plain {value.dtype} parameter, which is not stored quantized; to set its "
@@ -170,7 +170,7 @@ def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: T
         )
     pieces = _pieces(module).setdefault(weight, {})
     pieces[suffix] = value
-    if all(component.key_suffix in pieces for component in quantized.quantized_storage.cell.format.components):
+    if all(component.key_suffix in pieces for component in quantized.quantized_storage.spec.format.components):
         values = {key: piece.detach() for key, piece in pieces.items()}
         new = components.assigned(own, components.fitting_pairs(own, values, name))
         if all(getattr(piece, LOADED, False) for piece in pieces.values()):

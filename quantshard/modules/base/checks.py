@@ -122,11 +122,11 @@ def check_weight(module: Any, name: str, weight: Tensor, call: LinearContext, de
             "since; call checkpoints.load_high_precision(model, state_dict) or checkpoints.load before the first "
             "forward, or reset_parameters() for new values"
         )
-    cell = None if storage is None else storage.cell
-    if cell not in (recipe.weight, None) and recipe.table:
+    spec = None if storage is None else storage.spec
+    if spec not in (recipe.weight, None) and recipe.table:
         expected = "high precision" if recipe.weight is None else str(recipe.weight)
         raise RecipeMismatchError(
-            f"{module.label(name)} is stored as {cell}, but autocast's recipe {recipe.name!r} wants {expected}; give "
+            f"{module.label(name)} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; give "
             "it the one by which the weights were made"
         )
     if storage is None and recipe.weight is not None and module.training and torch.is_grad_enabled():

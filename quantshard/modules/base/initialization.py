@@ -68,17 +68,17 @@ def _current_device(kind: str) -> torch.device:
 
 
 def empty_weight(
-    module: Any, name: str, cell: QuantSpec | None, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+    module: Any, name: str, spec: QuantSpec | None, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> nn.Parameter:
-    """A parameter without values, quantized by `cell` or in high precision if `cell` is None."""
+    """A parameter without values, quantized by `spec` or in high precision if `spec` is None."""
     shape: tuple[int, int] = module._weights[name].shape
     if module.tp_mesh is not None:
         return module_meshes.empty_parameter(
-            shape, module.tp_mesh, module._cuts[name], dtype=dtype, device=device, cell=cell, state=state
+            shape, module.tp_mesh, module._cuts[name], dtype=dtype, device=device, spec=spec, state=state
         )
-    if cell is None:
+    if spec is None:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-    return nn.Parameter(QuantizedTensor(storages.empty(cell, sharding.whole(shape), device, state), dtype))
+    return nn.Parameter(QuantizedTensor(storages.empty(spec, sharding.whole(shape), device, state), dtype))
 
 
 @torch.no_grad()
@@ -146,15 +146,15 @@ def reset(module: Any) -> None:
 
 def quantize_weight(module: Any, name: str, owner: str) -> None:
     """Store a weight as the module's plan says, keeping its values. `owner`: name of the module in the model."""
-    cell, state = module._plan.recipe.weight, module._born_states[name]
+    spec, state = module._plan.recipe.weight, module._born_states[name]
     device = private_torch.local_tensor(getattr(module, name)).device
-    if cell is not None and cell.scaling.history:
-        state[AMAX_HISTORY] = torch.zeros(cell.scaling.history, dtype=torch.float32, device=device)
+    if spec is not None and spec.scaling.history:
+        state[AMAX_HISTORY] = torch.zeros(spec.scaling.history, dtype=torch.float32, device=device)
     if not module._plan.quantize:
         return
     old = module.get_parameter(name)
     module._born_states[name] = {key: value.clone() for key, value in state.items()}
-    new = empty_weight(module, name, cell, state, old.dtype, device)
+    new = empty_weight(module, name, spec, state, old.dtype, device)
     new.requires_grad_(old.requires_grad)
     new.__dict__.update(moves.set_attributes(old))
     values = private_torch.local_tensor(old).detach()

@@ -130,11 +130,11 @@ class QuantizedModule(nn.Module):
         """
         self._check_shape(name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
-        cell = self._plan.recipe.weight
-        state = storages.weight_state(cell, self._device)
-        stored_cell = cell if self._plan.quantize else None
-        self._born_states[name] = state if stored_cell is None else {key: value.clone() for key, value in state.items()}
-        param = initialization.empty_weight(self, name, stored_cell, state, self._dtype, self._device)
+        quant_spec = self._plan.recipe.weight
+        state = storages.weight_state(quant_spec, self._device)
+        stored_spec = quant_spec if self._plan.quantize else None
+        self._born_states[name] = state if stored_spec is None else {key: value.clone() for key, value in state.items()}
+        param = initialization.empty_weight(self, name, stored_spec, state, self._dtype, self._device)
         self.register_parameter(name, param)
         if not self.get_parameter(name).is_meta:
             initialization.fill(self, [name])
@@ -397,19 +397,19 @@ class QuantizedModule(nn.Module):
         layer: Projection,
         *,
         with_bias: bool = True,
-        ready: PreparedLinear | TracedLinear | None = None,
-        again: functional.RecomputedInput | None = None,
+        prepared: PreparedLinear | TracedLinear | None = None,
+        recompute: functional.RecomputedInput | None = None,
     ) -> Sequence[Tensor]:
         """Apply a linear layer under the current recipe: x [..., in_features] @ w^T + b for each weight.
 
-        `ready`: result of `_ready` for this call, if there is one. `again`: recomputes x in backward, so that eager
-        code does not save x; in compiled code the compiler decides.
+        `prepared`: result of `_prepare` for this call, if there is one. `recompute`: recomputes x in backward, so that
+        eager code does not save x; in compiled code the compiler decides.
         """
         x = self._input(x)
-        prepared = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
+        prepared = prepared or self._prepare(layer, x.shape, x.device, with_bias=with_bias)
         if isinstance(prepared, TracedLinear):
             return compiled.traced_linear(x, prepared)
-        return functional.linear(x, prepared, again, self.shared_input)
+        return functional.linear(x, prepared, recompute, self.shared_input)
 
     def _input(self, x: Tensor) -> Tensor:
         """Check the input and cast it to the dtype that this module computes in."""
@@ -421,7 +421,7 @@ class QuantizedModule(nn.Module):
                 checks.warn_of_wide_input(type(self).__name__, checked.dtype, weight.dtype)
         return checked
 
-    def _ready(
+    def _prepare(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
     ) -> PreparedLinear | TracedLinear:
         """Prepare a layer for an input of this shape under the current recipe. Each call counts as a forward.
@@ -432,11 +432,11 @@ class QuantizedModule(nn.Module):
             return self._traced(layer, with_bias)
         computed = vars(type(self))  # parametrize creates a class per module, with a property for the weight
         if computed.keys().isdisjoint(layer.weights):
-            return self._ready_now(layer, x_shape, device, with_bias)
+            return self._prepare_eager(layer, x_shape, device, with_bias)
         with parametrize.cached():  # the weight is read more than once; each read of spectral_norm is a power iteration
-            return self._ready_now(layer, x_shape, device, with_bias)
+            return self._prepare_eager(layer, x_shape, device, with_bias)
 
-    def _ready_now(
+    def _prepare_eager(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, with_bias: bool
     ) -> PreparedLinear:
         tensors = self._locals(layer.tensors if with_bias else layer.weights)
@@ -495,6 +495,6 @@ class QuantizedModule(nn.Module):
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
         params = private_torch.registered_parameters(self, self._weights)
         tags = {
-            local.quantized_storage.cell.tag for local in map(components.quantized_local, params) if local is not None
+            local.quantized_storage.spec.tag for local in map(components.quantized_local, params) if local is not None
         }
         return f", weight={'/'.join(sorted(tags))}" if tags else ""

@@ -168,8 +168,8 @@ def counts_calls(name: str) -> bool:
 def counts_backwards(name: str) -> bool:
     """Return whether a backward under the setting has side effects: it records amaxes or draws random bits."""
     recipe = _settings[name].recipe
-    cells = recipe.activations[TensorRole.GRAD_OUTPUT]
-    return recipe.is_delayed or any(cell and cell.scaling.stochastic_rounding for cell in cells)
+    specs = recipe.activations[TensorRole.GRAD_OUTPUT]
+    return recipe.is_delayed or any(spec and spec.scaling.stochastic_rounding for spec in specs)
 
 
 def setting(name: str) -> AutocastSetting:

@@ -65,19 +65,19 @@ class PreparedLinear(NamedTuple):
         return (*self.weights, *self.biases)
 
     def saved(
-        self, x_wgrad: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
+        self, x_wgrad: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, requantizes: bool
     ) -> tuple[LinearBackward, list[Tensor]]:
         """Return the `LinearBackward` of this forward and the tensors to save for it.
 
-        `x_wgrad`: wgrad's operand of the input. `rereads`: the operand was not kept, and backward recomputes it.
+        `x_wgrad`: wgrad's operand of the input. `requantizes`: the operand was not kept, and backward recomputes it.
         """
-        rebuild, x_tensors = to_saved(x_wgrad)
+        operand_metadata, x_tensors = to_saved(x_wgrad)
         bias_dtypes = []
         for bias in self.biases:
             bias_dtypes.append(None if bias is None else bias.dtype)
         backward = LinearBackward(
-            self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads, [],
-            LinearGradMask(False, (), ()),
+            self.call, self.state, operand_metadata, len(self.weights), bias_dtypes, tuple(x_shape), dtype,
+            requantizes, tensors=[], needed=LinearGradMask(False, (), ()),
         )  # fmt: skip
         return backward, [*self.weights, *x_tensors]
 
@@ -90,12 +90,12 @@ class RecomputedInput(NamedTuple):
 
 
 def linear(
-    x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
+    x: Tensor, layer: PreparedLinear, recompute: RecomputedInput | None = None, shared: InputReader | None = None
 ) -> tuple[Tensor, ...]:
     """Compute x [..., in_features] @ weight^T [in_features, out_features] + bias for each weight, in x's dtype.
 
-    `again`: recomputes x in backward, so that x need not be kept. A large x that the operation before keeps for its own
-    backward, as attention does, is quantized again in backward. `shared`: operands of x that other layers have
+    `recompute`: recomputes x in backward, so that x need not be kept. A large x that the operation before keeps for its
+    own backward, as attention does, is quantized again in backward. `shared`: operands of x that other layers have
     quantized.
     """
     weights, biases, call, state = layer
@@ -105,12 +105,12 @@ def linear(
             observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
         return plain
     keeps = needs_wgrad(weights)
-    alone = again is None and keeps and state.tp.size == 1
+    alone = recompute is None and keeps and state.tp.size == 1
     if alone and x.numel() >= operands.LARGE and private_torch.is_kept_output(x):
-        again = RecomputedInput(_as_it_is, (x,))
-    if again is not None and not can_reread(call.recipe):
-        again = None
-    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, again, shared), *layer.tensors)
+        recompute = RecomputedInput(_as_it_is, (x,))
+    if recompute is not None and not can_reread(call.recipe):
+        recompute = None
+    outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, recompute, shared), *layer.tensors)
     return outputs
 
 
@@ -140,14 +140,14 @@ class _LinearFunction(torch.autograd.Function):
         others: tuple[PreparedLinear, bool, RecomputedInput | None, InputReader | None],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        layer, has_wgrad, again, shared = others
-        keeps = has_wgrad and again is None
+        layer, has_wgrad, recompute, shared = others
+        keeps = has_wgrad and recompute is None
         x_operands = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
         source = x if x_operands is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
         outputs, x_wgrad = forward_gemms(source, x.shape, layer, keeps, x_operands)
-        ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, has_wgrad and again is not None)
-        ctx.again = None if again is None else again.function
-        ctx.save_for_backward(*saved_tensors, *(() if again is None else again.tensors))
+        ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, has_wgrad and recompute is not None)
+        ctx.recompute = None if recompute is None else recompute.function
+        ctx.save_for_backward(*saved_tensors, *(() if recompute is None else recompute.tensors))
         ctx.saved = len(saved_tensors)
         return tuple(outputs)
 
@@ -157,10 +157,12 @@ class _LinearFunction(torch.autograd.Function):
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
         saved: LinearBackward = ctx.layer
-        layer = saved.begin(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
+        layer = saved.with_saved(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
         x_wgrad = None
-        if layer.rereads:
-            x_wgrad = layer.reread(lambda: ctx.again(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1]))
+        if layer.requantizes:
+            x_wgrad = layer.requantize_input(
+                lambda: ctx.recompute(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1])
+            )
         dx, tensor_grads = layer.backward(grads, x_wgrad)
         return dx, None, *tensor_grads
 
@@ -219,31 +221,31 @@ class LinearGradMask(NamedTuple):
 class LinearBackward(NamedTuple):
     """A linear layer in backward.
 
-    `rereads`: backward recomputes wgrad's operand of the input. `tensors`: the weights, and the tensors of that operand
-    unless it is recomputed. `needed`: the gradients to compute. Both are empty until `begin`, so that autograd alone
-    keeps the tensors.
+    `requantizes`: backward recomputes wgrad's operand of the input. `tensors`: the weights, and the tensors of that
+    operand unless it is recomputed. `needed`: the gradients to compute. Both are empty until `with_saved`, so that
+    autograd alone keeps the tensors.
     """
 
     call: LinearContext
     state: LinearState
-    rebuild: tuple[Any, ...]
-    parts: int
+    operand_metadata: tuple[Any, ...]
+    num_weights: int
     bias_dtypes: Sequence[torch.dtype | None]
     x_shape: tuple[int, ...]
     dtype: torch.dtype
-    rereads: bool
+    requantizes: bool
     tensors: list[Tensor]
     needed: LinearGradMask
 
-    def begin(self, tensors: Sequence[Tensor], needs_x: bool, needs: Sequence[bool]) -> LinearBackward:
+    def with_saved(self, tensors: Sequence[Tensor], needs_x: bool, needs: Sequence[bool]) -> LinearBackward:
         """This layer with its saved tensors. `needs`: whether each of `PreparedLinear.tensors` needs a gradient."""
-        needed = LinearGradMask(needs_x, needs[: self.parts], needs[self.parts : 2 * self.parts])
-        return LinearBackward(*self[:8], list(tensors), needed)
+        needed = LinearGradMask(needs_x, needs[: self.num_weights], needs[self.num_weights : 2 * self.num_weights])
+        return self._replace(tensors=list(tensors), needed=needed)
 
     @property
     def num_parameters(self) -> int:
         """Number of weights and biases, which is the number of their gradients that `backward` returns."""
-        return 2 * self.parts
+        return 2 * self.num_weights
 
     def usage(self, weight_index: int) -> OperandUsage:
         """The uses of the output gradient of one weight."""
@@ -251,18 +253,18 @@ class LinearBackward(NamedTuple):
         has_sums = biases[weight_index] and self.bias_dtypes[weight_index] is not None
         return OperandUsage(self.needed.x, weights[weight_index], has_sums, num_transient=2)
 
-    def reread(self, make: Callable[[], Tensor | OperandProducer]) -> WgradOperand | None:
+    def requantize_input(self, make: Callable[[], Tensor | OperandProducer]) -> WgradOperand | None:
         """Quantize the input that `make` returns for wgrad. None if forward kept the operand or no weight needs it."""
-        if not self.rereads or not any(self.needed.weights):
+        if not self.requantizes or not any(self.needed.weights):
             return None
         return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).for_wgrad
 
     def weight_operands(self) -> WeightOperands:
         """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
         w_operands = []
-        for index in range(self.parts):
+        for index in range(self.num_weights):
             w_operands.append(weight_operand(self.tensors[index], index, self.call, self.state))
-        summed = self.parts > 1 and self.dtype.itemsize <= 4
+        summed = self.num_weights > 1 and self.dtype.itemsize <= 4
         return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
 
     def backward(
@@ -291,8 +293,8 @@ class LinearBackward(NamedTuple):
         Contributions of several weights to the input gradient are summed in `weight_operands.out_dtype` and rounded
         once.
         """
-        weights, (needs_x, need_weights, _) = self.tensors[: self.parts], self.needed
-        x_wgrad = x_wgrad or _from_saved(self.rebuild, self.tensors[self.parts :])
+        weights, (needs_x, need_weights, _) = self.tensors[: self.num_weights], self.needed
+        x_wgrad = x_wgrad or _from_saved(self.operand_metadata, self.tensors[self.num_weights :])
         if needs_x and weight_operands is None:
             weight_operands = self.weight_operands()
         if any(need_weights):
@@ -313,7 +315,7 @@ class LinearBackward(NamedTuple):
                 dx_terms.append(dx)
                 # only the list holds the term, which is freed before wgrad needs memory
                 del dx
-                _add_up(dx_terms, index == self.parts - 1, self.dtype)
+                _add_up(dx_terms, index == self.num_weights - 1, self.dtype)
             if need_weights[index]:
                 dweight = backend.matmul(
                     grad.for_wgrad.operand, x_wgrad.operand, weight.dtype, precision=self.dtype,
@@ -333,7 +335,7 @@ class LinearBackward(NamedTuple):
         operands have their NaNs already."""
         if weight_operands is None:
             return out_grads, [], False
-        reads: Sequence[ReadOperand | None] = [None] * self.parts
+        reads: Sequence[ReadOperand | None] = [None] * self.num_weights
         has_nan, first = False, next(out_grads)
         if not isinstance(first.for_first_gemm, QuantizedStorage):
             # each gradient is freed after its GEMMs, before the next is quantized
@@ -381,20 +383,20 @@ def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
 
 def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     """Split an operand into metadata, from which backward rebuilds it, and tensors to save."""
-    rest = (operand.transposed, operand.split, operand.cell, operand.words)
+    rest = (operand.transposed, operand.split, operand.spec, operand.words)
     if isinstance(operand.operand, Tensor):
         return (None, rest), (operand.operand,)
     storage = operand.operand
-    metadata = (storage.cell, storage.shard, tuple(storage.components))
+    metadata = (storage.spec, storage.shard, tuple(storage.components))
     return (metadata, rest), tuple(storage.components.values())
 
 
-def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
-    metadata, rest = rebuild
+def _from_saved(operand_metadata: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
+    metadata, rest = operand_metadata
     if metadata is None:
         return WgradOperand(tensors[0], *rest)
-    cell, shard, names = metadata
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *rest)
+    spec, shard, names = metadata
+    return WgradOperand(QuantizedStorage(spec, shard, dict(zip(names, tensors, strict=True))), *rest)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:

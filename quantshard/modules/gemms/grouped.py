@@ -53,22 +53,22 @@ class ExpertsReader:
     def __reduce__(self) -> Any:
         return ExpertsReader, ()  # a copied module has other weights
 
-    def read(self, weights: Sequence[QuantizedTensor], cell: QuantSpec | None) -> ExpertWeights | None:
-        """Weights in the form that kernels read; None unless all are quantized by `cell`, split equally, resident."""
+    def read(self, weights: Sequence[QuantizedTensor], spec: QuantSpec | None) -> ExpertWeights | None:
+        """Weights in the form that kernels read; None unless all are quantized by `spec`, split equally, resident."""
         storages = [weight.quantized_storage for weight in weights]
-        if self._found is not None and self._cell == cell and [reference() for reference in self._storages] == storages:
+        if self._found is not None and self._cell == spec and [reference() for reference in self._storages] == storages:
             return self._found
         self._found = None
-        expert_weights = None if cell is None else _as_kernels_read(storages, cell)
+        expert_weights = None if spec is None else _as_kernels_read(storages, spec)
         if not any([storage.gathered for storage in storages]):
-            self._storages, self._cell, self._found = list(map(ref, storages)), cell, expert_weights
+            self._storages, self._cell, self._found = list(map(ref, storages)), spec, expert_weights
         return expert_weights
 
 
-def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: QuantSpec) -> ExpertWeights | None:
-    copy, extents = cell.format.copies[Orientation.ROWWISE], storages[0].shard.extents
+def _as_kernels_read(storages: Sequence[QuantizedStorage], spec: QuantSpec) -> ExpertWeights | None:
+    copy, extents = spec.format.copies[Orientation.ROWWISE], storages[0].shard.extents
     for storage in storages:
-        if storage.shard.extents != extents or (storage.cell is not cell and storage.cell != cell):
+        if storage.shard.extents != extents or (storage.spec is not spec and storage.spec != spec):
             return None
     codes, scale = (
         [expert_storage.components[name] for expert_storage in storages] for name in (copy.codes.name, copy.scale.name)
@@ -105,13 +105,13 @@ class ExpertsLayer(NamedTuple):
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
-        cell, _ = self.call.recipe.activations[role]
-        assert cell is not None
-        if not cell.scaling.history:
+        spec, _ = self.call.recipe.activations[role]
+        assert spec is not None
+        if not spec.scaling.history:
             return None
         forward_amaxes = self.call.amaxes.get((role, 0))
         amaxes = (
-            delayed_scaling.history_amaxes(self.histories[role], cell.scaling.most_recent)
+            delayed_scaling.history_amaxes(self.histories[role], spec.scaling.most_recent)
             if forward_amaxes is None
             else forward_amaxes
         )
@@ -144,9 +144,9 @@ class ExpertsLayer(NamedTuple):
             nan_flag = torch.ones(len(segments), dtype=torch.float32, device=values.device)
         first_request, second_request = (
             None
-            if cell is None
-            else QuantizeRequest(QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling))
-            for cell in self.call.recipe.activations[role]
+            if spec is None
+            else QuantizeRequest(QuantizeSpec(spec.format.copies[Orientation.ROWWISE], spec.scaling))
+            for spec in self.call.recipe.activations[role]
         )
         assert first_request is not None
         rowwise, columnwise = grouped_kernel.quantize_expert_blocks(
@@ -181,14 +181,14 @@ class ExpertsLayer(NamedTuple):
 
     def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
         """Quantize rows with one scale per expert."""
-        cell, _ = self.call.recipe.activations[role]
-        assert cell is not None
-        copy = cell.format.copies[Orientation.ROWWISE]
-        notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes
+        spec, _ = self.call.recipe.activations[role]
+        assert spec is not None
+        copy = spec.format.copies[Orientation.ROWWISE]
+        notes = bool(spec.scaling.history) and self.record and (role, 0) not in self.call.amaxes
         amaxes = self.past(role)
         if amaxes is None:
             amaxes = grouped_kernel.expert_amaxes(values, segments)
-        stored_scales, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
+        stored_scales, multipliers = scales.scales(amaxes, copy, spec.scaling, values.dtype)
         new_amaxes = torch.zeros_like(stored_scales) if notes else None
         has_nan = stored_scales if role is TensorRole.GRAD_OUTPUT else None
         codes = grouped_kernel.quantize_expert_rows(
@@ -207,9 +207,9 @@ class ExpertsLayer(NamedTuple):
 
 
 def are_readable(
-    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: QuantSpec | None, x: Tensor, reader: ExpertsReader
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], spec: QuantSpec | None, x: Tensor, reader: ExpertsReader
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
-    """Return whether kernels can read these weights and biases: quantized by `cell`, equally split, on the device of x.
+    """Return whether kernels can read these weights and biases: quantized by `spec`, equally split, on the device of x.
 
     False for sharded weights and for weights that `QuantizedModule.weight_operand` would reject.
     """
@@ -224,7 +224,7 @@ def are_readable(
     gathered = [storage for weight in quantized if (storage := weight.quantized_storage).gathered]
     if any([storage.is_stale for storage in gathered]):
         return False
-    expert_weights = reader.read(quantized, cell)
+    expert_weights = reader.read(quantized, spec)
     return expert_weights is not None and expert_weights.table.device == x.device
 
 

@@ -40,14 +40,14 @@ class WgradOperand:
     """An operand of wgrad: [tokens, features], or its transpose if it is quantized along tokens.
 
     `split`: split along tokens, of which this rank keeps its piece until `whole` gathers the pieces; None: not split.
-    `cell`, `words`: quantization and random bits of a piece that is still in high precision, because the split cuts a
+    `spec`, `words`: quantization and random bits of a piece that is still in high precision, because the split cuts a
     Hadamard block or a byte of codes (`operands.gathers_codes`).
     """
 
     operand: Operand
     transposed: bool
     split: OperandSplit | None = None
-    cell: QuantSpec | None = None
+    spec: QuantSpec | None = None
     words: RandomBitsFn | None = None
 
     def whole(self) -> WgradOperand:
@@ -56,9 +56,9 @@ class WgradOperand:
             return self
         if isinstance(self.operand, QuantizedStorage):
             return WgradOperand(operands.gather(self.operand, self.split), self.transposed)
-        if self.cell is None:
+        if self.spec is None:
             return WgradOperand(operands.gather_values(self.operand, self.split), self.transposed)
-        whole = operands.quantize_and_gather(self.operand, self.cell, self.split, words=self.words)
+        whole = operands.quantize_and_gather(self.operand, self.spec, self.split, words=self.words)
         return WgradOperand(whole, self.transposed)
 
 
@@ -270,8 +270,8 @@ class OperandRequest:
         if self.usage.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
         return KernelOutputs(
-            None if plan.one is None else plan.one.request(amax, by_rows, nan_flag),
-            None if plan.two is None else plan.two.request(other_amax, by_columns, nan_flag),
+            None if plan.rowwise is None else plan.rowwise.request(amax, by_rows, nan_flag),
+            None if plan.columnwise is None else plan.columnwise.request(other_amax, by_columns, nan_flag),
             amax=amax_slot, nan_flag=nan_flag if plan.sets_flag else None, sums=sums,
         )  # fmt: skip
 
@@ -283,11 +283,11 @@ class OperandRequest:
         values = None if source is None else source.like
         first = second = None
         if target is not None:
-            first = plan.one.operand(target)
+            first = plan.rowwise.operand(target)
             if target.transposed is not None:
-                second = plan.one.operand(target, transposed=True)
+                second = plan.rowwise.operand(target, transposed=True)
         if transposed_target is not None:
-            second = plan.two.operand(transposed_target)
+            second = plan.columnwise.operand(transposed_target)
         transposed = second is not None
         if second is None and self.usage.for_wgrad:
             second = values
@@ -387,14 +387,14 @@ def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state
     """Operand of a weight: its stored components, or a high-precision weight quantized now."""
     if isinstance(weight, QuantizedTensor):
         return weight.quantized_storage
-    cell = call.recipe.weight
-    if cell is None:
+    spec = call.recipe.weight
+    if spec is None:
         return weight
-    delayed = DelayedScale.of(TensorRole.WEIGHT, cell, call, state, weight_index)
+    delayed = DelayedScale.of(TensorRole.WEIGHT, spec, call, state, weight_index)
     if delayed is not None and delayed.notes:
         delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax
-    quantized = operands.quantize_operand(weight, cell, amax=amax, split=state.weight_split)
+    quantized = operands.quantize_operand(weight, spec, amax=amax, split=state.weight_split)
     if observation.active is not None:
         watching = watch(TensorRole.WEIGHT, call, state.record, state.weights[weight_index])
         if watching is not None:
@@ -422,7 +422,7 @@ class OperandWatch(NamedTuple):
         if isinstance(first, QuantizedStorage) or first.shape == values.shape:
             self.see(values, first)
         if isinstance(second, QuantizedStorage):
-            if isinstance(first, QuantizedStorage) and serves_both(first.cell, second.cell):
+            if isinstance(first, QuantizedStorage) and serves_both(first.spec, second.spec):
                 return  # the same codes
             self.see(values.t() if transposed else values, second, for_wgrad=True)
 

@@ -167,11 +167,11 @@ def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: st
     activations = {}
     for role, length in recipe.histories.items():
         activations[role] = activation_history(module, prefix + HISTORIES[role], length, weights[0], recipe)
-    states, cell = module._states(weights), recipe.weight
-    if cell is not None and cell.scaling.history:
+    states, spec = module._states(weights), recipe.weight
+    if spec is not None and spec.scaling.history:
         for weight, state in zip(weights, states, strict=True):
-            _check_weight_history(module, weight, state, cell.scaling.history, recipe)
-    is_delayed = bool(activations) or (cell is not None and cell.scaling.history > 0)
+            _check_weight_history(module, weight, state, spec.scaling.history, recipe)
+    is_delayed = bool(activations) or (spec is not None and spec.scaling.history > 0)
     is_recorded = module.training and (is_delayed or observation.active is not None)
     stage = private_torch.running_stage() if is_recorded else None
     record = module.training and not (stage is not None and stage.infers)
@@ -287,7 +287,7 @@ class DelayedScale:
     """
 
     def __init__(
-        self, role: TensorRole, cell: QuantSpec, call: LinearContext, state: LinearState, weight_index: int
+        self, role: TensorRole, spec: QuantSpec, call: LinearContext, state: LinearState, weight_index: int
     ) -> None:
         self._role, self._call, self._state, self._weight_index = role, call, state, weight_index
         amax = call.amaxes.get((role, weight_index))
@@ -299,19 +299,19 @@ class DelayedScale:
                 history for owner in self._owners if (history := owner.history(role, weight_index)) is not None
             ]
             self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
-            amax = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
+            amax = self._pass.past(self._histories[0], spec.scaling.most_recent, self._queue)
             if role is not TensorRole.GRAD_OUTPUT:
                 call.amaxes[role, weight_index] = amax
         self.amax: Tensor = amax
 
     @staticmethod
     def of(
-        role: TensorRole, cell: QuantSpec | None, call: LinearContext, state: LinearState, weight_index: int = 0
+        role: TensorRole, spec: QuantSpec | None, call: LinearContext, state: LinearState, weight_index: int = 0
     ) -> DelayedScale | None:
-        """Create a DelayedScale; return None unless `cell` scales by past amaxes."""
-        if cell is None or not cell.scaling.history:
+        """Create a DelayedScale; return None unless `spec` scales by past amaxes."""
+        if spec is None or not spec.scaling.history:
             return None
-        return DelayedScale(role, cell, call, state, weight_index)
+        return DelayedScale(role, spec, call, state, weight_index)
 
     def slot(self, device: torch.device) -> Tensor:
         """A float32 scalar that kernels raise to the new amax, until the amax is recorded."""

@@ -240,8 +240,8 @@ class StepArguments(NamedTuple):
         quantizes = any(not isinstance(weight, QuantizedTensor) for weight in self.plain)
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             keys += [(TensorRole.WEIGHT, part) for part in range(len(layer_structure.weights))]
-        input_cells = recipe.activations[TensorRole.INPUT]
-        if layer_structure.remakes and needs_amax(*input_cells) and scales_by_one_amax(input_cells):
+        input_specs = recipe.activations[TensorRole.INPUT]
+        if layer_structure.remakes and needs_amax(*input_specs) and scales_by_one_amax(input_specs):
             keys.append((TensorRole.INPUT, 0))
         return keys
 
@@ -250,14 +250,14 @@ def components_of(weights: Sequence[QuantizedTensor]) -> list[Tensor | None]:
     """Components of quantized weights, as `StepArguments.components`."""
     storages = [weight.quantized_storage for weight in weights]
     return [
-        storage.components.get(component.name) for storage in storages for component in storage.cell.format.components
+        storage.components.get(component.name) for storage in storages for component in storage.spec.format.components
     ]
 
 
 def _rebuilt(weight: Tensor, left: Iterator[Tensor | None], dtype: torch.dtype) -> Tensor:
     live: Any = private_torch.local_tensor(weight)
     storage: QuantizedStorage = live.quantized_storage
-    all_components = {part.name: next(left) for part in storage.cell.format.components}
+    all_components = {part.name: next(left) for part in storage.spec.format.components}
     components = {name: component for name, component in all_components.items() if component is not None}
     whole = replace(storage, components=components, fetch=lambda which: storage.with_copy(which).components)
     return QuantizedTensor(whole, dtype)
@@ -278,11 +278,11 @@ BACKWARD = (
 class SavedInput(NamedTuple):
     """Layout of wgrad's operand of an input, as forward returns it for backward.
 
-    `cell`: quantization of the operand; None: high precision. `transposed`: whether the operand is the transpose.
+    `spec`: quantization of the operand; None: high precision. `transposed`: whether the operand is the transpose.
     `shape`: rows and columns of the operand.
     """
 
-    cell: QuantSpec | None
+    spec: QuantSpec | None
     transposed: bool
     shape: tuple[int, int]
 
@@ -307,14 +307,14 @@ class SavedInput(NamedTuple):
         """The tensors of an operand."""
         if isinstance(operand.operand, Tensor):
             return [operand.operand]
-        return [operand.operand.components[component.name] for component in operand.operand.cell.format.components]
+        return [operand.operand.components[component.name] for component in operand.operand.spec.format.components]
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Uninitialized tensors with the shapes and dtypes of `tensors`."""
-        if self.cell is None:
+        if self.spec is None:
             return [like.new_empty(self.shape)]
         tensors = []
-        for component in self.cell.format.components:
+        for component in self.spec.format.components:
             covered = zip(self.shape, component.block_shape, strict=True)
             grid = [1 if cover == ALL else sharding.ceil_div(size, cover) for size, cover in covered]
             tensors.append(like.new_empty(grid, dtype=component.encoding.storage))
@@ -322,7 +322,7 @@ class SavedInput(NamedTuple):
 
     def operand(self, left: Iterator[Tensor]) -> WgradOperand:
         """Build the operand from the next tensors of `left`."""
-        if self.cell is None:
+        if self.spec is None:
             return WgradOperand(next(left), False)
-        parts = {component.name: next(left) for component in self.cell.format.components}
-        return WgradOperand(QuantizedStorage(self.cell, sharding.whole(self.shape), parts), self.transposed)
+        parts = {component.name: next(left) for component in self.spec.format.components}
+        return WgradOperand(QuantizedStorage(self.spec, sharding.whole(self.shape), parts), self.transposed)

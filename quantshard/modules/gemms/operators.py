@@ -205,10 +205,10 @@ def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
             x_wgrad = WgradOperand(step.x.reshape(-1, step.x.shape[-1]), False)
         call = LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict)
         call.amaxes.update((key, next(saved_tensors)) for key in step.amaxes(index))
-        rebuild, tensors = functional.to_saved(x_wgrad)
+        operand_metadata, tensors = functional.to_saved(x_wgrad)
         needed = LinearGradMask(index > 0 or any(step.need_front), need_weights[index], need_biases[index])
         saved_layers.append(LinearBackward(
-            call, states[index], rebuild, len(weights), layer.biases, step.input_shape(index), like.dtype,
+            call, states[index], operand_metadata, len(weights), layer.biases, step.input_shape(index), like.dtype,
             layer.remakes, [*weights, *tensors], needed,
         ))  # fmt: skip
     return saved_layers, list(saved_tensors)

@@ -21,7 +21,7 @@ from quantshard.errors import CheckpointError, ConfigurationError, meant
 from quantshard.gemm import hardware
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
-from quantshard.interop.layouts.table import cell_of_tag
+from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.numerics.states import AVERAGE
 from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS, StateOptions
@@ -428,7 +428,7 @@ def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
         value = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     else:
         shard = sharding.whole((weight.shape[0], weight.shape[1]))
-        value = QuantizedTensor(storages.empty(cell_of_tag(weight.tag), shard, "meta"), torch.bfloat16)
+        value = QuantizedTensor(storages.empty(spec_of_tag(weight.tag), shard, "meta"), torch.bfloat16)
     try:
         for part in parts:
             if part not in dict(model.named_children()):

@@ -128,7 +128,7 @@ def _row(
     shared = (
         costs.SharedScaleCost()
         if storage is None
-        else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+        else costs.shared(storage.spec.format, storage.shard, mesh, placements)
     )
     return row_of(
         name,
@@ -172,7 +172,7 @@ def row_of(
         name=name,
         shape=tuple(param.shape),
         dtype=dtype_name(param.dtype),
-        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+        format=dtype_name(param.dtype) if storage is None else storage.spec.tag,
         shared_scale_bytes=shared.scale_bytes,
         straddling_blocks=shared.blocks,
         reduced_bytes=shared.reduced_bytes,
@@ -192,7 +192,7 @@ def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGath
     """Bytes of codes and of scales on this rank."""
     if storage is None:
         return _padded_numel(storage, local, gathers) * local.itemsize, 0
-    roles = {name: storage.cell.format.by_name[name].role for name in storage.components}
+    roles = {name: storage.spec.format.by_name[name].role for name in storage.components}
     codes = sum(_nbytes(part) for name, part in storage.components.items() if roles[name] is Role.CODES)
     return codes, sum(map(_nbytes, storage.components.values())) - codes
 
@@ -209,7 +209,7 @@ def _sent(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather) 
     """Bytes that this rank sends in one all-gather."""
     if storage is None:
         return gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
-    return costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
+    return costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
 
 
 class GemmPath(NamedTuple):
@@ -249,15 +249,15 @@ def gemm_of(
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:
         return GemmPath(
-            *hardware.gemm_path(storage.cell, device, chosen), (*hardware.fallbacks(storage, chosen, device), *joint)
+            *hardware.gemm_path(storage.spec, device, chosen), (*hardware.fallbacks(storage, chosen, device), *joint)
         )
     if not is_quantshard:
         path, reason = hardware.gemm_path(None, device)
         fallbacks = ("foreign module",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
-    cell = None if chosen is None else chosen.weight
-    path, reason = hardware.gemm_path(cell, device, chosen)
+    spec = None if chosen is None else chosen.weight
+    path, reason = hardware.gemm_path(spec, device, chosen)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
     return GemmPath(path, reason, (*hardware.fallbacks(None, chosen, device), *joint))
@@ -270,11 +270,11 @@ def _device(param: Tensor) -> torch.device:
 
 
 def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
-    if storage is None or chosen is None or not chosen.table or storage.cell == chosen.weight:
+    if storage is None or chosen is None or not chosen.table or storage.spec == chosen.weight:
         return ""
-    actual, expected = storage.cell.tag, "high precision" if chosen.weight is None else chosen.weight.tag
+    actual, expected = storage.spec.tag, "high precision" if chosen.weight is None else chosen.weight.tag
     if chosen.weight is not None and actual == expected:
-        actual, expected = f"{actual} by {storage.cell.scaling}", str(chosen.weight.scaling)
+        actual, expected = f"{actual} by {storage.spec.scaling}", str(chosen.weight.scaling)
     return (
         f"stored as {actual}, but recipe {chosen.name!r} wants {expected}: forward will raise; use one recipe for "
         "quantized_model_init and autocast"

@@ -288,7 +288,7 @@ def _row(
     if storage is None:
         codes, scales, shared = numel * param.itemsize, 0, costs.SharedScaleCost()
     else:
-        fmt = storage.cell.format
+        fmt = storage.spec.format
         codes, scales = costs.resident_bytes(fmt, shard)
         shared = costs.shared(fmt, shard, mesh, [*placements.values()])
     if place.mesh[place.shard_axis] > 1:
@@ -320,7 +320,7 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
     shard = sharding.whole(shape) if storage is None else storage.shard
     if tp_dim is not None:
         shard = place.piece(shard, tp_dim, TP)
-        codes = [] if storage is None else [copy.codes for copy in storage.cell.format.copies.values()]
+        codes = [] if storage is None else [copy.codes for copy in storage.spec.format.copies.values()]
         if shard.cut is not None and not all(shard.cut.is_clean(part) for part in codes):
             raise ConfigurationError(
                 f"plan: {name}: {TP} of {place.mesh[TP]} cuts dim {tp_dim} of {tuple(param.shape)} into pieces of "
@@ -339,7 +339,7 @@ def _optimizer(
     if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
-    fmt = None if storage is None else storage.cell.format
+    fmt = None if storage is None else storage.spec.format
     if (
         MASTER in requested
         and optimizer.states.store_param_remainders
@@ -352,8 +352,8 @@ def _optimizer(
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
-        cell = state_storage.state_cell(dtype, state in NONNEGATIVE)
-        sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
+        spec = state_storage.state_quant_spec(dtype, state in NONNEGATIVE)
+        sizes[state] = elements * dtype.itemsize if spec is None else sum(costs.resident_bytes(spec.format, shard))
         states[state] = costs.SHORT_DTYPES[dtype_name(dtype)]
     note = costs.float_states(
         float_states, (costs.SHORT_DTYPES[dtype_name(requested[state])] for state in float_states)

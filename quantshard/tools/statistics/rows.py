@@ -85,9 +85,9 @@ class SampleBuffer:
         if not isinstance(operand, QuantizedStorage):
             kernel_dispatch.add_values(sums, extremes, values)
             return
-        cell, (copy, *_) = operand.cell, operand.cell.format.copies.values()
+        spec, (copy, *_) = operand.spec, operand.spec.format.copies.values()
         kernel_dispatch.add_quantization_error(
-            sums, extremes, values, copy, operand.touched(), operand.shard.origin, cell.scaling.random_hadamard,
+            sums, extremes, values, copy, operand.touched(), operand.shard.origin, spec.scaling.random_hadamard,
             partial,
         )  # fmt: skip
 

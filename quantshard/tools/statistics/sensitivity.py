@@ -116,44 +116,44 @@ class GemmErrors(Observer):
             (Gemm.WGRAD, TensorRole.INPUT, x_wgrad, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
         self.errors += [
-            GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(cell))
-            for gemm, role, cell, error in errors
+            GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(spec))
+            for gemm, role, spec, error in errors
         ]
 
 
-def _alone(a: Tensor, b: Tensor, cell: QuantSpec | None, key: int, transposed: bool = False) -> float:
+def _alone(a: Tensor, b: Tensor, spec: QuantSpec | None, key: int, transposed: bool = False) -> float:
     """Error of a GEMM if only the input or gradient a is quantized, under delayed scaling by its own amax.
 
     `transposed`: as wgrad reads it.
     """
-    if cell is None:
+    if spec is None:
         return 0.0
 
     def quantize(values: Tensor) -> Tensor:
         values = values.contiguous()
-        shard = operands.operand_shard((values.shape[0], values.shape[1]), cell)
+        shard = operands.operand_shard((values.shape[0], values.shape[1]), spec)
         random_words = RandomBits(key, 0, GRADIENT_STREAM, shard.global_shape, transposed=transposed)
-        rounding_words = random_words if cell.scaling.stochastic_rounding else None
-        return operands.quantize_operand(values, cell, words=rounding_words).dequantize()
+        rounding_words = random_words if spec.scaling.stochastic_rounding else None
+        return operands.quantize_operand(values, spec, words=rounding_words).dequantize()
 
-    return product_error(a, b, quantize, cell.scaling.random_hadamard)
+    return product_error(a, b, quantize, spec.scaling.random_hadamard)
 
 
 @lru_cache
-def gaussian_error(cell: QuantSpec | None) -> float:
-    """|Q(a) - a| / |a| of independent normal values a, quantized by `cell`; 0 for None, which does not quantize.
+def gaussian_error(spec: QuantSpec | None) -> float:
+    """|Q(a) - a| / |a| of independent normal values a, quantized by `spec`; 0 for None, which does not quantize.
 
     An operand that is independent of the other operand adds this error to a GEMM.
     """
     a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    return _alone(a, torch.eye(256, dtype=torch.float32, device="cpu"), cell, key=0)
+    return _alone(a, torch.eye(256, dtype=torch.float32, device="cpu"), spec, key=0)
 
 
-def _of_weight(w: Tensor, other: Tensor, cell: QuantSpec | None, transposed: bool) -> float:
+def _of_weight(w: Tensor, other: Tensor, spec: QuantSpec | None, transposed: bool) -> float:
     """Error of a GEMM if only the weight is quantized. `transposed`: as dgrad reads it."""
-    if cell is None:
+    if spec is None:
         return 0.0
-    storage = operands.quantize_operand(w, cell)
+    storage = operands.quantize_operand(w, spec)
     copy = Orientation.COLUMNWISE if transposed and storage.has(Orientation.COLUMNWISE) else Orientation.ROWWISE
     q = storage.dequantize(copy)
     return product_error(w.t() if transposed else w, other, lambda _: q.t() if transposed else q)

@@ -222,7 +222,7 @@ class StepSample(Observer):
             buffer.add_codes(row, storage)
         old_codes = self._codes.pop(name, None)
         if old_codes is not None:
-            is_packed = storage.cell.format.copies[Orientation.ROWWISE].codes.encoding.bits < 8
+            is_packed = storage.spec.format.copies[Orientation.ROWWISE].codes.encoding.bits < 8
             differing = old_codes.bitwise_xor_(_codes(storage))
             code_bits = [differing & 0xF, differing & 0xF0] if is_packed else [differing]
             self._coded[name] = differing.numel() * len(code_bits)
@@ -260,7 +260,7 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _codes(storage: QuantizedStorage) -> Tensor:
-    copy = storage.cell.format.copies[Orientation.ROWWISE]
+    copy = storage.spec.format.copies[Orientation.ROWWISE]
     return storage.components[copy.codes.name]
 
 

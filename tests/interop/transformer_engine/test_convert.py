@@ -99,7 +99,7 @@ def test_bit_for_bit(stored: Path, tmp_path: Path, name: str) -> None:
     model, optimizer = built(STORED[name], size)
     checkpoints.load(tmp_path / "out", model, optimizer)
     storage = model[0].weight.quantized_storage
-    assert storage.cell.format == fmt and not differing(storage.components, parts)
+    assert storage.spec.format == fmt and not differing(storage.components, parts)
     assert same(model[0].bias.detach(), kept["values"]["0.bias"])
     for key, param in model.named_parameters():
         for role, value in kept[key].items():
@@ -141,7 +141,7 @@ def test_another_recipe_is_quantized_from_the_masters(stored: Path, tmp_path: Pa
     assert list(done.inexact) == ["0.weight"] and done.inexact["0.weight"].endswith("from its master")
     model, optimizer = built(chosen, size)
     checkpoints.load(tmp_path / "out", model, optimizer)
-    cell = model[0].weight.quantized_storage.cell
+    cell = model[0].weight.quantized_storage.spec
     wanted = numerics.quantize(states(name)["0.weight"]["master_param"], cell.format, cell.scaling)
     assert not differing(model[0].weight.quantized_storage.components, wanted)
     trains(model, optimizer, chosen, size)

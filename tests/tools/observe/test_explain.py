@@ -40,7 +40,7 @@ def test_rows_are_the_parameters(recipe):
     assert [(row.name, row.shape) for row in report.rows] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
     up = row_of(report, "up.weight")
     storage = model.up.weight.quantized_storage
-    assert up.format == storage.cell.tag
+    assert up.format == storage.spec.tag
     assert up.code_bytes == 200 * 96 * RECIPES[recipe]
     assert up.bytes == sum(part.untyped_storage().nbytes() for part in storage.components.values())
     assert up.scale_bytes > 0

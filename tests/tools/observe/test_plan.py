@@ -86,7 +86,7 @@ def test_bytes_are_those_of_storages_that_are_cut(recipe, rows, cols, axes):
         assert all(row.code_bytes == row.bf16_bytes for row in planned)
         return
     whole = model.weight.quantized_storage
-    by_name = whole.cell.format.by_name
+    by_name = whole.spec.format.by_name
     tp_pieces = [whole.piece(dim, i * chunk, chunk) for i in range(tp)] if tp > 1 else [whole.piece(dim, 0, 10**6)]
     rest = [ceil_div(piece.shard.shape[0], shards) for piece in tp_pieces]
     cut = [piece.piece(0, s * n, n) for s in range(shards) for piece, n in zip(tp_pieces, rest, strict=True)]
@@ -140,7 +140,7 @@ def test_straddling_blocks_are_those_that_several_ranks_hold_elements_of(recipe,
     expected = [0] * len(ranks)
     scales = [
         c
-        for c in model.weight.quantized_storage.cell.format.components
+        for c in model.weight.quantized_storage.spec.format.components
         if c.role is not Role.CODES and ALL not in c.block_shape
     ]
     for component in scales:

@@ -138,7 +138,7 @@ def _recipe_of(source: str) -> dict[str, Any]:
     """Return the recipe that matches a checkpoint's formats or the layout of safetensors, if there is one."""
     if _is_checkpoint(source):
         tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
-        names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
+        names = [name for name in recipe.NAMES if (spec := recipe.resolve(name).weight) and {spec.tag} == tags]
     else:
         names = [name for name in [recipe_of_files(Path(source))] if name is not None]
     return {"recipe": names[0]} if names else {}

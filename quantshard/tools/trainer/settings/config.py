@@ -20,7 +20,7 @@ from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.gemm import hardware
-from quantshard.modules.activation_storage import ACTIVATION_CELLS
+from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.state_storage import ADAMW, ALGORITHMS, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.values import (
     AUTO,
@@ -198,7 +198,7 @@ class TrainSettings:
     activation_storage: str = _precision(
         "high_precision",
         "how the activation's input is kept for backward: high_precision or fp8",
-        choices=tuple(ACTIVATION_CELLS),
+        choices=tuple(ACTIVATION_SPECS),
     )
 
     save_every: int = _running(50, "steps between checkpoints; 0: only the last step", 0, STEPS)
