@@ -197,8 +197,8 @@ def test_buffers_are_those_of_the_checkpoint(llama, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["RUN", "--remove", "1"], "--remove 1.0: it is a share"),
-        (["RUN", "--remove", "nan"], "--remove nan: it is a share"),
+        (["RUN", "--remove", "1"], "--remove 1.0: give a share"),
+        (["RUN", "--remove", "nan"], "--remove nan: give a share"),
         (["RUN", "--batch", "0"], "--batch"),
         (["RUN", "--data", "nowhere"], "there is nothing at nowhere; name text"),
         (["nothing"], "there is nothing at nothing"),

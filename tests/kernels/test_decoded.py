@@ -141,6 +141,11 @@ def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyP
     rowwise, role, usage = recipe.resolve("rowwise"), TensorRole.GRAD_OUTPUT, OperandUsage(True, True, num_transient=2)
     monkeypatch.setattr(hardware, "capability_of", lambda device: (9, 0))
     plan = producers.KernelPlan(rowwise, role, usage, values(32, 64), False, False)
-    assert plan.one is not None and plan.one.spec.decoded and plan.two is not None and not plan.two.spec.decoded
+    assert (
+        plan.rowwise is not None
+        and plan.rowwise.kernel_spec.decoded
+        and plan.columnwise is not None
+        and not plan.columnwise.kernel_spec.decoded
+    )
     monkeypatch.undo()
     assert hardware.capability_of(torch.device("cpu")) is None

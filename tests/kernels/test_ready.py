@@ -321,7 +321,7 @@ def test_what_is_not_ready(products: dict[str, tuple[int, int]]) -> None:
         plan = KernelPlan(
             resolve("current"), TensorRole.INPUT, OperandUsage(True, True), values(32, 64), False, is_stored
         )
-        assert plan.one is not None and plan.one.spec.ready == (not is_stored)
+        assert plan.rowwise is not None and plan.rowwise.kernel_spec.ready == (not is_stored)
 
 
 def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[str, tuple[int, int]]) -> None:

@@ -676,7 +676,7 @@ def test_the_trainer_as_it_is_names_ours(folder: Path, tmp_path: Path) -> None:
     given = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
     rows = [{"input_ids": row, "labels": row} for row in tokens()]
     trainer = Trainer(converted(folder, "mxfp8"), given, train_dataset=rows)
-    with pytest.raises(UnsupportedOperationError, match=r"quantshard.integrations.transformers import Quantized"):
+    with pytest.raises(UnsupportedOperationError, match=r"quantshard.integrations.transformers.QuantizedTraining"):
         trainer.train()
 
 
