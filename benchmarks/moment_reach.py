@@ -48,7 +48,7 @@ def beside_largest(values: Tensor) -> Tensor:
 
 def reach(values: Tensor) -> Reach:
     """Of what `beside_largest` gave."""
-    below = tuple(float((values < encoding.floor).double().mean()) for encoding in ENCODINGS)
+    below = tuple(float((values < encoding.relative_min).double().mean()) for encoding in ENCODINGS)
     return Reach(values.numel(), below, math.log2(max(float(values.median()), 2.0**-149)))
 
 

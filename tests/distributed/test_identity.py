@@ -74,7 +74,10 @@ def addresses(case: Case) -> None:
         layer = model[0]
         layer.unshard()  # type: ignore[operator]
         assert layer.weight.data_ptr() == codes(layer.weight).data_ptr() != 0
-        with torch.no_grad(), pytest.raises(UnsupportedOperationError, match=r"copy_ .*is lost; call reshard\(\)"):
+        with (
+            torch.no_grad(),
+            pytest.raises(UnsupportedOperationError, match=r"copy_ .*FSDP gathered; call reshard\(\)"),
+        ):
             layer.weight.copy_(layer.weight.clone())
         with pytest.raises(UnsupportedOperationError, match=r"as \.data of"):
             layer.weight.data = layer.weight.data.clone()

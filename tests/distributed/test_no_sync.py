@@ -268,4 +268,4 @@ def differing_backward() -> list[str]:
 def test_ranks_that_differ_in_backward_are_told_later() -> None:
     """3 ranks."""
     for first, backward, after, again in run_ranks(3, differing_backward):
-        assert (first, backward, again) == ("", "", "") and "or in one backward" in after
+        assert (first, backward, again) == ("", "", "") and "or a backward" in after

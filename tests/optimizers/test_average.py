@@ -200,7 +200,7 @@ def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
     before = bits(model, optimizer)
     with pytest.raises(CheckpointError, match=r"has no averages of weights .* begin_average\(decay\)"):
         checkpoints.load(tmp_path / "without", model, optimizer)
-    with pytest.raises(CheckpointError, match=r"averages of weights \(ema_param\), .* drop_average\(\)"):
+    with pytest.raises(CheckpointError, match=r"averages of weights \(ema_param\); .* drop_average\(\)"):
         checkpoints.load(tmp_path / "with", plain, without)
     assert bits(model, optimizer) == before
     for own, other in ((optimizer, without), (without, optimizer)):

@@ -152,7 +152,7 @@ def quantize_expert_blocks(
     plan = plan_quantization(
         request.spec, None if other is None else other.spec, (segments.total, x.shape[1]), x.dtype, x.device
     )
-    rowwise, columnwise = plan.outputs(request, other, x.device)
+    rowwise, columnwise = plan.outputs((request, other), x.device)
     assert plan.rowwise is not None and rowwise is not None
     assert segments.rows == MANY_ROWS and MANY_ROWS % plan.rowwise.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:

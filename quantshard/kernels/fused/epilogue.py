@@ -144,7 +144,7 @@ def plan_epilogue(
     if sums is not None:
         allocate = torch.empty if like.numel() > 0 else torch.zeros
         partial = allocate((plan.programs[0], cols), dtype=torch.float32, device=like.device)
-    targets = plan.outputs(request, transposed_request, like.device)
+    targets = plan.outputs((request, transposed_request), like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.columnwise and plan.columnwise.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)

@@ -419,7 +419,7 @@ def quantize_matrices(
         x.stride(1) == 1,
         *roundings,
     )
-    targets = [plan.outputs(outputs.rowwise, outputs.columnwise, x.device, outputs.amax) for outputs in requests]
+    targets = [plan.outputs(outputs[:2], x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
         outs, transposed = zip(*targets, strict=True)
         (down, across), layers, weights, config = plan.programs, len(xs), None, None

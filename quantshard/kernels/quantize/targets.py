@@ -209,13 +209,12 @@ class KernelOutputs(NamedTuple):
     @property
     def specs(self) -> Specs:
         """Specs of the results and of their transpose."""
-        return (
-            None if self.rowwise is None else self.rowwise.spec,
-            None if self.columnwise is None else self.columnwise.spec,
-        )
+        rowwise, columnwise = self.rowwise, self.columnwise
+        return None if rowwise is None else rowwise.spec, None if columnwise is None else columnwise.spec
 
 
 Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
+Requests = tuple[QuantizeRequest | None, QuantizeRequest | None]
 Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 """Codes and scales of a matrix and of its transpose; None for what was not requested."""
 
@@ -254,7 +253,9 @@ class QuantizeLayout(NamedTuple):
     where: Region
     how: KernelConfig
 
-    def outputs(self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None) -> QuantizedOutput:
+    def outputs(
+        self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
+    ) -> QuantizedOutput:
         """Allocate the results of one launch."""
         input_grid, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
         codes = torch.empty(self.codes, dtype=self.coded, device=device)
@@ -297,19 +298,12 @@ class QuantizePlan(NamedTuple):
     programs: Pair
     constants: dict[str, Any]
 
-    def outputs(
-        self,
-        rowwise: QuantizeRequest | None,
-        columnwise: QuantizeRequest | None,
-        device: torch.device,
-        next_amax: Any = None,
-    ) -> tuple[QuantizedOutput | None, QuantizedOutput | None]:
+    def outputs(self, requests: Requests, device: torch.device, next_amax: Any = None) -> Targets:
         """Allocate the results of both directions."""
+        rowwise, columnwise = requests
         return (
             None if rowwise is None or self.rowwise is None else self.rowwise.outputs(rowwise, device, next_amax),
-            None
-            if columnwise is None or self.columnwise is None
-            else self.columnwise.outputs(columnwise, device, None),
+            None if columnwise is None or self.columnwise is None else self.columnwise.outputs(columnwise, device),
         )
 
 
@@ -325,9 +319,8 @@ def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
 def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> TileShape:
     """Choose the tile of a program: whole blocks, in a row order that suits the stores of the transpose.
 
-    `dtype`: dtype of the values. If both directions have scales, other tiles are faster for bfloat16 on an H200: of
-    twice the size if no values are decoded (by 3 %), or with four bytes of the transpose together for 4-bit codes (by 8
-    %).
+    `dtype`: dtype of the values. If both directions have scales, other tiles are faster for bfloat16 on an H200: twice
+    the size if no values are decoded (by 3 %), or four bytes of the transpose together for 4-bit codes (by 8 %).
     """
     block_rows, block_cols = spec.block
     if other is not None:
@@ -503,6 +496,5 @@ def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dt
 
 
 def registers(warps: int, beside: int) -> int:
-    """Return the registers per thread with which this many programs fit on a multiprocessor of an NVIDIA GPU
-    (65536 registers)."""
+    """Return the registers per thread with which this many programs fit on a multiprocessor, which has 65536."""
     return 65536 // (beside * 32 * warps) // 8 * 8
