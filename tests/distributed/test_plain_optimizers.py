@@ -360,7 +360,7 @@ INFINITE, NAN = float("inf"), float("nan")
     exhaustive(product(("SGD", "SGD foreach"), (INFINITE, NAN)), [("SGD", INFINITE), ("SGD foreach", NAN)]),
 )
 def test_a_non_finite_gradient_reaches_no_weight(name: str, value: float) -> None:
-    """3 ranks: one bad element on one rank; all raise with the weight's format and shape, and with a list nothing is written."""
+    """3 ranks: one bad element on one rank; all raise with the format and shape, and with a list nothing is written."""
     case = Case("mxfp8", (3,), init="direct", shapes=SHAPES)
     for message, same, all_same in run_ranks(3, nan_flag, case, name, value):
         assert message.startswith("NonFiniteGradientError")
