@@ -98,7 +98,7 @@ def sound(run: Path) -> dict[str, Any]:
 
 def refused(answer: tuple[object, list[str], list[str]], says: str = "") -> None:
     code, out, err = answer
-    out = [line for line in out if not line.startswith("reading the data of the run: ")]
+    out = [line for line in out if not line.startswith(("reading the data of the run:", "  "))]
     assert (code, out, len(err)) == (1, [], 1), answer
     assert err[0].startswith("quantshard: ") and re.search(says, err[0]) and len(err[0]) < 1000, err
     assert err[0].isprintable()
