@@ -129,7 +129,7 @@ def test_recipes_by_layer():
     ("text", "says"),
     [
         ("mxfp7", "unknown recipe 'mxfp7'"),
-        ("layers.0=bf16,mxfp8", "'mxfp8' is no PATTERN=RECIPE"),
+        ("layers.0=bf16,mxfp8", "'mxfp8' must be PATTERN=RECIPE"),
         ("layers.0=bf17,*=mxfp8", "unknown recipe 'bf17'"),
         ("*=bf16,*=mxfp8", "'*=mxfp8' is there twice"),
         (
@@ -374,7 +374,7 @@ def test_what_would_train_on_something_else_is_refused(folder, tmp_path):
         shutil.copy(model / "config.json", tmp_path / "bare")
         initialization.chosen({"model": str(tmp_path / "bare")}, {})
     spec = models.ModelSpec(replace(SHORT, model=str(model), seq_length=16), huggingface.read_configuration(str(model)))
-    with pytest.raises(ConfigurationError, match=r"no tokenizer in model = .*--vocabulary 257 to train on bytes"):
+    with pytest.raises(ConfigurationError, match=r"no tokenizer in model = .*--vocabulary 257 for bytes"):
         spec.check()
     for kind in ("bert", "roberta", "electra"):
         content = {"model_type": kind, "num_hidden_layers": 1, "architectures": ["BertForMaskedLM"]}
@@ -423,7 +423,7 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
     line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
-    says = f"{tmp_path / 'llama'} lacks model.layers.1.mlp.up_proj.weight, which this model has; "
+    says = f"{tmp_path / 'llama'} has no model.layers.1.mlp.up_proj.weight; "
     result = quantshard(*line, "--model", tmp_path / "llama")
     assert result.returncode == 1 and says in result.stderr
     other = tmp_path / "other"

@@ -285,6 +285,6 @@ def test_calls_that_share_a_pool_train_in_turn() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one.seen, other.seen, strict=True))
         assert bits(one.model, one.optimizer) == bits(other.model, other.optimizer)
     lost, kept = (training.forward(training.data(1)).float().sum() for training in graphed)
-    with pytest.raises(qs.errors.UnsupportedOperationError, match="written over"):
+    with pytest.raises(qs.errors.UnsupportedOperationError, match="overwritten"):
         lost.backward()
     kept.backward()

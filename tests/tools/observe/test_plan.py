@@ -330,7 +330,7 @@ def test_planning_leaves_the_model_as_it_is():
         ({"mesh": {}, "optimizer": [3]}, r"optimizer=\[3\]\): there are adamw, lion, muon"),
         ({"mesh": {}, "optimizer": None}, "optimizer=None"),
         ({"mesh": {}, "head": "last"}, "only muon has a head"),
-        ({"mesh": {}, "optimizer": "muon"}, "which layer gives the logits is not known"),
+        ({"mesh": {}, "optimizer": "muon"}, "the layer that computes the logits is not known"),
         (
             {"mesh": {}, "optimizer": "muon", "head": "last", "momentum_buffer_dtype": torch.int8},
             "momentum_buffer_dtype=",
