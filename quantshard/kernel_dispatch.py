@@ -58,12 +58,18 @@ def kernels_only_on(*types: str) -> Iterator[None]:
 
 def has_kernels(x: Tensor) -> bool:
     """True if kernels process this tensor."""
-    return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
+    return kernels_on(x.device) and (kernels.tracing.on or not private_torch.is_traced(x))
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), also in a compiled graph, where Inductor would not round between operations that it fuses."""
+    result: Tensor = torch.ops.quantshard.rounded(x, dtype) if kernels.tracing.on else x.to(dtype)
+    return result
 
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
     """True if float kernels process all of these tensors: they are on one device and none is float64."""
-    return kernels_read(*tensors) and not private_torch.is_traced(*tensors)
+    return kernels_read(*tensors) and (kernels.tracing.on or not private_torch.is_traced(*tensors))
 
 
 def kernels_read(*tensors: Tensor | None) -> bool:

@@ -18,8 +18,8 @@ PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 LIMITS = {
     "forward": (18, 80),
     "backward": (15, 72),
-    "forward, mxfp8": (19, 92),
-    "backward, mxfp8": (16, 105),
+    "forward, mxfp8": (20, 92),
+    "backward, mxfp8": (17, 105),
     "step": (18, 210),
     "save": (22, 360),
     "load": (27, 1100),

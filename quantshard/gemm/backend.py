@@ -11,7 +11,6 @@ A scaled product reads both operands by rows, with the summed dim last and sizes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.formats import ALL, E8M0, FP32, Component, Format, Orientation
-from quantshard.gemm import hardware
+from quantshard.gemm import emulated, hardware
 from quantshard.gemm.hardware import Capability, Kind, ScaledProduct, ScaleLayout
 from quantshard.gemm.operands import Operand, is_large
 from quantshard.sharding import Shard, ceil_div
@@ -66,7 +65,7 @@ def matmul(
         product = a.products[0][1] if a.products and a.products[0][0] == facts else find_product(a.products, *facts)
         if isinstance(product, ProductPlan):
             return product.run(a, b, bias, nan_flag, read)
-    return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
+    return emulated.emulated_matmul(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
 
 
 class ProductPlan:
@@ -110,7 +109,7 @@ class ProductPlan:
         if self.is_padded:
             out = out[: self.rows, : self.cols]
         if bias is not None:
-            out = (out + bias.float()).to(self.out_dtype)
+            out = kernel_dispatch.rounded(out + bias.float(), self.out_dtype)
         return out if nan_flag is None or is_in_scales else out + nan_flag.to(self.out_dtype)
 
 
@@ -434,66 +433,3 @@ def _swizzled_scales(operand: Operand) -> Tensor | None:
         return None
     scale = operand.components[operand.spec.format.copies[Orientation.ROWWISE].scale.name]
     return scale if scale.dtype is E8M0.gemm_dtype else None
-
-
-def _emulated(
-    a: Operand, b: Operand, out_dtype: torch.dtype, transpose_a: bool, transpose_b: bool,
-    bias: Tensor | None, nan_flag: Tensor | None, precision: torch.dtype,
-) -> Tensor:  # fmt: skip
-    dtype = _read_dtype(a, b, precision)
-    if nan_flag is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
-        a = a + nan_flag.to(a.dtype)
-    # reading codes adds the flag at no cost
-    a_nan_flag, b_nan_flag = (nan_flag, None) if isinstance(a, QuantizedStorage) else (None, nan_flag)
-    lhs = _values(a, Orientation.COLUMNWISE if transpose_a else Orientation.ROWWISE, dtype, a_nan_flag)
-    rhs = _values(b, Orientation.ROWWISE if transpose_b else Orientation.COLUMNWISE, dtype, b_nan_flag)
-    lhs, rhs = lhs.t() if transpose_a else lhs, rhs.t() if transpose_b else rhs
-    # `torch.mm` rounds its sums to bf16; keep float32 sums if a bias or a cast follows (supported on GPUs only)
-    sum_dtype = dtype if bias is None and out_dtype is dtype else torch.float32
-    with _without_autocast(a.device.type):
-        out = torch.mm(lhs, rhs) if sum_dtype is dtype else torch.mm(lhs, rhs, out_dtype=sum_dtype)
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
-
-
-def _read_dtype(a: Operand, b: Operand, precision: torch.dtype) -> torch.dtype:
-    """The dtype in which an emulated product reads its operands."""
-    # values in another dtype, such as float32, must not be rounded
-    for x in (a, b):
-        if isinstance(x, Tensor) and x.dtype is not torch.bfloat16:
-            return torch.float32
-    on_gpu = a.device.type == "cuda" or (a.device.type == "meta" and hardware.META_CAPABILITY is not None)
-    return torch.bfloat16 if on_gpu and precision.itemsize == 2 else torch.float32
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Disable `torch.autocast`, which would round operands and sums. The meta device has no autocast."""
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
-def _values(operand: Operand, wanted: Orientation, dtype: torch.dtype, nan_flag: Tensor | None = None) -> Tensor:
-    if isinstance(operand, Tensor):
-        return operand.to(dtype)
-    which = wanted if wanted in operand.spec.format.copies else Orientation.ROWWISE
-    return operand.dequantize(which, dtype, nan_flag)
-
-
-def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
-    """Dequantize the right operands of several emulated products a @ b by one kernel.
-
-    The operands are returned unchanged if one kernel cannot dequantize all of them, or if they are large: `matmul` then
-    dequantizes each of them only while it is multiplied.
-    """
-    storages = [operand for operand in weight_operands if isinstance(operand, QuantizedStorage)]
-    if len(storages) < max(len(weight_operands), 2) or len({operand.spec.format for operand in storages}) > 1:
-        return weight_operands
-    copies = storages[0].spec.format.copies
-    which = Orientation.COLUMNWISE if Orientation.COLUMNWISE in copies else Orientation.ROWWISE
-    if any(not operand.has(which) or is_large(operand.components[copies[which].codes.name]) for operand in storages):
-        return weight_operands
-    dtype = _read_dtype(a, storages[0], precision)
-    parts = [(operand.touched(), operand.shard.shape, operand.shard.origin) for operand in storages]
-    return kernel_dispatch.dequantize_together(copies[which], parts, dtype)

@@ -11,6 +11,7 @@ tests. On the meta device they compute nothing (`gemm.described_gpu`).
 from __future__ import annotations
 
 import os
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Final
@@ -35,3 +36,11 @@ def _is_usable() -> bool:
 
 USABLE: Final = _is_usable()
 """True if the kernels can be imported: Triton is installed, and this torch is not built for AMD GPUs."""
+
+
+class _TracingState(threading.local):
+    on = False
+
+
+tracing: Final = _TracingState()
+"""State of this thread: `on` is True while launches become operators of a graph (`graph_launch.traced_launches`)."""

@@ -27,6 +27,8 @@ import torch
 import triton
 from torch.accelerator import current_device_index
 
+from quantshard.kernels import graph_launch, tracing
+
 FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
 """The first and the last minor version of Triton with known internals."""
 
@@ -87,6 +89,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
         args: the kernel's arguments in order, optionally followed by the first of its constants.
         options: the other constants, and compiler options.
     """
+    if tracing.on:
+        graph_launch.record(kernel, grid, args, options)
+        return
     index = device.index
     if index is None:  # the CPU, or the current device
         if device.type != "meta":
@@ -126,6 +131,9 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
         grid[0], grid[1] if dims > 1 else 1, grid[2] if dims > 2 else 1, stream(index), function, metadata,
         None, None, None, *args, *placeholders,
     )  # fmt: skip
+
+
+graph_launch.register(launch_kernel)
 
 
 def _is_known(kernel: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernels, private_torch
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.kernels import workspace
@@ -114,8 +114,10 @@ class NormBackward(NamedTuple):
         )  # fmt: skip
         return (
             dz if needs[0] else None,
-            None if dweight is None or not needs[1] else dweight.to(self.weight.dtype),
-            None if dbias is None or self.bias is None or not needs[2] else dbias.to(self.bias.dtype),
+            None if dweight is None or not needs[1] else kernel_dispatch.rounded(dweight, self.weight.dtype),
+            None
+            if dbias is None or self.bias is None or not needs[2]
+            else kernel_dispatch.rounded(dbias, self.bias.dtype),
         )
 
 

@@ -153,8 +153,8 @@ class _KernelNorm(torch.autograd.Function):
                 residual_gradient=None if sum_grad is None else private_torch.plain(sum_grad),
                 for_parameters=grad_mask.weight or grad_mask.bias,
             )
-            dweight = None if dweight is None else dweight.to(weight.dtype)
-            dbias = None if dbias is None else dbias.to(bias_dtype)
+            dweight = None if dweight is None else kernel_dispatch.rounded(dweight, weight.dtype)
+            dbias = None if dbias is None or bias_dtype is None else kernel_dispatch.rounded(dbias, bias_dtype)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch, limits, numerics, private_torch
+from quantshard import kernel_dispatch, kernels, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
@@ -182,6 +182,8 @@ class QuantizedStorage:
         """`layout` of a component. A view is kept while the component stays at its address, because every GEMM of a
         layer would make the same one."""
         part, key = self.components[name], (name, layout)
+        if kernels.tracing.on:
+            return layout(part)
         view, address = self._views.get(key), part.data_ptr()
         if view is None or view.data_ptr() != address:
             view = layout(part)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import quantshard as qs
 from quantshard.collectives import flat_max, process_groups
-from quantshard.gemm import backend, operands
+from quantshard.gemm import backend, emulated, operands
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.models import RECIPES
@@ -104,7 +104,7 @@ def exact_matmul(
 
 
 def _double(operand: operands.Operand, wanted: backend.Orientation) -> Tensor:
-    return operand if isinstance(operand, Tensor) else backend._values(operand, wanted, torch.float32).double()
+    return operand if isinstance(operand, Tensor) else emulated._values(operand, wanted, torch.float32).double()
 
 
 def amaxes_of_all_ranks(

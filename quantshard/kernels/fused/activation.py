@@ -36,6 +36,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets, deliver, load_tile
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
@@ -124,6 +125,9 @@ def activate_kernel(
     )  # fmt: skip
 
 
+writes(activate_kernel, "out", "other_out")
+
+
 @triton.jit(do_not_specialize=RANDOM_TWICE)
 def activate_backward_kernel(
     dh_ptr, dh_stride, gate_ptr, gate_stride, up_ptr, up_stride, where,
@@ -157,6 +161,9 @@ def activate_backward_kernel(
     )  # fmt: skip
 
 
+writes(activate_backward_kernel, "gate_out", "gate_other_out", "up_out", "up_other_out")
+
+
 @triton.jit(do_not_specialize=RANDOM_OF_PARTS)
 def deliver_kernel(
     x_ptrs, x_stride, where, sinks, outs, other_where, other_outs,
@@ -173,6 +180,9 @@ def deliver_kernel(
                 x, position, where, sinks[part], outs[part], other_where, other_outs[part],
                 key, stream, width, other_stream, other_width, x_ptrs[part].dtype.element_ty, H, T,
             )  # fmt: skip
+
+
+writes(deliver_kernel, "outs.*", "other_outs.*")
 
 
 # ------------------------------------------------------------------------------------------------------------- launch

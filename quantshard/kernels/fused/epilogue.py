@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.graph_launch import sum_rows, writes_fields
 from quantshard.kernels.quantize.amax import measure, plan_amaxes
 from quantshard.kernels.quantize.matrix import NAN, emit
 from quantshard.kernels.quantize.random_words import NO_KEY, NO_STREAMS, random_arguments
@@ -59,6 +60,9 @@ class EpilogueArguments(NamedTuple):
     sums_stride: int
     spans: Any = None
     """If blocks are measured: numbers of blocks along rows and columns, for the results and for their transpose."""
+
+
+writes_fields(EpilogueArguments, "high", "amax", "nan_flag", "sums")
 
 
 @triton.jit
@@ -120,7 +124,7 @@ class EpilogueLaunch(NamedTuple):
     def finish(self) -> Targets:
         """Finish the sums after the launch, and return the targets."""
         if self.sums is not None and self.partial is not None:
-            self.sums.copy_(self.partial.sum(0))
+            self.sums.copy_(sum_rows(self.partial))
         return self.targets
 
 

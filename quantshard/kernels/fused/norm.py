@@ -44,6 +44,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets, deliver, load_tile
+from quantshard.kernels.graph_launch import sum_rows, writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM
@@ -152,6 +153,9 @@ def statistics_kernel(
             tl.store(ql.as_bits(amax_of_row_ptr + i), amax_of_row, mask=i < rows)
 
 
+writes(statistics_kernel, "sum_ptr", "mean_ptr", "rstd_ptr", "amax_ptr", "amax_of_row_ptr", "amax_of_col_ptr")
+
+
 @triton.jit(do_not_specialize=RANDOM)  # a draw of 1 or a multiple of 16 would recompile the kernel
 def normalize_kernel(
     x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, other_where, other_out,
@@ -168,6 +172,9 @@ def normalize_kernel(
         tl.where(valued, y, 0.0), position, where, sink, out, other_where, other_out,
         (k0, k1, draw), stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
+
+
+writes(normalize_kernel, "out", "other_out")
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -243,6 +250,9 @@ def backward_kernel(
         tl.store(dbeta_ptr + offsets, tl.sum(dbeta, 0), mask=j < size)
 
 
+writes(backward_kernel, "dx_ptr", "dgamma_ptr", "dbeta_ptr")
+
+
 @triton.jit
 def add_to(ptr, values, mask, at):
     tl.store(ptr + at, tl.load(ptr + at, mask=mask, other=0.0) + values, mask=mask)
@@ -289,6 +299,9 @@ def backward_pieces_kernel(
                 add_to(dbeta_ptr, tl.sum(dy, 0), j < size, offsets)
         row += tl.num_programs(0)
         tl.debug_barrier()  # other threads can read these sums next
+
+
+writes(backward_pieces_kernel, "dx_ptr", "dgamma_ptr", "dbeta_ptr")
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -451,4 +464,4 @@ def norm_backward(
             CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=tiling.piece,
             num_warps=tiling.warps, enable_fp_fusion=False, **layout,
         )  # fmt: skip
-    return dx, None if dgamma is None else dgamma.sum(0), None if dbeta is None else dbeta.sum(0)
+    return dx, None if dgamma is None else sum_rows(dgamma), None if dbeta is None else sum_rows(dbeta)

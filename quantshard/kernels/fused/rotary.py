@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 
 LEAST_HEADS, MOST_HEADS = 8, 32
@@ -75,6 +76,9 @@ def rotate_kernel(
         j = tl.arange(0, REST)[None, :]
         mask = valued & (j < rest)
         tl.store(out_ptr + 2 * half + j, tl.load(x_ptr + 2 * half + j, mask=mask, other=0.0), mask=mask)
+
+
+writes(rotate_kernel, "out_ptr")
 
 
 # ------------------------------------------------------------------------------------------------------------- launch

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 
 SIZE = 4096
@@ -25,6 +26,9 @@ def sum_kernel(parts, out_ptr, numel, PARTS: tl.constexpr, SIZE: tl.constexpr):
     for part in tl.static_range(1, PARTS):
         total += ql.widen(tl.load(parts[part] + offsets, mask=inside, other=0.0))
     tl.store(out_ptr + offsets, ql.narrow(total, out_ptr.dtype.element_ty), mask=inside)
+
+
+writes(sum_kernel, "out_ptr")
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
-from quantshard.kernels import workspace
+from quantshard.kernels import tracing, workspace
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import NAN, grid_of_tile, tile_of, transformed
 from quantshard.kernels.quantize.targets import (
@@ -52,6 +53,9 @@ def amax_kernel(
             measure(
                 x, row, col, where, grids[part], shape, other_where, other_grids[part], other_shape, values.dtype, H, T
             )  # fmt: skip
+
+
+writes(amax_kernel, "grids.*", "other_grids.*", "nan_flags.*")
 
 
 @triton.jit
@@ -148,7 +152,10 @@ class AmaxPlan(NamedTuple):
         elif large_spans:
             # each grid starts at a multiple of 16 bytes
             sizes = [-(rows * cols // -4) * 4 for rows, cols in large_spans] * parts
-            pieces = allocate(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
+            if tracing.on:  # Inductor must be able to place each tensor that a kernel writes
+                pieces = [allocate(size, dtype=torch.float32, device=x.device) for size in sizes]
+            else:
+                pieces = allocate(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
         remaining = iter(pieces)
 
         def grid(spans: Pair | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling
@@ -32,6 +33,9 @@ def dequantize_kernel(matrices, PARTS: tl.constexpr, H: tl.constexpr):
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             _dequantize(matrices[part], H)
+
+
+writes(dequantize_kernel, "matrices.*.2")
 
 
 @triton.jit

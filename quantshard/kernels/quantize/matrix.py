@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
+from quantshard.kernels.graph_launch import writes, writes_fields
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
@@ -383,6 +384,10 @@ def quantize_kernel(
                 values, row, col, where, outs[part], words, other_where, other_outs[part], other_words, values.dtype,
                 H, T,
             )  # fmt: skip
+
+
+writes_fields(QuantizedOutput, "codes", "scale", "second_scale", "transposed", "next_amax")
+writes(quantize_kernel, "weights.*.2.2", "weights.*.3.3", "weights.*.4.1", "weights.*.6")
 
 
 def quantize_matrix(

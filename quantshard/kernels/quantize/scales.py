@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels import scale_rule as sr
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 
 SIZE = 1024
@@ -24,6 +25,9 @@ def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, 
     stored_scale, multiplier = sr.scales(tl.load(amax_ptr + index, mask=valued, other=0.0), 0.0, R)
     tl.store(stored_ptr + index, stored_scale, mask=valued)
     tl.store(multiplier_ptr + index, multiplier, mask=valued)
+
+
+writes(scales_kernel, "stored_ptr", "multiplier_ptr")
 
 
 def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantshard.formats import OrientedCodes
 from quantshard.kernels import language as ql
 from quantshard.kernels import workspace
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.targets import MOST_PLANS, as_known, swizzled_size
 from quantshard.numerics import Pair
@@ -54,6 +55,9 @@ def swizzled(i, j, tiles):
 @triton.jit
 def swizzle_kernel(matrices, S: tl.constexpr):
     swizzle_tile(tl.program_id(0), matrices, S)
+
+
+writes(swizzle_kernel, "matrices.*.2.2", "matrices.*.3.3", "matrices.*.4.1", "matrices.*.6")
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 
 TILE = (128, 128)
@@ -24,6 +25,9 @@ def transpose_kernel(matrices, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             _transpose(matrices[part], ROWS, COLS)
+
+
+writes(transpose_kernel, "matrices.*.1", "matrices.*.8")
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
-from quantshard.gemm import backend, operands
+from quantshard.gemm import backend, emulated, operands
 from quantshard.gemm.backend import ReadOperand, WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
@@ -339,7 +339,7 @@ class LinearBackward(NamedTuple):
         has_nan, first = False, next(out_grads)
         if not isinstance(first.for_first_gemm, QuantizedStorage):
             # each gradient is freed after its GEMMs, before the next is quantized
-            rights = backend.values_together(first.for_first_gemm, weight_operands.operands, self.dtype)
+            rights = emulated.values_together(first.for_first_gemm, weight_operands.operands, self.dtype)
             return _all([first], out_grads), list(zip(rights, reads, strict=True)), False
         grads = [first, *out_grads]
         if weight_operands.reads_together:
@@ -352,7 +352,7 @@ class LinearBackward(NamedTuple):
         split = self.state.split(TensorRole.GRAD_OUTPUT)
         if split is not None and split.dim == 0:
             sums = tensor_parallel.reduce_from_group(sums, self.state.tp)
-        return sums if dtype is None else sums.to(dtype)
+        return sums if dtype is None else kernel_dispatch.rounded(sums, dtype)
 
     def _input_gradient(self, dx_terms: list[Tensor]) -> Tensor | None:
         if not dx_terms:

@@ -28,6 +28,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import WgradOperand, keeps_transposed
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
+from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -103,6 +104,7 @@ class StepStructure:
     zero_centered_gamma: bool = False
     activation: str = ""
     activation_storage: str = HIGH_PRECISION
+    stored: tuple[tuple[QuantSpec, Shard], ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -128,16 +130,25 @@ class StepStructure:
 _structures: dict[str, StepStructure] = {}
 
 
+def stored_key(key: str, weights: Sequence[QuantizedTensor]) -> str:
+    """Return the key of a structure whose weights are stored as these are."""
+    stored = tuple((weight.quantized_storage.spec, weight.quantized_storage.shard) for weight in weights)
+    return _register(replace(structure_of(key), stored=stored))
+
+
+def _register(structure: StepStructure) -> str:
+    key = hashlib.sha256(repr(structure).encode()).hexdigest()
+    assert _structures.setdefault(key, structure) == structure
+    return key
+
+
 @private_torch.constant_in_graphs
 def structure_key(layers: Sequence[Sequence[Any]], *others: Any, **facts: Any) -> str:
     """Register the structure with these fields in this process and return its key.
 
     `layers` holds the fields of each layer as a sequence, because Dynamo passes only values of built-in types.
     """
-    structure = StepStructure(tuple(LayerStructure(*layer) for layer in layers), *others, **facts)
-    key = hashlib.sha256(repr(structure).encode()).hexdigest()
-    assert _structures.setdefault(key, structure) == structure
-    return key
+    return _register(StepStructure(tuple(LayerStructure(*layer) for layer in layers), *others, **facts))
 
 
 def structure_of(key: str) -> StepStructure:
@@ -225,11 +236,19 @@ class StepArguments(NamedTuple):
         states = [module._linear_state(layer.weights, structure.recipe, layer.prefix) for layer in structure.layers]
         return module, [replace(state, record=structure.record) for state in states]
 
-    def weights_of(self, module: LinearModule) -> list[list[Tensor]]:
-        """Rebuild the weights of each layer. Components that were not passed are fetched from the live weight."""
+    def weights_of(self, module: LinearModule | None) -> list[list[Tensor]]:
+        """Rebuild the weights of each layer. Components that were not passed are fetched from the live weight of
+        `module`."""
         structure = self.structure
         if self.plain:
             return structure.by_layer(self.plain)
+        if module is None:
+            remaining, weights = iter(self.components), list[Tensor]()
+            for spec, shard in structure.stored:
+                parts = {part.name: next(remaining) for part in spec.format.components}
+                resident = {name: part for name, part in parts.items() if part is not None}
+                weights.append(QuantizedTensor(QuantizedStorage(spec, shard, resident), structure.dtype))
+            return structure.by_layer(weights)
         remaining = iter(self.components)
         names = [name for layer in structure.layers for name in layer.weights]
         return structure.by_layer([_rebuilt(attrgetter(name)(module), remaining, structure.dtype) for name in names])

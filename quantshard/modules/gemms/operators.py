@@ -18,6 +18,7 @@ Operators that do not record compute on nothing but their tensor arguments, on o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import limits, private_torch
+from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
 from quantshard.modules.activation_storage import STORAGES
@@ -35,16 +36,22 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.operator_arguments import (
     BACKWARD,
     FORWARD,
     SavedInput,
     StepArguments,
+    StepStructure,
     components_of,
+    stored_key,
     structure_of,
 )
 from quantshard.tensor import aten_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.kernels import graph_launch
 
 # Forward -------------------------------------------------------------------------------------------------------------
 
@@ -83,9 +90,15 @@ def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
 
 
 def _ready(step: StepArguments) -> list[PreparedLinear]:
-    structure = step.structure
+    structure, biases, ready = step.structure, iter(step.biases), []
+    if kernels.tracing.on:
+        for layer, layer_weights in zip(structure.layers, step.weights_of(None), strict=True):
+            added = [None if dtype is None else next(biases) for dtype in layer.biases]
+            call, state = _traced_call(structure), _traced_state(layer_weights)
+            ready.append(PreparedLinear(layer_weights, added, call, state))
+        return ready
     module, states = step.states()
-    biases, ready, weights = iter(step.biases), [], step.weights_of(module)
+    weights = step.weights_of(module)
     if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
         limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
@@ -193,7 +206,8 @@ def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
 def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
     """Rebuild the layers; also return the tensors of `ForwardResults.others`."""
     structure, like, saved_tensors = step.structure, step.grads[0], iter(step.saved)
-    module, states = step.states()
+    is_traced = kernels.tracing.on
+    module, states = (None, []) if is_traced else step.states()
     setting, saved_layers = context.setting(structure.setting), []
     need_weights, need_biases = structure.by_layer(step.need_weights), structure.by_layer(step.need_biases)
     for index, weights in enumerate(step.weights_of(module)):
@@ -207,8 +221,9 @@ def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
         call.amaxes.update((key, next(saved_tensors)) for key in step.amaxes(index))
         operand_metadata, tensors = functional.to_saved(x_wgrad)
         needed = LinearGradMask(index > 0 or any(step.need_front), need_weights[index], need_biases[index])
+        state = _traced_state(weights) if is_traced else states[index]
         saved_layers.append(LinearBackward(
-            call, states[index], operand_metadata, len(weights), layer.biases, step.input_shape(index), like.dtype,
+            call, state, operand_metadata, len(weights), layer.biases, step.input_shape(index), like.dtype,
             layer.remakes, [*weights, *tensors], needed,
         ))  # fmt: skip
     return saved_layers, list(saved_tensors)
@@ -231,6 +246,39 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
     return fakes
 
 
+TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS") == "1"
+"""Whether compiled graphs contain the insides of operators that do not record. Not yet run on a GPU."""
+
+# Tracing -------------------------------------------------------------------------------------------------------------
+
+
+def _traced(body: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor] | None:
+    """Run the body of an operator while AOTAutograd traces, so that the graph has its insides.
+
+    Return None if the graph should have the operator as it is: without `TRACES_KERNELS`, without kernels, or if a size
+    is symbolic.
+    """
+    if not TRACES_KERNELS:
+        return None
+    tensors = [item for argument in arguments for item in (argument if isinstance(argument, list) else [argument])]
+    values = [item for item in tensors if isinstance(item, Tensor)]
+    if not kernel_dispatch.kernels_on(values[-1].device):
+        return None
+    if any(isinstance(size, torch.SymInt) for value in values for size in value.shape):
+        return None
+    with graph_launch.traced_launches():
+        return body(*arguments)
+
+
+def _traced_call(structure: StepStructure) -> LinearContext:
+    setting = context.setting(structure.setting)
+    return LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict, record=False)
+
+
+def _traced_state(weights: Sequence[Tensor]) -> LinearState:
+    return LinearState([{} for _ in weights], None, None, False)
+
+
 # Registration --------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +294,8 @@ def register_step(name: str, forward: ForwardOf, backward: BackwardOf) -> None:
             torch.library.impl(full, "default", body)
             torch.library.register_fake(full, shapes)
             operator = getattr(torch.ops.quantshard, full.removeprefix("quantshard::")).default
+            if not records:
+                private_torch.trace_through(full, partial(_traced, body))
             _with_components(operator)
             if not kind:
                 torch.library.register_autograd(full, partial(_gradients, name), setup_context=_keep)
@@ -258,5 +308,6 @@ def _with_components(operator: Any) -> None:
 
     @aten_rules.rule(operator, needed_by="torch.compile")
     def apart(weights: Sequence[QuantizedTensor], _: Any, *others: Any) -> list[Tensor]:
-        results: list[Tensor] = operator([], components_of(weights), *others)
+        module, key, *more = others
+        results: list[Tensor] = operator([], components_of(weights), module, stored_key(key, weights), *more)
         return results

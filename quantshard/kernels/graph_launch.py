@@ -1,0 +1,182 @@
+"""Kernel launches in compiled graphs: each becomes one small operator, which Inductor schedules like any other.
+
+While AOTAutograd traces the body of an operator (`traced_launches`), `launch_kernel` adds `quantshard::launch` to the
+graph instead of running the kernel:
+
+    launch(str program, Tensor(a!)[] written, Tensor[] read)
+
+A program is the kernel, the grid and all arguments with tensors replaced by their places in the two lists, pickled. It
+contains everything that a launch needs, so another process can run a graph from a compile cache. `triton_op` and
+`wrap_triton` of PyTorch cannot be used, because Dynamo rejects kernel arguments that are tuples.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard.kernels import tracing
+from quantshard.kernels.quantize.targets import StoredBytes
+
+_WRITTEN: dict[tuple[str, str], list[list[str]]] = {}
+"""(module, name) of a kernel -> paths of the arguments that it writes."""
+_WRITTEN_FIELDS: dict[type, frozenset[str]] = {}
+
+
+def writes(kernel: Any, *paths: str) -> None:
+    """Declare the tensors that a kernel writes.
+
+    A path is the name of a parameter, followed by positions if it is a tuple: "matrices.*.1" is the second entry of
+    each entry. `writes_fields` declares the fields of named tuples.
+    """
+    _WRITTEN[kernel.fn.__module__, kernel.fn.__name__] = [path.split(".") for path in paths]
+
+
+def writes_fields(kind: type, *fields: str) -> None:
+    """Declare the fields of a named tuple that kernels write."""
+    _WRITTEN_FIELDS[kind] = frozenset(fields)
+
+
+def written_paths(kernel: Any) -> list[list[str]]:
+    """The paths that `writes` declared for a kernel."""
+    return _WRITTEN[kernel.fn.__module__, kernel.fn.__name__]
+
+
+@contextmanager
+def traced_launches() -> Iterator[None]:
+    """Within this context, launches on this thread become operators of the graph that is being traced."""
+    before, tracing.on = tracing.on, True
+    try:
+        yield
+    finally:
+        tracing.on = before
+
+
+class _TensorPlace(NamedTuple):
+    """Place of a tensor argument in the lists of an operator. `as_bytes`: the kernel takes its bytes."""
+
+    is_written: bool
+    position: int
+    as_bytes: bool
+
+
+class _NamedTuple(NamedTuple):
+    """A named tuple among the arguments, whose class a kernel reads fields of."""
+
+    kind: type
+    values: tuple[Any, ...]
+
+
+class LaunchArguments:
+    """The tensors of a launch, and its other arguments with tensors replaced by their places."""
+
+    def __init__(self, written_paths: list[list[str]]) -> None:
+        self.written_paths = written_paths
+        self.written: list[Tensor] = []
+        self.read: list[Tensor] = []
+
+    def template(self, value: Any, path: Sequence[str], is_written: bool = False) -> Any:
+        """`value`, the argument at `path`, with tensors replaced by their places. `is_written`: it is a written field
+        of a named tuple."""
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", None)
+            if fields is None:
+                return tuple([self.template(item, (*path, str(index))) for index, item in enumerate(value)])
+            written_fields = _WRITTEN_FIELDS.get(type(value), ())
+            return _NamedTuple(type(value), tuple([
+                self.template(item, (*path, field), field in written_fields)
+                for field, item in zip(fields, value, strict=True)
+            ]))  # fmt: skip
+        as_bytes = type(value) is StoredBytes
+        if not (as_bytes or isinstance(value, Tensor)):
+            return value
+        is_written = is_written or any(
+            len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
+            for pattern in self.written_paths
+        )
+        return self._place(value.base if as_bytes else value, is_written, as_bytes)
+
+    def _place(self, tensor: Tensor, is_written: bool, as_bytes: bool) -> _TensorPlace:
+        for listed_as_written, tensors in ((True, self.written), (False, self.read)):
+            for index, other in enumerate(tensors):
+                if other is tensor:
+                    assert listed_as_written or not is_written, "a kernel writes a tensor that it also reads"
+                    return _TensorPlace(listed_as_written, index, as_bytes)
+        tensors = self.written if is_written else self.read
+        tensors.append(tensor)
+        return _TensorPlace(is_written, len(tensors) - 1, as_bytes)
+
+
+def record(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
+    """Add a launch to the graph that is being traced."""
+    key = kernel.fn.__module__, kernel.fn.__name__
+    arguments = LaunchArguments(written_paths(kernel))
+    templates = [arguments.template(value, (name,)) for name, value in zip(kernel.arg_names, args, strict=False)]
+    plain_grid = tuple([int(programs) for programs in grid])
+    program = base64.b85encode(zlib.compress(pickle.dumps((key, plain_grid, templates, options)))).decode()
+    torch.ops.quantshard.launch(program, arguments.written, arguments.read)
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # an operator may not return its argument
+    return x.to(dtype, copy=True)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """x.sum(0), in the order of eager code: Inductor would add in another order."""
+    total: Tensor = torch.ops.quantshard.sum_rows(x) if tracing.on else _sum_rows(x)
+    return total
+
+
+MOST_PROGRAMS: Final = 4096
+
+
+@lru_cache(MOST_PROGRAMS)
+def _program(program: str) -> tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]:
+    (module, name), grid, templates, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
+    return getattr(importlib.import_module(module), name), grid, templates, options
+
+
+def _filled(template: Any, written: Sequence[Tensor], read: Sequence[Tensor]) -> Any:
+    if type(template) is _TensorPlace:
+        tensor = (written if template.is_written else read)[template.position]
+        if not template.as_bytes:
+            return tensor
+        return StoredBytes(tensor)
+    if type(template) is _NamedTuple:
+        return template.kind(*[_filled(item, written, read) for item in template.values])
+    if type(template) is tuple:
+        return tuple([_filled(item, written, read) for item in template])
+    return template
+
+
+def register(launch_kernel: Callable[..., None]) -> None:
+    """Register the operator, which calls `launch_kernel`."""
+
+    def launch(program: str, written: list[Tensor], read: list[Tensor]) -> None:
+        kernel, grid, templates, options = _program(program)
+        args = [_filled(template, written, read) for template in templates]
+        launch_kernel(kernel, grid, (written or read)[0].device, *args, **options)
+
+    torch.library.define("quantshard::sum_rows", "(Tensor x) -> Tensor")
+    torch.library.impl("quantshard::sum_rows", "default", _sum_rows)
+    torch.library.register_fake("quantshard::sum_rows", _sum_rows)
+    torch.library.define("quantshard::rounded", "(Tensor x, ScalarType dtype) -> Tensor")
+    torch.library.impl("quantshard::rounded", "default", _rounded)
+    torch.library.register_fake("quantshard::rounded", _rounded)
+    torch.library.define("quantshard::launch", "(str program, Tensor(a!)[] written, Tensor[] read) -> ()")
+    torch.library.impl("quantshard::launch", "default", launch)
+    torch.library.register_fake("quantshard::launch", lambda program, written, read: None)
