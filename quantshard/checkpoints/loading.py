@@ -48,8 +48,8 @@ def load(
         requantize: quantize weights of another recipe again, rounding the checkpoint's masters to nearest, and round
             masters and moments to the dtypes of this optimizer, with a warning. Not supported for states of
             `MasterWeights` and of PyTorch's optimizers.
-        lossy: also quantize weights without masters, from their dequantized codes, and cast plain tensors of another
-            dtype.
+        lossy: with `requantize`, also quantize weights without masters, from their dequantized codes, and cast plain
+            tensors of another dtype.
         verify: first compare the files that ranks will read with the manifest's checksums, which reads the files twice.
             A checkpoint without a manifest is loaded with a NoManifestWarning.
 
@@ -106,8 +106,8 @@ class LoadPlan:
     Args:
         state_dicts: those of the model and the optimizer; their tensors are the live ones, or replace live ones.
         paths: the path of each entry in `state_dicts`.
-        targets: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs
-            (only with `lossy`). Other values are replaced by objects.
+        targets: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs.
+            Other values are replaced by objects.
         extra_targets: the caller's entries by name: an empty tensor, or None for an object.
         settings: the new values of the optimizer's entries that are not tensors.
         weight_conversions: the parameters to requantize, with both formats and the source of their values.

@@ -1,4 +1,4 @@
-"""Matrix products of quantized operands: the one place that decides between native and emulated products.
+"""Matrix products of quantized operands: native if the hardware has them, otherwise emulated (`gemm.emulated`).
 
 A native product is one of PyTorch's scaled matrix products (`hardware`): it multiplies codes and applies scales to the
 sums. Without hardware for the formats the product is emulated: operands are dequantized, or are values already

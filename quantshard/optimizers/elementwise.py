@@ -290,9 +290,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
         `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
-        On a GPU the host does not wait. If gradients were bad, the device skips the step, and the next step counts it
-        and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step` in a group includes the
-        skipped step. Optimizers without masters wait.
+        On a GPU, optimizers with kernels and masters do not wait. If gradients were bad, the device skips the step, and
+        the next step counts it and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step`
+        in a group includes the skipped step.
 
         Raises:
             ConfigurationError: a gradient does not have its parameter's layout, a group has an invalid value, or

@@ -1,4 +1,5 @@
-"""Linear layers under torch.compile: a traced layer becomes a custom operator, which runs the eager code.
+"""Linear layers under torch.compile: a traced layer becomes a custom operator, which runs the eager code, or while
+AOTAutograd traces leaves its operations in the graph (`operators.TRACES_KERNELS`).
 
 `operators` defines the operators.
 """

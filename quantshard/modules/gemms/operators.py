@@ -1,7 +1,8 @@
 """Custom operators for torch.compile: linear layers and the operations fused with them, running the eager code.
 
 Quantizing, recording amaxes and drawing random bits stay out of the compiled graph, so a compiled layer has the same
-bits as an eager one; torch.compile compiles the code between operators. An operator takes tensors, numbers and a key
+bits as an eager one; torch.compile compiles the code between operators. With `TRACES_KERNELS`, the graph has the
+operations and kernel launches of operators that do not record. An operator takes tensors, numbers and a key
 (see `operator_arguments`) and returns its outputs, followed by the tensors that backward needs. `register_step`
 registers four operators per step:
 
