@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import limits, numerics, private_torch
 from quantshard.collectives import flat_max, process_groups
-from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.errors import (
+    ConfigurationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    UnsupportedOperationError,
+    warn_user,
+)
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers.guards import LARGEST_RATE, BadStepRecord, GradientFlags
 from quantshard.state_storage import STATE_ARGUMENTS
@@ -288,6 +294,15 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 "before the first step or load, or build a new optimizer"
             )
         self._make_states()
+
+    def _warn_of_replaced_parameters(self) -> None:
+        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
+        replaced = [name for param, name in self._names.items() if getattr(param, components.REPLACED, False)]
+        if replaced:
+            warn_user(
+                f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
+                "it does not train the new ones; build the optimizer after them"
+            )
 
     def _check_parameters(self) -> None:
         """Check the parameters on all ranks: random keys, the seed, and the places of shards.

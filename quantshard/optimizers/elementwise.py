@@ -327,6 +327,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     def _current_plan(self) -> StepPlan:
         """Return the parameters of a step with their states; made again if a state or a local tensor was replaced."""
+        if self._plan is None:
+            self._warn_of_replaced_parameters()
         if self._plan is None or not self._plan.is_current():
             formulas = [self._formula(group) for group in self.param_groups]
             items = [

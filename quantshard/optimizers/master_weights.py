@@ -295,6 +295,8 @@ class MasterWeights(ParameterOptimizer):
         for number, group in enumerate(self.param_groups):
             self.check_group(f"MasterWeights: param_groups[{number}]", group)
         self._check_parameters_unchanged()
+        if not self._has_updates():
+            self._warn_of_replaced_parameters()
         reduction = FlatMax()
         layout = FlagLayout((self._names[param], param) for param in self._masters)
         flags = GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)

@@ -287,6 +287,7 @@ def revert(model: nn.Module) -> int:
         plain_weights[id(module.weight)] = plain.weight  # keep weights tied that were tied after convert
         for put in places[id(module)]:
             put(plain)
+        _mark_replaced(module, plain)
     leave_recipe(model)
     return len(layers)
 
@@ -297,10 +298,19 @@ def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: Converte
     fill_linear(new, old, choice.name, keep)
     for put in places[id(old)]:
         put(new)
+    _mark_replaced(old, new)
     fmt = components.storage_of(new.weight).spec.format
     after: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
     before = old.weight.numel() * old.weight.element_size()
     return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, after)
+
+
+def _mark_replaced(old: nn.Module, new: nn.Module) -> None:
+    """Mark the parameters of a replaced layer that the new one does not have, for optimizers that hold them."""
+    remaining = set(new.parameters())
+    for param in old.parameters():
+        if param not in remaining:
+            setattr(param, components.REPLACED, True)
 
 
 def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:

@@ -88,7 +88,11 @@ def write_safetensors(
         for group in shard:
             tensors |= {key: value.contiguous() for key, value in group.make().items()}
             report_transfer(group.nbytes)
+        # save_file lets only the owner read the file
+        (folder / name).touch()
+        mode = (folder / name).stat().st_mode
         save_file(tensors, folder / name, {"format": "pt", **metadata})
+        (folder / name).chmod(mode)
         weight_map.update(dict.fromkeys(tensors, name))
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total

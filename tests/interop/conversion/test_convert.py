@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -529,3 +530,25 @@ def test_mamba_keeps_the_layer_that_it_reads_directly(kind: str) -> None:
     [(name, reason)] = [(layer.name, layer.reason) for layer in found.left if layer.name != "lm_head"]
     assert name.endswith("dt_proj") and reason.startswith("the model reads its weight directly")
     model(torch.arange(12).view(1, 12)).logits.sum().backward()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_an_optimizer_built_before_is_named(masters: bool) -> None:
+    """It would train the norms and embeddings alone; revert replaces the weights, too."""
+    model = born()
+    params = dict(model.named_parameters())
+
+    def built() -> Any:
+        if masters:
+            return qs.optimizers.MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
+        return qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
+
+    optimizer = built()
+    qs.convert(model, "mxfp8")
+    replaced = len(params) - sum(any(param is own for own in model.parameters()) for param in params.values())
+    model(TOKENS).float().sum().backward()
+    with pytest.warns(UserWarning, match=rf"convert or revert replaced {replaced} of its parameters"):
+        optimizer.step()
+    optimizer = built()
+    model(TOKENS).float().sum().backward()
+    optimizer.step()

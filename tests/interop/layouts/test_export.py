@@ -111,6 +111,8 @@ def test_values_are_ours(saved, tmp_path, recipe, layout):
     text = json.dumps(config["quantization_config"])
     assert '"lm_head"' in text and "model.embed_tokens" in text and "norm" not in text
     assert config["num_attention_heads"] == 4
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1, "others can read the weights as well as the configuration"
 
 
 def test_codes_are_ours_bit_for_bit(saved, tmp_path):
