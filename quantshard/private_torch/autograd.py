@@ -18,7 +18,9 @@ _task_id = private_name("torch._C._current_graph_task_id", "telling forward from
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
-_functional_mode = private_name("torch._subclasses.functional_tensor.FunctionalTensorMode", _COMPILED)
+_functional_mode = private_name(
+    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernels in compiled graphs (QUANTSHARD_TRACE_KERNELS)"
+)
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
 _register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", _COMPILED)
@@ -255,14 +257,16 @@ def keep_order(operator: Any) -> None:
 
 def trace_through(operator: str, body: Callable[..., Any]) -> None:
     """While AOTAutograd traces a graph, call `body` with the arguments of an operator instead of adding the operator to
-    the graph, unless it returns None. `triton_op` of PyTorch registers the same rule."""
+    the graph, unless it returns None. `triton_op` of PyTorch registers the same rule. Without the private name, graphs
+    keep the operator."""
 
     def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with mode:
             results = body(*args)
         return mode.__torch_dispatch__(operator, types, args, kwargs) if results is None else results
 
-    torch.library.register_torch_dispatch(operator, _functional_mode, rule)
+    if missing(_functional_mode) is None:
+        torch.library.register_torch_dispatch(operator, _functional_mode, rule)
 
 
 def check_order_is_kept() -> None:

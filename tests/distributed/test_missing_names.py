@@ -206,6 +206,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
+    "torch._subclasses.functional_tensor.FunctionalTensorMode": "graphs keep a layer as one operator",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",
 }
 """Names without which nothing is lost but words."""
