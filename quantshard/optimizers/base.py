@@ -296,8 +296,12 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._make_states()
 
     def _warn_of_replaced_parameters(self) -> None:
-        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
-        replaced = [name for param, name in self._names.items() if getattr(param, components.REPLACED, False)]
+        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built.
+
+        A parameter with a gradient is in another model, too.
+        """
+        without_gradient = [(param, name) for param, name in self._names.items() if param.grad is None]
+        replaced = [name for param, name in without_gradient if getattr(param, components.REPLACED, False)]
         if replaced:
             warn_user(
                 f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
