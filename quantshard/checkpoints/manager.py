@@ -135,6 +135,7 @@ class Manager:
     def _own(self) -> None:
         try:
             self._owner = Ownership(self._store, self._folder)
+            commit.finish_replacements(self._folder)
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from quantshard.checkpoints import Manager
@@ -111,3 +112,38 @@ def test_a_child_that_lets_go_leaves_the_run_its_directory(tmp_path: Path, monke
     finally:
         owner.kill()
     Manager(tmp_path).close()
+
+
+def replace_and_die(_: Connection, run: Path) -> None:
+    """Save step 2 a second time, after going back to step 1, and die between the two renames of the replacement."""
+    model = nn.Linear(3, 5)
+    manager = Manager(run)
+    manager.restore(model, step=1)
+    nn.init.constant_(model.weight, 3.0)
+    rename = os.rename
+
+    def rename_and_die(old: Any, new: Any) -> None:
+        rename(old, new)
+        if str(new).endswith(".old"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = rename_and_die
+    manager.save(2, model, None)
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_neither_checkpoint(tmp_path: Path) -> None:
+    model = nn.Linear(3, 5)
+    with Manager(tmp_path) as manager:
+        for step in (1, 2):
+            nn.init.constant_(model.weight, float(step))
+            manager.save(step, model, None)
+    process, _ = started(replace_and_die, tmp_path)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "step-000002").exists()
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [1, 2]
+        manager.restore(model)
+        assert model.weight.unique().tolist() == [3.0]
+        manager.save(3, model, None)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.endswith((".old", ".tmp"))) == []

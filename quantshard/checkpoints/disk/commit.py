@@ -48,7 +48,7 @@ from quantshard.checkpoints.disk.store import (
 from quantshard.errors import CheckpointError, warn_user
 
 _DIGESTS = "quantshard: digests"
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(tmp|old)")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 _CHECKPOINT_FILE = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
 _BUFFER_BYTES = 1 << 20
 
@@ -107,6 +107,7 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
     """`begin` on a single rank; not a collective call."""
     try:
         store, store_path = locate(path)
+        finish_replacements(store.parent(store_path))
         _check_place(path, replace)
         if store.renames:
             store.make(store.parent(store_path))
@@ -133,6 +134,23 @@ def _check_place(path: Path_, replace: bool) -> None:
     foreign_names = [name for name in names if not _CHECKPOINT_FILE.fullmatch(name)]
     if foreign_names:
         raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
+
+
+def finish_replacements(folder: Path_) -> None:
+    """Give new checkpoints their names where a save was killed between the two renames of `put_in_place`.
+
+    The replaced checkpoint is hidden then, and the new one complete, but hidden too.
+    """
+    store, store_path = locate(folder)
+    if not isinstance(store, LocalStore):
+        return
+    names = set(store.names(store_path))
+    for name in names:
+        match = _HIDDEN.fullmatch(name)
+        if match and match["kind"] == "old" and match["name"] not in names:
+            new = name.removesuffix("old") + "tmp"
+            if new in names:
+                os.rename(store.join(store_path, new), store.join(store_path, match["name"]))
 
 
 def clean(folder: Path_, only: str = "") -> None:
