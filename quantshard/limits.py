@@ -45,6 +45,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "the stored copy has no scale blocks along the dim that dgrad sums over",
         "use a recipe whose weights have square blocks or two copies",
     ),
+    "cut blocks": Limit(
+        "its GEMMs on this rank dequantize both operands",
+        "tensor parallelism cuts the weight inside a scale block",
+        "choose sizes whose share per rank is a multiple of the block, such as 128",
+    ),
     "quantized each forward": Limit(
         "the weight is requantized in every forward and backward",
         "it is stored in high precision and autocast's recipe quantizes weights",

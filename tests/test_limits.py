@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import quantshard as qs
-from quantshard import kernels, limits
+from quantshard import kernels, limits, sharding
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.gemm import hardware, operands
@@ -49,10 +49,19 @@ def fetched() -> None:
     forward(layer, qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
 
 
+def cut() -> None:
+    layer = linear("block")
+    storage = layer.weight.quantized_storage
+    # as the second of several ranks has it
+    storage.shard, storage.gathered = sharding.whole((157, 96)).piece(0, 100, 57), True
+    forward(layer, "block")
+
+
 TAKEN: dict[str, Callable[[], None]] = {
     "quantized each forward": lambda: forward(linear(enabled=False)),
     "dequantized": lambda: forward(linear(), enabled=False),
     "extra gather": fetched,
+    "cut blocks": cut,
     "late amax history": late_history,
 }
 
@@ -64,6 +73,18 @@ def test_strict_autocast_raises(name: str) -> None:
         TAKEN[name]()
     assert str(limits.FALLBACKS[name]) in str(error.value)
     assert "Linear." in str(error.value)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(("start", "crosses"), [(0, False), (128, False), (100, True), (256, False)])
+def test_only_cuts_of_tensor_parallelism_inside_blocks_fall_back(start: int, crosses: bool) -> None:
+    """A shard of FSDP2 is gathered before it is multiplied."""
+    storage = linear("block").weight.quantized_storage
+    storage.shard = sharding.whole((300, 96)).piece(0, start, 100)
+    device = torch.device("cpu")
+    assert "cut blocks" not in hardware.fallbacks(storage, resolve("block"), device)
+    storage.gathered = True
+    assert ("cut blocks" in hardware.fallbacks(storage, resolve("block"), device)) is crosses
 
 
 def test_emulation_is_a_fallback() -> None:
