@@ -31,6 +31,7 @@ from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
+from quantshard.version import __version__
 
 T = TypeVar("T")
 
@@ -137,7 +138,8 @@ def stored_key(key: str, weights: Sequence[QuantizedTensor]) -> str:
 
 
 def _register(structure: StepStructure) -> str:
-    key = hashlib.sha256(repr(structure).encode()).hexdigest()
+    # with the version, because a traced graph contains what the operators of one version do
+    key = hashlib.sha256(f"{__version__} {structure!r}".encode()).hexdigest()
     assert _structures.setdefault(key, structure) == structure
     return key
 
