@@ -104,7 +104,7 @@ class LoadPlan:
     """The action of a load for each entry. Keys are the checkpoint's keys.
 
     Args:
-        state_dicts: those of the model and the optimizer; their tensors are the live ones, or replace live ones.
+        state_dicts: state dicts of the model and the optimizer, which share memory with them where they can.
         paths: the path of each entry in `state_dicts`.
         targets: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs.
             Other values are replaced by objects.
@@ -294,7 +294,7 @@ def _state_dicts_to_fill(request: LoadRequest, reader: SafeReader) -> dict[str, 
 
 
 def _entries_of_this_rank(request: LoadRequest, reader: SafeReader) -> dict[str, STORAGE_TYPES]:
-    """The entries of the model and the optimizer, without those of other ranks' experts."""
+    """The entries of the model and the optimizer, except experts of other ranks."""
     of_other_ranks = fit.elsewhere(reader.entries, request.model, request.numbers)
     return {
         key: entry

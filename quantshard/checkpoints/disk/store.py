@@ -267,7 +267,7 @@ class FsspecStore(FileSystemBase):
 
 
 def is_inside(name: object) -> bool:
-    """Whether a name is that of a file directly in a folder, on every platform."""
+    """Whether a name is a plain file name, without a path, on every platform."""
     if type(name) is not str or not name.isprintable():
         return False
     return name not in ("", ".", "..") and not {"/", "\\", ":"}.intersection(name)

@@ -199,7 +199,7 @@ def _owner(module: nn.Module) -> str:
 
 
 def supported(owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that quantshard has, without those of TransformerEngine that have no effect."""
+    """Return the arguments that quantshard's module takes. Arguments without an effect here are dropped."""
     table = ARGUMENTS.get(owner, {})
     for name, value in arguments.items():
         if name not in table or table[name].hint or value is None or value is False:

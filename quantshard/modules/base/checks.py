@@ -82,7 +82,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def wrong_features(
     module: Any, name: str, features: int, x_shape: Sequence[int], mode: str | None
 ) -> ConfigurationError:
-    """The error for an input whose last dim is not that of a weight."""
+    """The error for an input whose last dim differs from the weight's in_features."""
     part = f", its part of them over {module.tp_size} ranks" if mode == "row" and module.tp_size > 1 else ""
     return ConfigurationError(
         f"{type(module).__name__}.{name} got an input {list(x_shape)}, but its last dim must have the {features} "

@@ -188,7 +188,8 @@ def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[Tens
 class OperandRequest:
     """Request to quantize the input, or the output gradient of one weight, of a layer.
 
-    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: that of an equal request.
+    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: the plan of an equal
+    request, if there is one.
 
     Attributes:
         plan: how the values are quantized, from the plans of the layer.

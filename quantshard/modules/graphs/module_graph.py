@@ -178,7 +178,7 @@ class ModuleGraph:
     """Takes the place of a module's `forward`, or of a function, and replays its forward and backward graphs.
 
     It calls the original in eval mode, without gradients, under torch.compile, and during another capture. `entered`
-    creates the context of the capture. The arguments are those of the capture.
+    creates the context of the capture. Calls must have the arguments of the capture.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ def eager_forward(subject: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that must be those of the capture, keywords sorted by name."""
+    """Return the arguments that must equal the captured ones, keywords sorted by name."""
     return tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
 
 
