@@ -32,8 +32,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(kind: str, recipe: str, backend: str | None) -> list[Tensor]:
-    """The output of a module and all gradients, compiled by a backend or eager (None)."""
+def trained(kind: str, recipe: str, backend: str | None, bad: bool = False) -> list[Tensor]:
+    """The output of a module and all gradients, compiled by a backend or eager (None). `bad`: gradients have an inf."""
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe=recipe):
         module = MODULES[kind]()
@@ -42,7 +42,10 @@ def trained(kind: str, recipe: str, backend: str | None) -> list[Tensor]:
     forward: Any = module if backend is None else torch.compile(module, fullgraph=True, backend=backend)
     with qs.autocast(recipe=recipe):
         y = forward(x)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y))
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    if bad:
+        dy[0, 0, 0] = torch.inf
+    y.backward(dy)
     grads = [param.grad for param in module.parameters()]
     assert x.grad is not None
     return [y.detach(), x.grad, *[grad for grad in grads if grad is not None]]
@@ -102,7 +105,8 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(graph_launch, "record", checked)
     with graph_launch.traced_launches():
         for kind in ("linear", "mlp"):
-            trained(kind, recipe, None)
+            for bad in (False, True):
+                trained(kind, recipe, None, bad)
     assert "quantize_kernel" in launched or "deliver_kernel" in launched
     assert undeclared == []
 
