@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ _functional_mode = private_name(
 )
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
+_compile_times = private_name_later("torch._dynamo.utils.compilation_time_metrics", "graphs of compiled layers")
 _register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", _COMPILED)
 _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _COMPILED)
 
@@ -267,6 +269,14 @@ def trace_through(operator: str, body: Callable[..., Any]) -> None:
 
     if missing(_functional_mode) is None:
         torch.library.register_torch_dispatch(operator, _functional_mode, rule)
+
+
+def num_compilations() -> int:
+    """A number that grows whenever torch.compile compiles something in this process."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    times = _compile_times()
+    return 0 if missing(times) else sum(map(len, times.values()))
 
 
 def check_order_is_kept() -> None:
