@@ -247,8 +247,8 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
     return fakes
 
 
-TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS") == "1"
-"""Whether compiled graphs contain the insides of operators that do not record. Not yet run on a GPU."""
+TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS", "1") == "1"
+"""Whether compiled graphs contain the insides of operators that do not record."""
 
 # Tracing -------------------------------------------------------------------------------------------------------------
 
