@@ -179,3 +179,40 @@ def test_compilations_are_counted() -> None:
     after = private_torch.num_compilations()
     compiled(torch.zeros(2))
     assert before < after == private_torch.num_compilations()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_transformers_model_has_the_bits_of_eager_steps(compiled: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=256, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+
+    def trained(is_graph: bool) -> list[float]:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        qs.convert(model, "current")
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, capturable=True)
+
+        def train_step(tokens: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = qs.StepGraph(train_step, model, optimizer, enabled=is_graph)
+        generator = torch.Generator().manual_seed(1)
+        return [float(step(torch.randint(256, (2, 64), generator=generator).cuda())) for _ in range(8)]
+
+    expected = trained(False)
+    losses: list[float] = []
+    messages = told(lambda: losses.extend(trained(True)))
+    assert losses == expected and len({*losses}) == 8
+    assert [message for message in messages if "operations" in message] == []
