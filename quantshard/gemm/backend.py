@@ -121,9 +121,11 @@ def _traced_product(
 ) -> Tensor:  # fmt: skip
     """`private_torch.scaled_mm` in a graph that is being traced."""
     if len(a_scales) == len(b_scales) == 1 and a_scales[0].numel() == b_scales[0].numel() == 1:
-        # the same product under the name that Inductor of torch 2.11 knows
-        return torch._scaled_mm(a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast)
-    out: Tensor = torch.ops.quantshard.scaled_product(
+        out: Tensor = private_torch.scaled_mm_single(
+            a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast
+        )
+        return out
+    out = torch.ops.quantshard.scaled_product(
         a, b, a_scales, a_kinds, a_swizzle, b_scales, b_kinds, b_swizzle, bias, dtype, dims, fast
     )
     return out

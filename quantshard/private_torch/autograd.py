@@ -20,7 +20,7 @@ _engine = private_name("torch.autograd.Variable._execution_engine", "delayed sca
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
 _functional_mode = private_name(
-    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernels in compiled graphs (QUANTSHARD_TRACE_KERNELS)"
+    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernel launches in compiled graphs"
 )
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)

@@ -21,7 +21,7 @@ REPLAYS: Final = 3
 SLOWER: Final = 1.05
 """Ratio of times from which on a graph is called slower."""
 
-_COUNTED: Final = {*flop_registry, torch.ops.aten._scaled_mm_v2}
+_COUNTED: Final = {*flop_registry, torch.ops.aten._scaled_mm_v2.default.overloadpacket}
 
 
 @contextmanager
