@@ -275,7 +275,7 @@ class _CheckpointConverter:
             )
         return numerics.join_bfloat16(high, state)
 
-    def _state(self, number: int, name: str, role: str) -> dict[str, Any]:
+    def _state(self, number: int | str, name: str, role: str) -> dict[str, Any]:
         """Convert one state of one parameter to its entries."""
         key = f"{_STATE}{number}.{role}"
         values = self._master(name) if role == MASTER else self._stored_state(name, role)

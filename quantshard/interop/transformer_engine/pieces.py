@@ -33,7 +33,7 @@ from quantshard.formats import (
     Orientation,
     OrientedCodes,
 )
-from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.layouts.conversion import InexactConversionError, regrid
 from quantshard.interop.layouts.table import said
 from quantshard.sharding import ceil_div
 
@@ -122,30 +122,21 @@ def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]
     fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
     if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
         raise CheckpointError(f"its {kind.name} does not have the shape {list(shape)} of the metadata")
-    return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
+    try:
+        return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        # a forged or damaged pickle can have any argument
+        raise CheckpointError(f"its {kind.name} is damaged ({type(error).__name__})") from error
 
 
 def _element(fields: Mapping[str, Any]) -> Encoding:
     code = fields["element"]
     number = code.args[0] if isinstance(code, RecordedCall) and code.name in _ENUMS and len(code.args) == 1 else code
-    encoding = _ELEMENTS.get(number) if type(number) is int else None
-    if encoding is None:
-        label = number if type(number) is int else type(number).__name__
-        raise CheckpointError(f"unknown TransformerEngine DType {label}")
-    return encoding
-
-
-def _tensor(value: Any, what: str, is_scalar: bool = False) -> Tensor:
-    """Check that a field is a tensor; a scalar is returned as [1, 1]."""
-    if not isinstance(value, Tensor) or (is_scalar and value.numel() != 1):
-        raise CheckpointError(f"its {what} is not a {'scalar ' if is_scalar else ''}tensor")
-    return value.reshape(1, 1) if is_scalar else value
-
-
-def _flag(value: Any, what: str) -> bool:
-    if value is not None and type(value) is not bool:
-        raise CheckpointError(f"its {what} is not a boolean")
-    return bool(value)
+    if number not in _ELEMENTS:
+        raise CheckpointError("unknown TransformerEngine DType" + (f" {number}" if type(number) is int else ""))
+    return _ELEMENTS[number]
 
 
 def _plane(
@@ -155,8 +146,7 @@ def _plane(
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
         return None
-    codes = _tensor(fields[f"{prefix}_data"], f"{prefix} data")
-    scales = _tensor(fields[f"{prefix}_scale_inv"], f"{prefix} scale")
+    codes, scales = fields[f"{prefix}_data"], fields[f"{prefix}_scale_inv"]
     data_shape = (shape[1], shape[0]) if side.codes_transposed else shape
     width = ceil_div(data_shape[1], max(1, 8 // element.bits))
     if codes.itemsize != 1 or tuple(codes.shape) != (data_shape[0], width):
@@ -181,7 +171,7 @@ def _plane(
         codes.t() if side.codes_transposed else codes,
         scales.t() if side.scales_transposed else scales,
         side.block,
-        None if amax is None else _tensor(amax, f"{prefix} amax", is_scalar=True).float(),
+        None if amax is None else amax.reshape(1, 1).float(),
     )
 
 
@@ -194,7 +184,7 @@ def _piece(
     *sides: _CopyLayout,
 ) -> WeightPiece:
     element = _element(fields)
-    if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
+    if fields.get("swizzled"):
         raise CheckpointError(f"its {kind} has swizzled scales; save it with optimize_for_gemm=False")
     by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
     planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
@@ -206,26 +196,20 @@ def _piece(
 
 
 def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    scale, transposed = _tensor(fields["scale_inv"], "scale", is_scalar=True), fields["data"] is None
+    transposed = fields["data"] is None
     rowwise_fields = {
         "element": fields["element"],
         "rowwise_data": fields["columnwise_data" if transposed else "data"],
-        "rowwise_scale_inv": scale,
+        "rowwise_scale_inv": fields["scale_inv"].reshape(1, 1),
     }
-    return _piece(
-        "Float8Tensor",
-        rowwise_fields,
-        origin,
-        shape,
-        FP32,
-        _CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=transposed),
-    )
+    side = _CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=transposed)
+    return _piece("Float8Tensor", rowwise_fields, origin, shape, FP32, side)
 
 
 def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
     sides = (
         (_CopyLayout(Orientation.ROWWISE, (128, 128)), _CopyLayout(Orientation.COLUMNWISE, (128, 128), True, True))
-        if _flag(fields["is_2d"], "is_2D_scaled")
+        if fields["is_2d"]
         else (
             _CopyLayout(Orientation.ROWWISE, (1, 128), False, True),
             _CopyLayout(Orientation.COLUMNWISE, (128, 1), True, False),
@@ -241,10 +225,7 @@ def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
 
 def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
     kind = "NVFP4Tensor"
-    largest = fields["e4m3_max"]
-    if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
-        largest is None or (type(largest) is int and largest == E4M3.max)
-    ):
+    if fields["row_scaled"] or fields["e4m3_max"] not in (None, E4M3.max):
         raise CheckpointError(f"its {kind} is not supported: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
     sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
     piece = _piece(kind, fields, origin, shape, E4M3, *sides)
@@ -311,17 +292,28 @@ def components_of(
         plane = planes.get(orientation) or (next(iter(planes.values()), None) if fmt.transposable else None)
         if plane is None:
             raise InexactConversionError(f"no {orientation.value} copy is stored (of all its shards) for {fmt.name}")
-        tensors[copy.codes.name] = numerics.pack(plane.codes, copy.codes.encoding)
-        tensors[copy.scale.name] = _regrid(plane.scales, plane.block, copy.block, shape)
-        if copy.amax is not None:
-            assert plane.amax is not None
-            if not torch.equal(tensors.setdefault(copy.amax.name, plane.amax), plane.amax):
-                raise InexactConversionError("its two copies have different amaxes")
-    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
+        _add_copy(tensors, plane, copy, shape)
     if fmt.transposable and len(planes) == 2:
-        _check_copies_agree(tensors, planes, fmt, shape)
+        # square blocks are stored once, so the second copy must be the first one transposed
+        _add_copy(tensors, planes[Orientation.COLUMNWISE], fmt.copies[Orientation.ROWWISE], shape)
         return tensors, ()
+    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
     return tensors, tuple(f"its {orientation.value} copy is omitted: {fmt.name} has none" for orientation in unused)
+
+
+def _add_copy(tensors: dict[str, Tensor], plane: CopyPiece, copy: OrientedCodes, shape: tuple[int, int]) -> None:
+    """Add a copy's components to `tensors`. Components that are already there must be the same."""
+    by_row = plane.scales.repeat_interleave(min(plane.block[0], shape[0]), 0)[: shape[0]]
+    added = {
+        copy.codes.name: numerics.pack(plane.codes, copy.codes.encoding),
+        copy.scale.name: regrid(by_row, plane.block, copy.block, shape[1]),
+    }
+    if copy.amax is not None:
+        assert plane.amax is not None
+        added[copy.amax.name] = plane.amax
+    for name, tensor in added.items():
+        if not torch.equal(tensors.setdefault(name, tensor), tensor):
+            raise InexactConversionError(f"its rowwise and columnwise copies have different {name}")
 
 
 def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
@@ -332,20 +324,6 @@ def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
                 f"its codes are {piece.element.name}, its scales {piece.scale.name} ({piece.kind}); {fmt.name} has "
                 f"{copy.codes.encoding.name} and {copy.scale.encoding.name}"
             )
-
-
-def _check_copies_agree(
-    tensors: dict[str, Tensor], planes: dict[Orientation, CopyPiece], fmt: Format, shape: tuple[int, int]
-) -> None:
-    """Check that the second copy is the first one transposed, because a format with square blocks stores only one."""
-    copy, second = fmt.copies[Orientation.ROWWISE], planes[Orientation.COLUMNWISE]
-    scales = _regrid(second.scales, second.block, copy.block, shape)
-    if not torch.equal(planes[Orientation.ROWWISE].codes, second.codes) or not torch.equal(
-        scales, tensors[copy.scale.name]
-    ):
-        raise InexactConversionError(f"its columnwise copy has other codes or scales, and {fmt.name} has one copy")
-    if copy.amax is not None and not torch.equal(tensors[copy.amax.name], second.amax):  # type: ignore[arg-type]
-        raise InexactConversionError("its two copies have different amaxes")
 
 
 def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, int]) -> CopyPiece | None:
@@ -362,12 +340,9 @@ def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, 
     for (row, col), plane in shards:
         if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
             raise InexactConversionError(f"a shard begins at row {row}, column {col}, inside a block of {said(block)}")
-        grid_origin = (row // block[0], col // block[1])
-        part = scales[
-            grid_origin[0] : grid_origin[0] + plane.scales.shape[0],
-            grid_origin[1] : grid_origin[1] + plane.scales.shape[1],
-        ]
-        part.copy_(plane.scales)
+        first_row, first_col = row // block[0], col // block[1]
+        height, width = plane.scales.shape
+        scales[first_row : first_row + height, first_col : first_col + width] = plane.scales
         codes[row : row + plane.codes.shape[0], col : col + plane.codes.shape[1]] = plane.codes
     _check_equal("scale", [plane.scales for _, plane in shards] if ALL in block else [])
     _check_equal("amax", [plane.amax for _, plane in shards if plane.amax is not None])
@@ -378,27 +353,6 @@ def _check_equal(what: str, values: Sequence[Tensor]) -> None:
     """Check that all shards agree on a value that the whole weight has only once."""
     if any(not torch.equal(value, values[0]) for value in values):
         raise InexactConversionError(f"its shards have different values of the one {what}")
-
-
-def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Convert a grid of scales to other blocks: repeat for smaller blocks; larger blocks need equal scales inside
-    each."""
-    for dim in (0, 1):
-        size, old, new = grid.shape[dim], min(theirs[dim], shape[dim]), min(ours[dim], shape[dim])
-        count = ceil_div(shape[dim], new)
-        if count <= size and (new % old == 0 or count == 1):
-            step = min(ceil_div(new, old), size)
-            merged = grid.index_select(dim, torch.arange(0, size, step, device="cpu"))
-            if not torch.equal(merged.repeat_interleave(step, dim).narrow(dim, 0, size), grid):
-                raise InexactConversionError(
-                    f"blocks of {said(theirs)} have different scales inside one of {said(ours)}"
-                )
-            grid = merged
-        elif old % new == 0 or size == 1:
-            grid = grid.repeat_interleave(ceil_div(old, new), dim).narrow(dim, 0, count)
-        else:
-            raise InexactConversionError(f"its blocks are {said(theirs)}, not {said(ours)}")
-    return grid.contiguous()
 
 
 def rows_of(pieces: Sequence[WeightPiece | PlainPiece], start: int, stop: int) -> list[WeightPiece | PlainPiece]:
