@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from quantshard.errors import ConfigurationError, warn_user
+from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -41,9 +41,6 @@ _SAVING_CLASSES = (
     ("diffusers.models.modeling_utils", "ModelMixin"),
 )
 """Classes that have their own `SAVE` guarded too, because a partly converted model keeps its class."""
-
-_ACCELERATOR = ("accelerate.accelerator", "Accelerator", "save_model")
-"""Method of accelerate that writes a model's state dict."""
 
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
@@ -90,24 +87,6 @@ def guard_saving() -> None:
         kind = getattr(sys.modules.get(home), name, None)
         if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
             setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
-    home, name, method = _ACCELERATOR
-    kind = getattr(sys.modules.get(home), name, None)
-    if kind is not None and not hasattr(getattr(kind, method), _GUARDED):
-        setattr(kind, method, _with_warning(getattr(kind, method)))
-
-
-def _with_warning(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(module, ConvertedLinear) for module in model.modules()):
-            warn_user(
-                f"Accelerator.{plain.__name__}: the weights of this {type(model).__name__} are quantized; load the "
-                "file only into a model converted with the same recipe, or call quantshard.revert(model) first"
-            )
-        return plain(self, model, *args, **kwargs)
-
-    setattr(save, _GUARDED, True)
-    return save
 
 
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:

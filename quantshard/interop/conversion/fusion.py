@@ -263,30 +263,28 @@ class FusedGatedMLP(nn.Module):
         layers = cast(_GatedLayers, self)
         gate_proj = layers.gate_proj
         x = gate_proj.checked_input(x)
-        gate, up = gate_proj.prepare(x.shape, x.device), layers.up_proj.prepare(x.shape, x.device)
-        down = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
+        gate: Any = gate_proj.prepare(x.shape, x.device)
+        up: Any = layers.up_proj.prepare(x.shape, x.device)
+        down: Any = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
         activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
-        if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
-            assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
-            return self._in_graph(x, [gate, up], activation, down)
-        fc1, front = PreparedLinear.joined([gate, up]), NormInput(x)
+        linear: Callable[..., Any] = functional.linear
+        if isinstance(gate, TracedLinear):
+            # an operator in the graph finds this module by its handle
+            linear = compiled.traced_linear
+            fc1 = gate._replace(
+                weights=[gate.weights[0], up.weights[0]],
+                biases=[gate.biases[0], up.biases[0]],
+                module=self._handle,
+                names=(f"{GATE}.weight", f"{UP}.weight"),
+            )
+            down = down._replace(module=self._handle, names=(f"{DOWN}.weight",))
+        else:
+            fc1 = PreparedLinear.joined([gate, up])
+        front = NormInput(x)
         if fused.fits(front, fc1, down):
             return fused.mlp(front, fc1, activation, down, storage=storage)[0]
-        inner = functional.linear(x, fc1)
-        return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
-
-    def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
-        """`_computed` in a graph that is being traced, using this module's own handle."""
-        weights = [layer.weights[0] for layer in first]
-        biases = [layer.biases[0] for layer in first]
-        names = (f"{GATE}.weight", f"{UP}.weight")
-        fc1 = first[0]._replace(weights=weights, biases=biases, module=self._handle, names=names)
-        fc2 = last._replace(module=self._handle, names=(f"{DOWN}.weight",))
-        front, storage = NormInput(x), STORAGES[self._activation_storage]
-        if fused.fits(front, fc1, fc2):
-            return fused.mlp(front, fc1, activation, fc2, storage=storage)[0]
-        inner = compiled.traced_linear(x, fc1)
-        return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
+        inner = linear(x, fc1)
+        return linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
 
     # Interface used by operators
 

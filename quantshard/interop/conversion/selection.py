@@ -127,8 +127,10 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
         return f"a {type(module).__module__.split('.')[0]}.{type(module).__name__}, which computes in its own way"
     if users:
         return f"its weight is also that of {', '.join(users)}"
-    if not module.weight.is_floating_point():
-        return f"its weight is {module.weight.dtype}"
+    if not module.weight.is_floating_point() or module.weight.itemsize == 1:
+        return f"its weight is {module.weight.dtype}; load it in bfloat16"
+    if type(module.weight.data).__module__.partition(".")[0] != "torch":
+        return f"its weight is a {type(module.weight.data).__name__}; load it in bfloat16"
     if "forward" in vars(module):
         return "its forward was replaced, for example by accelerate"
     if extras := _own(module):
@@ -167,12 +169,6 @@ def _no_recipe(recipe: Recipe | None) -> str:
 
 # Checks of a model
 
-_QUANTIZERS = frozenset("bitsandbytes torchao auto_gptq gptqmodel awq hqq eetq aqlm compressed_tensors optimum".split())
-"""Packages with modules or weights that are already quantized."""
-
-_PACKED = ("qweight", "qzeros", "weight_packed")
-"""Names of parameters and buffers in which other libraries store codes."""
-
 
 def check_model(model: nn.Module, what: str) -> None:
     """Check that a model can be converted: it is not itself a layer, not sharded, and not quantized."""
@@ -187,8 +183,8 @@ def check_model(model: nn.Module, what: str) -> None:
             )
     # set by transformers on models that were loaded quantized
     method = getattr(model, "quantization_method", None)
-    method = getattr(method, "value", method) or next(filter(None, map(_quantized_by, model.modules())), None)
     if method is not None:
+        method = getattr(method, "value", method)
         raise ConfigurationError(f"{what}: this model is already quantized ({method}); load it in bfloat16")
 
 
@@ -197,19 +193,6 @@ def check_unsharded(model: nn.Module, what: str) -> None:
     name = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
     if name is not None:
         raise ConfigurationError(f"{what}: {name} is sharded; call {what} before fully_shard")
-
-
-def _quantized_by(module: nn.Module) -> str:
-    """Return the class or dtype that shows that another library quantized a module; "" if none did."""
-    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    weight = tensors.get("weight")
-    packages = {base.__module__.partition(".")[0] for base in type(weight).__mro__}
-    if not packages.isdisjoint(_QUANTIZERS):
-        return f"{type(weight).__module__}.{type(weight).__name__}"
-    if any(name in tensors and not tensors[name].is_floating_point() for name in _PACKED):
-        return f"{type(module).__module__}.{type(module).__name__}"
-    is_codes = isinstance(module, nn.Linear) and weight is not None and weight.dtype.itemsize == 1
-    return f"{type(module).__name__} of {tensors['weight'].dtype}" if is_codes else ""
 
 
 @torch.no_grad()
