@@ -44,7 +44,6 @@ _SAVING_CLASSES = (
 
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
@@ -89,11 +88,21 @@ def guard_saving() -> None:
             setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
 
 
+def same_named_subclass(
+    plain: type[nn.Module], bases: tuple[type, ...], names: dict[str, Any], create: Callable[[type[nn.Module]], Any]
+) -> type[nn.Module]:
+    """Create a subclass with the name of `plain`. It pickles and copies by `create(plain)`, which can be imported."""
+
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        return create, (plain,), self.__dict__
+
+    own = {"__doc__": plain.__doc__, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    return type(plain.__name__, bases, {**names, **own, "__reduce_ex__": reduce})
+
+
+@functools.cache
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that enters a recipe, cached per class so that copies have the same class as their
-    original."""
-    if plain in _CLASSES:
-        return _CLASSES[plain]
+    """Return the subclass that enters a recipe, cached so that copies have the same class as their original."""
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,17 +112,10 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: int) -> Any:
-        """Pickle and copy by the plain class, which can be imported."""
-        return _blank, (plain,), self.__dict__
-
-    names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
+    names: dict[str, Any] = {"forward": forward, _PLAIN: plain}
     if hasattr(plain, SAVE):
         names[SAVE] = _saving(getattr(plain, SAVE))
-    subclass = type(plain.__name__, (plain,), names)
-    subclass.__module__, subclass.__qualname__ = plain.__module__, plain.__qualname__
-    _CLASSES[plain] = subclass
-    return subclass
+    return same_named_subclass(plain, (plain,), names, _blank)
 
 
 def _saving_partly_converted(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quantshard import limits, private_torch
 from quantshard.errors import warn_once
+from quantshard.interop.conversion.forward import same_named_subclass
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import LayerChoice
 from quantshard.modules import fused
@@ -58,7 +59,6 @@ ACTIVATIONS = {
 
 _UNFUSED = "unfused mlp"
 _PLAIN = "_quantshard_plain_mlp"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling layers that usually read the same tensor; each call checks whether they do."""
@@ -327,19 +327,10 @@ def _new_handle(module: nn.Module) -> None:
     cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
 
 
+@functools.cache
 def _fused(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the fused subclass, cached per class so that copies have the same class as their original."""
-    if plain not in _CLASSES:
-
-        def reduce(self: nn.Module, protocol: int) -> Any:
-            """Pickle and copy by the plain class, which can be imported."""
-            return _blank, (plain,), self.__dict__
-
-        names = {"__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
-        fused_class = type(plain.__name__, (FusedGatedMLP, plain), names)
-        fused_class.__qualname__ = plain.__qualname__
-        _CLASSES[plain] = fused_class
-    return _CLASSES[plain]
+    """Return the fused subclass, cached so that copies have the same class as their original."""
+    return same_named_subclass(plain, (FusedGatedMLP, plain), {_PLAIN: plain}, _blank)
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
