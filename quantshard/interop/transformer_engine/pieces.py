@@ -97,19 +97,22 @@ class _CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class _TensorClass:
-    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments."""
+    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments.
+
+    `scale`: encoding of the scales. `layouts`: function from the arguments to the layouts of the copies.
+    """
 
     name: str
     module: str
-    function: str
     quantizers: tuple[str, ...]
     arguments: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], tuple[int, int], tuple[int, int]], WeightPiece]
+    scale: Encoding
+    layouts: Callable[[dict[str, Any]], tuple[_CopyLayout, ...]]
 
     @property
     def call(self) -> str:
         """Full name of the function in this class's pickle."""
-        return f"{_PACKAGE}tensor.{self.module}.{self.function}"
+        return f"{_PACKAGE}tensor.{self.module}._make_{self.module}_in_reduce_ex"
 
 
 def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
@@ -123,12 +126,27 @@ def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]
     if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
         raise CheckpointError(f"its {kind.name} does not have the shape {list(shape)} of the metadata")
     try:
-        return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
+        return _piece(kind, fields, (origin[0], origin[1]), (shape[0], shape[1]))
     except CheckpointError:
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         # a forged or damaged pickle can have any argument
         raise CheckpointError(f"its {kind.name} is damaged ({type(error).__name__})") from error
+
+
+def _piece(kind: _TensorClass, fields: dict[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    element, scale = _element(fields), kind.scale
+    if fields.get("swizzled"):
+        raise CheckpointError(f"its {kind.name} has swizzled scales; save it with optimize_for_gemm=False")
+    by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in kind.layouts(fields)}
+    planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
+    if not planes:
+        raise CheckpointError(f"its {kind.name} has no rowwise or columnwise copy")
+    if scale == E4M3 and any(plane.amax is None for plane in planes.values()):
+        raise CheckpointError(f"its {kind.name} has no amax")
+    dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
+    notes = tuple(f"its scales were saved as {dtype}" for dtype in dtypes if dtype != torch.float32)
+    return WeightPiece(kind.name, origin, shape, element, scale, planes, notes)
 
 
 def _element(fields: Mapping[str, Any]) -> Encoding:
@@ -175,85 +193,50 @@ def _plane(
     )
 
 
-def _piece(
-    kind: str,
-    fields: Mapping[str, Any],
-    origin: tuple[int, int],
-    shape: tuple[int, int],
-    scale: Encoding,
-    *sides: _CopyLayout,
-) -> WeightPiece:
-    element = _element(fields)
-    if fields.get("swizzled"):
-        raise CheckpointError(f"its {kind} has swizzled scales; save it with optimize_for_gemm=False")
-    by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
-    planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
-    if not planes:
-        raise CheckpointError(f"its {kind} has no rowwise or columnwise copy")
-    dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
-    notes = tuple(f"its scales were saved as {dtype}" for dtype in dtypes if dtype != torch.float32)
-    return WeightPiece(kind, origin, shape, element, scale, planes, notes)
+def _per_tensor(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    fields["rowwise_scale_inv"] = fields["rowwise_scale_inv"].reshape(1, 1)
+    is_transposed = fields["rowwise_data"] is None
+    if is_transposed:
+        fields["rowwise_data"] = fields["transposed_data"]
+    return (_CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=is_transposed),)
 
 
-def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    transposed = fields["data"] is None
-    rowwise_fields = {
-        "element": fields["element"],
-        "rowwise_data": fields["columnwise_data" if transposed else "data"],
-        "rowwise_scale_inv": fields["scale_inv"].reshape(1, 1),
-    }
-    side = _CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=transposed)
-    return _piece("Float8Tensor", rowwise_fields, origin, shape, FP32, side)
+def _blockwise(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    if fields["is_2d"]:
+        square = (128, 128)
+        return _CopyLayout(Orientation.ROWWISE, square), _CopyLayout(Orientation.COLUMNWISE, square, True, True)
+    rowwise = _CopyLayout(Orientation.ROWWISE, (1, 128), scales_transposed=True)
+    return rowwise, _CopyLayout(Orientation.COLUMNWISE, (128, 1), codes_transposed=True)
 
 
-def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    sides = (
-        (_CopyLayout(Orientation.ROWWISE, (128, 128)), _CopyLayout(Orientation.COLUMNWISE, (128, 128), True, True))
-        if fields["is_2d"]
-        else (
-            _CopyLayout(Orientation.ROWWISE, (1, 128), False, True),
-            _CopyLayout(Orientation.COLUMNWISE, (128, 1), True, False),
-        )
-    )
-    return _piece("Float8BlockwiseQTensor", fields, origin, shape, FP32, *sides)
+def _mxfp8(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    return _CopyLayout(Orientation.ROWWISE, (1, 32)), _CopyLayout(Orientation.COLUMNWISE, (32, 1))
 
 
-def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    sides = (_CopyLayout(Orientation.ROWWISE, (1, 32)), _CopyLayout(Orientation.COLUMNWISE, (32, 1)))
-    return _piece("MXFP8Tensor", fields, origin, shape, E8M0, *sides)
-
-
-def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    kind = "NVFP4Tensor"
+def _nvfp4(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
     if fields["row_scaled"] or fields["e4m3_max"] not in (None, E4M3.max):
-        raise CheckpointError(f"its {kind} is not supported: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
-    sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
-    piece = _piece(kind, fields, origin, shape, E4M3, *sides)
-    if any(plane.amax is None for plane in piece.planes.values()):
-        raise CheckpointError(f"its {kind} has no amax")
-    return piece
+        raise CheckpointError(f"unsupported NVFP4Tensor: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
+    return _CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True)
 
 
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 _KINDS = (
     _TensorClass(
-        "Float8Tensor", "float8_tensor", "_make_float8_tensor_in_reduce_ex",
-        ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
-        ("data", "element", "scale_inv", "dtype", "shape", "columnwise_data"), _per_tensor,
+        "Float8Tensor", "float8_tensor", ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
+        ("rowwise_data", "element", "rowwise_scale_inv", "dtype", "shape", "transposed_data"), FP32, _per_tensor,
     ),
     _TensorClass(
-        "Float8BlockwiseQTensor", "float8_blockwise_tensor", "_make_float8_blockwise_tensor_in_reduce_ex",
-        ("Float8BlockQuantizer",),
-        ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), _blockwise,
+        "Float8BlockwiseQTensor", "float8_blockwise_tensor", ("Float8BlockQuantizer",),
+        ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), FP32, _blockwise,
     ),
     _TensorClass(
-        "MXFP8Tensor", "mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex", ("MXFP8Quantizer",),
-        (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), _mxfp8,
+        "MXFP8Tensor", "mxfp8_tensor", ("MXFP8Quantizer",),
+        (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), E8M0, _mxfp8,
     ),
     _TensorClass(
-        "NVFP4Tensor", "nvfp4_tensor", "_make_nvfp4_tensor_in_reduce_ex", ("NVFP4Quantizer",),
+        "NVFP4Tensor", "nvfp4_tensor", ("NVFP4Quantizer",),
         ("shape", *_COPIES, "rowwise_amax", "columnwise_amax", "element", "dtype", "quantizer", "swizzled",
-         "row_scaled", "four_over_six", "e4m3_max"), _nvfp4,
+         "row_scaled", "four_over_six", "e4m3_max"), E4M3, _nvfp4,
     ),
 )  # fmt: skip
 _BY_CALL = {kind.call: kind for kind in _KINDS}
