@@ -95,7 +95,7 @@ def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLP
     return [
         GatedMLPChoice(name, module, unknown(module) or _mismatch(module, by_module))
         for name, module in model.named_modules()
-        if is_candidate(module)
+        if dict(module.named_children()).keys() >= set(LAYERS)
     ]
 
 
@@ -174,11 +174,6 @@ class _GatedLayers(Protocol):
     up_proj: ConvertedLinear
     down_proj: ConvertedLinear
     act_fn: nn.Module
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Return whether a module has the child names of a gated MLP."""
-    return all(name in dict(module.named_children()) for name in LAYERS)
 
 
 def unknown(module: nn.Module) -> str:

@@ -68,7 +68,8 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         reason = (
             _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
             or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
-            or ("" if recipe is not None and recipe.table else _no_recipe(recipe))
+            or ("no pattern of the recipes matches it" if recipe is None else "")
+            or ("" if recipe is not None and recipe.table else f"recipe {HIGH_PRECISION}")
         )
         layer_choices.append(LayerChoice(name, module, None if reason else recipe, reason))
     return layer_choices
@@ -161,10 +162,6 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
     if last in ROUTERS:
         return "a router; a filter that matches it converts it"
     return ""
-
-
-def _no_recipe(recipe: Recipe | None) -> str:
-    return "no pattern of the recipes matches it" if recipe is None else f"recipe {HIGH_PRECISION}"
 
 
 # Checks of a model

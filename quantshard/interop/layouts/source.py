@@ -64,8 +64,15 @@ class CheckpointModel:
             key.removeprefix(self._prefix): tensors[key] for key in tensors if key.startswith(self._prefix)
         }
         self.weights = self._weights()
-        self._states = self._state_keys()
-        self._masters = self._master_keys()
+        # for parameters that the optimizer recorded by name: name -> key prefix of its states, and key of its master
+        self._states = {
+            components.canonical_name(name): f"{OPTIMIZER}state.{number}."
+            for number, name, _ in optimizer_parameters(self._reader)
+        }
+        masters = {name: f"{start}{MASTER}" for name, start in self._states.items()}
+        self._masters = {
+            name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & self._stored.keys()
+        }
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     # Contents ---------------------------------------------------------------------------------------------------------
@@ -87,17 +94,6 @@ class CheckpointModel:
                 weights[name] = CheckpointWeight(name, tuple(entry.size), None, dtype)
         return weights
 
-    def _master_keys(self) -> dict[str, str]:
-        """Map parameter names to the keys of their masters, for parameters that the optimizer recorded by name."""
-        states = {name: f"{state}{MASTER}" for name, state in self._states.items()}
-        keys = self._stored.keys()
-        return {name: key for name, key in states.items() if not keys.isdisjoint((key, key + REMAINDER_SUFFIX))}
-
-    def _state_keys(self) -> dict[str, str]:
-        """Map parameter names to the key prefix of their states, for parameters that the optimizer recorded by name."""
-        parameters = optimizer_parameters(self._reader)
-        return {components.canonical_name(name): f"{OPTIMIZER}state.{number}." for number, name, _ in parameters}
-
     def states(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
         """Map parameter names to dtype and shape of each optimizer state, for parameters recorded by name."""
         keys = {start: name for name, start in self._states.items()}
@@ -108,10 +104,6 @@ class CheckpointModel:
                 spec = entry.properties.dtype, tuple(entry.size)
                 states_by_name.setdefault(keys[f"{start}."], {})[state] = spec
         return states_by_name
-
-    def state_key(self, name: str, state: str) -> str:
-        """Return the checkpoint key of one of the states listed by `states`."""
-        return self._states[name] + state
 
     def has_master(self, name: str) -> bool:
         """Return whether the optimizer kept a master of this weight and recorded its name."""
