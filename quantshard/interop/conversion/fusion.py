@@ -279,7 +279,8 @@ class FusedGatedMLP(nn.Module):
         if fused.fits(front, fc1, down):
             return fused.mlp(front, fc1, activation, down, storage=storage)[0]
         inner = linear(x, fc1)
-        return linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
+        out: Tensor = linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
+        return out
 
     # Interface used by operators
 

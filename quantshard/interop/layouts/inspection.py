@@ -25,7 +25,7 @@ _ELEMENTS: Final = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.ui
 
 def _key_suffixes() -> tuple[tuple[str, ...], ...]:
     """Return the suffixes of the keys of a weight's codes, scales and second scale (if any) in each layout."""
-    suffixes = {("_qdata", "_scale")}  # torchao's: l._weight_qdata, l._weight_scale
+    suffixes: set[tuple[str, ...]] = {("_qdata", "_scale")}  # torchao's: l._weight_qdata, l._weight_scale
     for layout in LAYOUTS.values():
         if not layout.is_plain:
             keys = (layout.codes_key, layout.scale_key, *([layout.second.key] if layout.second else []))

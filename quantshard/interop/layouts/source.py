@@ -149,10 +149,10 @@ class CheckpointModel:
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)
             return join_bfloat16(high, low.contiguous().view(torch.int16).reshape(weight.shape))
         entry = self._stored[start]
-        dtype = entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
-        if dtype not in STATE_QUANT_SPECS:
-            raise CheckpointError(f"{self.path} is damaged: {start} is {dtype or 'not a tensor'}")
-        state = make_state(torch.empty(weight.shape, dtype=torch.float32, device="cpu"), dtype)
+        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in STATE_QUANT_SPECS:
+            raise CheckpointError(f"{self.path} is damaged: {start} has no dtype of an optimizer state")
+        empty = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        state = make_state(empty, entry.properties.dtype)
         for key, tensor in state.tensors(start).items():
             tensor.copy_(self._expected(key, tensor.shape, tensor.dtype))
         return state.read().float()

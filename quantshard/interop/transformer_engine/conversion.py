@@ -284,7 +284,7 @@ class _CheckpointConverter:
             if values is not None and not (role == MASTER and torch.equal(self._values_here(name), values)):
                 self.report.inexact[label] = "not converted: the optimizer of --like has none for this parameter"
             return {}
-        if getattr(getattr(entry, "properties", None), "dtype", None) != torch.float32:
+        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != torch.float32:
             self.report.own["optimizer states"] = "float32 instead of those of --like; load with requantize=True"
         if values is None:
             values = self._values_here(name)

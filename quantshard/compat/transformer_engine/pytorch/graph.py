@@ -39,7 +39,7 @@ def make_graphed_callables(
     new, old = (enabled, recipe, amax_reduction_group), (fp8_enabled, fp8_recipe, fp8_group)
     if any(value is not None and old_value is not None for value, old_value in zip(new, old, strict=True)):
         raise ConfigurationError("make_graphed_callables: give each argument by its old or its new name, not both")
-    enabled, recipe, group = (old_value if value is None else value for value, old_value in zip(new, old, strict=True))
+    enabled = fp8_enabled if enabled is None else enabled
     return layers.make_graphed_callables(
         modules,
         sample_args,
@@ -47,7 +47,7 @@ def make_graphed_callables(
         allow_unused_input,
         sample_kwargs,
         enabled=False if enabled is None else enabled,
-        recipe=recipe,
-        amax_reduction_group=group,
+        recipe=fp8_recipe if recipe is None else recipe,
+        amax_reduction_group=fp8_group if amax_reduction_group is None else amax_reduction_group,
         **supported("make_graphed_callables", others),
     )
