@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -79,7 +79,8 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     Parameters get states if the checkpoint has some for them. The optimizer and its parameters are not changed. A
     collective call if the optimizer's step on sharded parameters is one.
     """
-    state = state_to_fill(optimizer)
+    # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
+    state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
     _add_entries_of_others(state["param_groups"], stored, state_storage.own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
@@ -180,16 +181,6 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
                 live[key] = value
 
 
-def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load.
-
-    Quantshard's optimizers have a variant of `state_dict` that does not raise after bad steps, since a load repairs
-    them.
-    """
-    state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
-    return state_dict()
-
-
 # Numbers of parameters
 
 
@@ -210,12 +201,15 @@ class ParameterNumbers:
         """The numbers for a model and its optimizer; None without expert parallelism.
 
         A layer knows its number of experts and holds its local experts in global order, so no communication is needed.
-
-        Raises:
-            UnsupportedOperationError: the optimizer creates its states in its first step; a parameter is not the
-                model's; or the experts of a layer are not in one group, in the order of one process.
+        Refused are optimizers that create their states in the first step, parameters that are not the model's, and
+        experts of a layer that are not in one group, in the order of one process.
         """
-        layers = dict(_spread_layers(model))
+        # only a `GroupedLinear`, which cannot be imported here, has an expert axis
+        layers = {
+            f"{components.canonical_name(name)}." if name else "": module
+            for name, module in model.named_modules()
+            if process_groups.expert_axis(module) is not None
+        }
         if not layers:
             return None
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
@@ -247,25 +241,19 @@ class ParameterNumbers:
         """Convert a checkpoint's optimizer state dict to the numbers of this rank's optimizer."""
         local_index = {number: index for index, number in enumerate(self.own)}
         states = {local_index[number]: value for number, value in state["state"].items()}
-        groups = []
-        for live_group, stored_group in zip(
-            state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True
-        ):
-            parameter_entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
-            groups.append({**stored_group, **parameter_entries})
+        groups, first = [], 0
+        for live_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
+            entries["params"] = list(range(first, first + len(live_group["params"])))
+            first += len(live_group["params"])
+            groups.append({**stored_group, **entries})
         return {**state, "state": states, "param_groups": groups}
 
-    def is_elsewhere(self, number: str) -> bool:
-        """Whether the states under a number belong to an expert of another rank."""
-        return number.isdecimal() and int(number) not in self._own and int(number) < self._count
-
     @cached_property
-    def _own(self) -> frozenset[int]:
-        return frozenset(self.own)
-
-    @cached_property
-    def _count(self) -> int:
-        return sum(len(group["params"]) for group in self.groups)
+    def elsewhere(self) -> frozenset[str]:
+        """The numbers of experts of other ranks, as in keys."""
+        count = sum(len(group["params"]) for group in self.groups)
+        return frozenset(map(str, {*range(count)} - {*self.own}))
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
@@ -285,13 +273,6 @@ def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int
     """The checkpoint's number of each parameter, by `id(param)`."""
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
     return {id(param): number for param, number in zip(params, known.own if known else range(len(params)), strict=True)}
-
-
-def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix, layer) of each expert-parallel layer, i.e. each `GroupedLinear` (not importable from here)."""
-    for name, module in model.named_modules():
-        if process_groups.expert_axis(module) is not None:
-            yield f"{components.canonical_name(name)}." if name else "", module
 
 
 def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:

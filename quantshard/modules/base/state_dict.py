@@ -49,8 +49,12 @@ def component_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_weights(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Add the components of all weights to a state dict."""
+    """Put the components of all weights in the place of the weights, and detach the module's other entries."""
     MISMATCHES.settle()
+    others = {**module._parameters, **module._buffers}
+    for name in others.keys() - set(module._weights):
+        if not keep_vars and isinstance(value := destination.get(prefix + name), Tensor):
+            destination[prefix + name] = value.detach()
     for name in module._weights:
         for suffix, value in state_keys(module, name).items():
             # masters detect writes by the version counter, which a DTensor's `detach` does not share
