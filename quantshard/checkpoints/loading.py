@@ -165,7 +165,8 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         )
     contents = replace(contents, weights_with_other_scales=[name for _, names in summaries for name in names])
     plan, digests = agreement.exchange_results(
-        lambda: plan_load(request, contents), lambda _: request.numbers and request.numbers.digest
+        lambda: plan_load(request, contents),
+        lambda _: None if request.numbers is None else request.numbers.digest,
     )
     optimizer_states.check_alike(digests, request.optimizer)
     return plan

@@ -97,14 +97,14 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     return state
 
 
-def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: set[str]) -> None:
+def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_settings: set[str]) -> None:
     """Add placeholders for group entries of other code than the optimizer, e.g. a scheduler's `initial_lr`."""
     for key, entry in stored.items():
         number, _, name = key.removeprefix(GROUPS).partition(".")
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own | {*state_storage.PARAMETER_ENTRIES}:
+        if is_value and name not in own_settings | {*state_storage.PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
@@ -188,11 +188,11 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
 class ParameterNumbers:
     """The parameter numbers of an optimizer, under expert parallelism.
 
-    `own`: the number of each local parameter, in the optimizer's order. `groups`: the parameter entries of each group,
-    as in one process. `digest`: a hash of all names, compared between ranks by `check_alike`.
+    `local`: the number of each local parameter, in the optimizer's order. `groups`: the parameter entries of each
+    group, as in one process. `digest`: a hash of all names, compared between ranks by `check_alike`.
     """
 
-    own: Sequence[int]
+    local: Sequence[int]
     groups: Sequence[Group]
     digest: str
 
@@ -233,13 +233,13 @@ class ParameterNumbers:
 
     def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert the keys of an optimizer's state dict to the numbers of a checkpoint."""
-        states = {self.own[number]: value for number, value in state["state"].items()}
+        states = {self.local[number]: value for number, value in state["state"].items()}
         pairs = zip(state["param_groups"], self.groups, strict=True)
         return {**state, "state": states, "param_groups": [{**group, **entries} for group, entries in pairs]}
 
     def from_checkpoint(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Convert a checkpoint's optimizer state dict to the numbers of this rank's optimizer."""
-        local_index = {number: index for index, number in enumerate(self.own)}
+        local_index = {number: index for index, number in enumerate(self.local)}
         states = {local_index[number]: value for number, value in state["state"].items()}
         groups, first = [], 0
         for live_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -253,7 +253,7 @@ class ParameterNumbers:
     def elsewhere(self) -> frozenset[str]:
         """The numbers of experts of other ranks, as in keys."""
         count = sum(len(group["params"]) for group in self.groups)
-        return frozenset(map(str, {*range(count)} - {*self.own}))
+        return frozenset(map(str, {*range(count)} - {*self.local}))
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
@@ -272,7 +272,9 @@ def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
     """The checkpoint's number of each parameter, by `id(param)`."""
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
-    return {id(param): number for param, number in zip(params, known.own if known else range(len(params)), strict=True)}
+    return {
+        id(param): number for param, number in zip(params, known.local if known else range(len(params)), strict=True)
+    }
 
 
 def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:

@@ -267,7 +267,7 @@ class SafeReader(FileSystemReader):
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself."""
-        values = {key: empty(self.entries[key]) for key in keys}
+        values: dict[str, Any] = {key: empty(self.entries[key]) for key in keys}
         self.read_into(values, no_dist=True)
         return values
 
