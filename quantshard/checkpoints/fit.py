@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
 from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import digest
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
@@ -224,26 +224,14 @@ def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) 
     for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
         values, alias_values = (
             {
-                suffix: reader.value(f"model.{name}{suffix}")
+                suffix: digest(reader.value(f"model.{name}{suffix}"))
                 for suffix in _SUFFIXES
                 if f"model.{name}{suffix}" in reader.entries
             }
             for name in (first, alias)
         )
-        if values and alias_values and not _are_equal(values, alias_values):
+        if values and alias_values and values != alias_values:
             raise CheckpointError(
                 f"{reader.path} has different values for {alias} and {first}, which are tied in this model; load it "
                 "into a model where they are not tied"
             )
-
-
-def _are_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    """Whether tensors are equal bit for bit."""
-    return one.keys() == two.keys() and all(
-        value.dtype == two[suffix].dtype and torch.equal(_bytes(value), _bytes(two[suffix]))
-        for suffix, value in one.items()
-    )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
