@@ -178,10 +178,13 @@ def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: b
     if unexpected_states := [key for key in unexpected if key.startswith(STATES)]:
         yield f"it has {len(unexpected_states)} tensors that this one lacks (first: {unexpected_states[:1]})"
     for key, entry, value in _pairs(stored, live, _OPTIMIZER):
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        stored_kind = f"{entry.properties.dtype} {list(entry.size)}" if is_tensor else "not a tensor"
-        # a setting can become a tensor here (`capturable`)
-        if (is_tensor or key.startswith(STATES)) and stored_kind != _kind(value):
+        stored_kind = "not a tensor"
+        if isinstance(entry, TensorStorageMetadata):
+            stored_kind = f"{entry.properties.dtype} {list(entry.size)}"
+        elif not key.startswith(STATES):
+            # a setting can become a tensor here (`capturable`)
+            continue
+        if stored_kind != _kind(value):
             yield f"{key} is {stored_kind} there and {_kind(value)} here"
             return
 
