@@ -105,7 +105,7 @@ def convert(
             f"{source}: {len(inexact)} tensors are not exact (first: {name}: {why}); change the model of --like, or "
             "pass lossy=True (--lossy)"
         )
-    saving.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
+    saving.write_checkpoint(state, CommitWriter(commit.prepare_target(out), job.facts()))
     return job.report
 
 
