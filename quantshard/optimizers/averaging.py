@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,15 +38,10 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     Args:
         model: the model with all parameters that the optimizer averages.
         optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
-
-    Raises:
-        ConfigurationError: the optimizer keeps no averages, or belongs to another model; the averages are already
-            swapped in; or an average is infinite or NaN. Nothing was changed.
     """
-    # Afterwards model.parameters() yields the sharded parameters.
-    _reshard(model)
+    _reshard(model)  # so that model.parameters() yields the sharded parameters
     owner: Any = optimizer
-    copies = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
+    copies = [_WeightCopy(param, owner) for param in _with_averages(model, optimizer)]
     versions: dict[Tensor, int] = {}
     succeeded = False
     try:
@@ -85,25 +79,14 @@ def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
     return [param for param in params if id(param) not in model_ids]
 
 
-@dataclass(frozen=True)
 class _WeightCopy:
-    """A parameter's local tensors and copies of their values.
+    """Copies of a parameter's values. `is_known`: the optimizer has seen the latest write to the parameter."""
 
-    `is_known`: the optimizer has seen the latest write to the parameter.
-    """
-
-    param: Tensor
-    weight: OptimizerState
-    values: list[Tensor]
-    high_precision: Tensor | None
-    is_known: bool
-
-    @classmethod
-    def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
-        weight, version = make_weight(param), weight_version(param)
-        values = [tensor.detach().clone() for tensor in _tensors_of(weight)]
-        high_precision = None if weight.storage is None else weight.storage.initial_values()
-        return cls(param, weight, values, high_precision, optimizer._versions.get(param, version) == version)
+    def __init__(self, param: Tensor, optimizer: Any) -> None:
+        self.param, self.weight, version = param, make_weight(param), weight_version(param)
+        self.values = [tensor.detach().clone() for tensor in _tensors_of(self.weight)]
+        self.high_precision = None if self.weight.storage is None else self.weight.storage.initial_values()
+        self.is_known = optimizer._versions.get(param, version) == version
 
     def put_back(self) -> None:
         for tensor, value in zip(_tensors_of(self.weight), self.values, strict=True):

@@ -100,18 +100,15 @@ class GradientFlags:
     ) -> None:
         self._layout, self._names = layout, layout.names
         self._has_none = all([grad is None for grad in grads])
-        self._parts: list[Tensor] = []
         self._sent: PendingFlag | None = None
-        if grads:
-            flags = _flags_of(layout, grads, exceeding)
-            if wrong is not None:
-                flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
-            self._parts = (
-                [flags]
-                if len(layout.indices) == 1
-                else [torch.stack([flags[:, index] for index in indices], dim=1) for indices in layout.indices.values()]
-            )
-        for group, part in zip(layout.indices, self._parts, strict=True):
+        flags = _local_flags(layout, grads, exceeding)
+        if wrong is not None:
+            flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
+        self._parts = [flags]
+        if len(layout.indices) > 1:
+            columns = flags.unbind(1)  # indexing by a list would copy it to the device and synchronize
+            self._parts = [torch.stack([columns[i] for i in part], dim=1) for part in layout.indices.values()]
+        for group, part in zip(layout.indices, self._parts, strict=False):  # none without parameters
             if group:
                 reduction.add(part, group)
 
@@ -120,9 +117,6 @@ class GradientFlags:
 
         A collective call if parameters are sharded over different axes or ranks hold different parameters.
         """
-        if not self._parts:
-            self.table = torch.zeros(3, 0, dtype=torch.float32, device="cpu")
-            return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._layout.has_experts:
             # A rank outside the group of a bad gradient must skip too: add a column that summarizes all parameters.
@@ -175,17 +169,20 @@ class GradientFlags:
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
             MISMATCHES.settle()  # does not wait: the device has already reached this point
-        for group in groups if bad and deferred else ():
-            group["step"] -= 1
-        if bad:
-            self.check_missing()
+        if not bad:
+            for group in groups:
+                group["skipped_in_a_row"] = 0
+            return False
+        if deferred:
+            for group in groups:
+                group["step"] -= 1
+        self.check_missing()
         for group in groups:
-            group["skipped_steps"] += bad
-            group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
-        if bad:
-            self.check_skipped(groups, most_in_a_row)
-            self._warn_of_skip("the step before this one was" if deferred else "this step is", groups, most_in_a_row)
-        return bad
+            group["skipped_steps"] += 1
+            group["skipped_in_a_row"] += 1
+        self.check_skipped(groups, most_in_a_row)
+        self._warn_of_skip("the step before this one was" if deferred else "this step is", groups, most_in_a_row)
+        return True
 
     def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
         """Warn about a large gradient, or about the first of consecutive steps with gradients that are not finite."""
@@ -246,38 +243,6 @@ class GradientFlags:
         return self._names[int(mask.nonzero()[0])]
 
 
-class BadStepRecord:
-    """The flags of the last bad step: one number per parameter that says what was wrong.
-
-    With `capturable` they stay on the device and are read only on request, so a normal step does not synchronize.
-    """
-
-    def __init__(self) -> None:
-        self._flags: GradientFlags | None = None
-
-    def keep(self, flags: GradientFlags) -> None:
-        """Record the flags of a bad step that the host already knows about."""
-        self._flags = flags
-
-    def keep_if(self, bad: Tensor, flags: GradientFlags) -> None:
-        """Record flags on the device if `bad`, a bool scalar tensor, is true."""
-        table = flags.table
-        if self._flags is None or self._flags.table.shape != table.shape:
-            self._flags, flags.table = flags, torch.zeros_like(table)
-        last_table = self._flags.table
-        last_table.copy_(torch.where(bad, table, last_table))
-
-    def large_gradient(self) -> str:
-        """See `GradientFlags.large_gradient`."""
-        return "" if self._flags is None else self._flags.large_gradient()
-
-    def check(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise the errors of the steps since the last good one; see `GradientFlags`."""
-        if self._flags is not None:
-            self._flags.check_missing()
-            self._flags.check_skipped(groups, most_in_a_row)
-
-
 def too_large(name: str) -> str:
     """Describe a parameter whose gradient is finite but too large, for messages."""
     return (
@@ -287,14 +252,14 @@ def too_large(name: str) -> str:
     )
 
 
-def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
+def _local_flags(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
     flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=layout.device), 0
     # Filling runs on the device; a copy from the host would synchronize.
     for is_present, run in groupby([grad is not None for grad in grads]):
         end = index + len(list(run))
         flags[0 if is_present else 1, index:end].fill_(1.0)
         index = end
-    if exceeding is None:
+    if exceeding is None and grads:
         parts = []
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
             present = {
@@ -305,7 +270,8 @@ def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Ten
             if present:
                 parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
         exceeding = in_order(parts, len(grads), layout.device)
-    flags[2].copy_(exceeding)
+    if exceeding is not None:
+        flags[2].copy_(exceeding)
     return flags
 
 

@@ -66,10 +66,6 @@ class MasterWeights(ParameterOptimizer):
         ema_decay: keep an average of the masters (or of parameters without one), in their dtype, as the state
             `ema_param`; see `FusedAdam`.
         settings: arguments of `optimizer_class`, such as lr and weight_decay. `fused=True` and `foreach=True` work.
-
-    Raises:
-        ConfigurationError: a parameter is on the meta device or of another dtype.
-        RankMismatchError: ranks have different random keys for a weight.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class MasterWeights(ParameterOptimizer):
         super().__init__(params, {})  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._masters: dict[Tensor, Tensor] = {}
-        self._averages: dict[Tensor, Tensor] = {}
         self._overflown: Tensor | None = None  # see `_overflown_masters`
         groups = self.param_groups
         for group in groups:
@@ -126,7 +121,7 @@ class MasterWeights(ParameterOptimizer):
         return any(int(state[UPDATES]) for state in self.state.values())
 
     def _make_states(self) -> None:
-        for mapping in (self._masters, self._averages, self._made_for, self._names, self._versions):
+        for mapping in (self._masters, self._made_for, self._names, self._versions):
             mapping.clear()
         self.state.clear()
         self._inner.state.clear()
@@ -141,17 +136,16 @@ class MasterWeights(ParameterOptimizer):
     def _add_masters(self, group: dict[str, Any]) -> None:
         """Record the names of a group's parameters and create their masters."""
         self._add_names(group)
-        for param in group["params"]:
-            if param.requires_grad:
-                self._masters[param] = self._new_master(param)
+        self._masters |= {param: self._new_master(param) for param in group["params"] if param.requires_grad}
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._masters.get(param, param) for param in group["params"]]}
 
     def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Put the model's parameters and blank states into a group that the inner optimizer filled in."""
-        decay = group.get(EMA_DECAY)
-        group.update({"params": params, **self._own_entries, **({EMA_DECAY: decay} if decay is not None else {})})
+        group.update(
+            {**self._own_entries, **{key: group[key] for key in (EMA_DECAY,) if key in group}, "params": params}
+        )
         for param in params:
             if param in self._masters:
                 self._inner.state.pop(self._masters[param], None)  # made again before the first update
@@ -192,18 +186,13 @@ class MasterWeights(ParameterOptimizer):
         for value in state.values():
             if isinstance(value, Tensor):
                 private_torch.local_tensor(value).zero_()
-        return self._with_own(param, state, torch.zeros((), dtype=torch.float32, device="cpu"))
+        updates = torch.zeros((), dtype=torch.float32, device="cpu")
+        average = {AVERAGE: self._masters[param].detach().clone()} if self._is_averaging else {}
+        return {**state, **self._master_entry(param), UPDATES: updates, **average}
 
-    def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
-        """Add the master, the update count and the average to an inner state, in place."""
-        if self._masters[param] is not param:
-            state[MASTER] = self._masters[param].detach()
-        state[UPDATES] = updates
-        if self._is_averaging:
-            if param not in self._averages:
-                self._averages[param] = self._masters[param].detach().clone()
-            state[AVERAGE] = self._averages[param]
-        return state
+    def _master_entry(self, param: Tensor) -> dict[str, Tensor]:
+        master = self._masters[param]
+        return {} if master is param else {MASTER: master.detach()}
 
     # Averages --------------------------------------------------------------------------------------------------------
 
@@ -223,8 +212,8 @@ class MasterWeights(ParameterOptimizer):
         for group in self.param_groups:
             counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
             group.update({EMA_DECAY: float(decay), EMA_STEPS: max(counts, default=0)})
-        for param, state in ((param, self.state[param]) for param in self._masters):
-            self._with_own(param, state, state[UPDATES])
+        for param, master in self._masters.items():
+            self.state[param][AVERAGE] = master.detach().clone()
 
     def drop_average(self) -> None:
         """Stop averaging and free the averages."""
@@ -232,17 +221,15 @@ class MasterWeights(ParameterOptimizer):
         for entries in (self._own_entries, *self.param_groups, *(self.state[param] for param in self._masters)):
             for name in (EMA_DECAY, EMA_STEPS, AVERAGE):
                 entries.pop(name, None)
-        self._averages.clear()
 
     def _move_averages(self) -> None:
         """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
             share = adam.average_share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
-            for param in group["params"]:
-                if param in self._masters:
-                    average = private_torch.local_tensor(self._averages[param])
-                    average.copy_(adam.moved_average(average, private_torch.local_tensor(self._masters[param]), share))
+            for param in self._masters.keys() & {*group["params"]}:
+                average, master = map(private_torch.local_tensor, (self.state[param][AVERAGE], self._masters[param]))
+                average.copy_(adam.moved_average(average, master, share))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -253,18 +240,14 @@ class MasterWeights(ParameterOptimizer):
             if master is not param:
                 private_torch.local_tensor(master).copy_(initial_master(param))
             if self._is_averaging:
-                private_torch.local_tensor(self._averages[param]).copy_(private_torch.local_tensor(master))
+                private_torch.local_tensor(self.state[param][AVERAGE]).copy_(private_torch.local_tensor(master))
             self._versions[param] = weight_version(param)
 
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts.
-
-        Raises:
-            CheckpointError: it belongs to other parameters or another inner optimizer; the message names the first
-                difference.
-        """
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
+        fit."""
         self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
@@ -284,8 +267,6 @@ class MasterWeights(ParameterOptimizer):
             RankMismatchError: a gradient is missing on some ranks only.
             NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
                 infinite or NaN.
-            ConfigurationError: others wrote to a quantized parameter, a parameter that was frozen has a gradient, or a
-                group has an invalid value.
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -364,8 +345,9 @@ class MasterWeights(ParameterOptimizer):
                 group["params"] = self._inner_group(group)["params"]
             yield
             for param in self._updated(self._masters):
-                updates = self.state[param][UPDATES] + 1
-                self.state[param] = self._with_own(param, self._inner.state[self._masters[param]], updates)
+                own, inner = self.state[param], self._inner.state[self._masters[param]]
+                own[UPDATES] = own[UPDATES] + 1
+                self.state[param] = {**inner, **{key: own[key] for key in (MASTER, UPDATES, AVERAGE) if key in own}}
         finally:
             for group, model_params in zip(self.param_groups, params, strict=True):
                 group["params"] = model_params

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import FP16, Orientation, OrientedCodes
-from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind
 from quantshard.recipe import QuantSpec
@@ -59,12 +59,25 @@ class TensorRegion:
         """Return the region of a `Shard`."""
         return TensorRegion(shard.global_shape, shard.origin, shard.shape)
 
+    def matrix(self) -> MatrixRegion | None:
+        """Return the region as a rectangle of a matrix; None if it is not one. A vector has one row; further dims than
+        two are flattened into the columns."""
+        if len(self.shape) < 2:
+            return MatrixRegion((1, math.prod(self.global_shape)), (0, sum(self.origin)), (1, math.prod(self.shape)))
+        if len(self.shape) > 2 and self.shape[1:] != self.global_shape[1:]:
+            return None
+        return MatrixRegion(
+            (self.global_shape[0], math.prod(self.global_shape[1:])),
+            (self.origin[0], sum(self.origin[1:])),
+            (self.shape[0], math.prod(self.shape[1:])),
+        )
+
 
 class StateDraw(NamedTuple):
     """Identifies the random bits of one state in one step: the optimizer's seed, the step, and the stream number of the
     state. They depend on the index in the global tensor, so results are the same on any mesh.
 
-    `swapped`: swap the high and low 16 bits of each word. Rounding uses the high bits, so two states can share one
+    `swapped`: swap the high and low 16 bits of each number. Rounding uses the high bits, so two states can share one
     stream.
     """
 
@@ -73,46 +86,41 @@ class StateDraw(NamedTuple):
     stream: int
     swapped: bool = False
 
-    def words(self, region: TensorRegion, device: torch.device) -> Tensor:
-        """Return int64 in [0, 2**32), of the region's shape: one word per element, in row-major order of the global
+    def random_bits(self, region: TensorRegion, device: torch.device) -> Tensor:
+        """Return int64 in [0, 2**32), of the region's shape: one number per element, in row-major order of the global
         tensor."""
         trailing_dims = region.global_shape[1:]
         whole: tuple[int, ...] = (*(region.global_shape[:1] or (1,)), math.prod(trailing_dims))
         origin, shape = region.origin, region.shape
         if len(region.shape) != 2:  # whole rows, which are then cut along the other dims
             origin, shape = (*(origin[:1] or (0,)), 0), (*(shape[:1] or (1,)), whole[1])
-        bits = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)  # type: ignore[arg-type]
-        words = kernel_dispatch.random_words(bits, device)
+        request = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)  # type: ignore[arg-type]
+        bits = kernel_dispatch.random_words(request, device)
         if len(region.shape) != 2:
-            words = words.view((*region.shape[:1], *trailing_dims))
+            bits = bits.view((*region.shape[:1], *trailing_dims))
             for dim in range(1, len(region.shape)):
-                words = words.narrow(dim, region.origin[dim], region.shape[dim])
-        return numerics.swap_halves(words) if self.swapped else words
+                bits = bits.narrow(dim, region.origin[dim], region.shape[dim])
+        return numerics.swap_halves(bits) if self.swapped else bits
 
 
-def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
-    """Round float32 to `dtype`: stochastically if `words` are given, otherwise to nearest (as `numerics.split_bfloat16`
-    does).
+def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
+    """Round float32 to `dtype`: stochastically if there are `random_bits`, otherwise to nearest (as
+    `numerics.split_bfloat16` does).
 
     Stochastic rounding goes up with a probability proportional to the remainder, so small updates add up on average. It
     saturates at the largest finite value. Dtypes other than bfloat16 and float16 are cast.
     """
     if dtype is torch.bfloat16:
-        return numerics.split_bfloat16(values)[0] if words is None else _stochastic_bfloat16(values, words)
-    if dtype is torch.float16 and words is not None:
-        return numerics.encode_stochastic(values, FP16, words)
+        if random_bits is None:
+            return numerics.split_bfloat16(values)[0]
+        # The low 16 bits are the fraction of the way to the next bfloat16; a carry rounds up. NaN becomes one fixed
+        # NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
+        bits = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).view(torch.int32)
+        high = torch.where(values.isnan(), 0x7FC0, (bits + (random_bits >> 16)) >> 16)
+        return high.to(torch.int16).view(torch.bfloat16)
+    if dtype is torch.float16 and random_bits is not None:
+        return numerics.encode_stochastic(values, FP16, random_bits)
     return values.to(dtype)
-
-
-def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
-    """Add 16 random bits to the low 16 bits, which are the fraction of the way to the next bfloat16; a carry rounds up.
-    Exact.
-
-    NaN becomes one fixed NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
-    """
-    bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
-    high = torch.where(values.isnan(), 0x7FC0, (bits + (words >> 16)) >> 16)
-    return high.to(torch.int16).view(torch.bfloat16)
 
 
 def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
@@ -135,11 +143,6 @@ class OptimizerState(ABC):
     def storage(self) -> QuantizedStorage | None:
         """The quantized storage, or None if the state is not quantized."""
         return None
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether writing needs amaxes from other ranks."""
-        return bool(self.shared)
 
     @property
     def rounds(self) -> bool:
@@ -173,11 +176,8 @@ class OptimizerState(ABC):
         """Return the local values in float32."""
 
     def adopt(self) -> None:
-        """Copy the elements that others changed in a plain parameter into this master.
-
-        By default does nothing. Changes cannot be detected for a master that was itself rounded, and a master whose
-        high half is the parameter needs no copy.
-        """
+        """Copy the elements that others changed in a plain parameter into this master, if changes can be detected: the
+        master is neither rounded itself nor stored in part by the parameter."""
         return
 
     def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
@@ -237,8 +237,7 @@ class FloatState(OptimizerState):
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         dtype = self.local.dtype
-        words = None if draw is None else draw.words(self.region, values.device)
-        new = round_to(values, dtype, words)
+        new = round_to(values, dtype, None if draw is None else draw.random_bits(self.region, values.device))
         if self.nonnegative and self.rounds:
             limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
@@ -335,7 +334,7 @@ class QuantizedState(OptimizerState):
     def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         assert requantization is not None
         requantization.commit(
-            values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
+            values, None if draw is None else draw.random_bits(TensorRegion.of_shard(self.storage.shard), values.device)
         )
         if self.nonnegative:
             for copy in self.storage.spec.format.copies.values():
@@ -417,7 +416,7 @@ class SplitState(OptimizerState):
         assert requantization is not None
         region = TensorRegion.of_shard(self.storage.shard)
         requantization.commit(
-            values, remainder=Remainder(self.low, None if draw is None else draw.words(region, values.device))
+            values, remainder=Remainder(self.low, None if draw is None else draw.random_bits(region, values.device))
         )
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 

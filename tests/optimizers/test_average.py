@@ -206,7 +206,7 @@ def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
     for own, other in ((optimizer, without), (without, optimizer)):
         with pytest.raises(CheckpointError, match="build it with"):
             own.load_state_dict(copy.deepcopy(other.state_dict()))
-    with pytest.raises(ConfigurationError, match="kept already"):
+    with pytest.raises(ConfigurationError, match="use a decay above 0, once"):
         optimizer.begin_average(DECAY)
     checkpoints.load(tmp_path / "without", plain, without)
     without.begin_average(DECAY)
