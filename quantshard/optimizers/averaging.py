@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,25 +58,12 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         _reshard(model)
         owner._averages_swapped_in = False
         owner._versions |= {copy.param: weight_version(copy.param) for copy in copies if copy.is_known}
-        if succeeded:  # an exception must not be hidden by warnings
-            _warn(overwritten, "got new values inside, as by load_state_dict, which were undone; load outside")
-            _warn(
-                [owner._names[param] for param in _not_of(model, versions)],
-                "became another parameter of the model inside, as by load_state_dict(assign=True), which the optimizer "
-                "does not train; load outside",
+        if overwritten and succeeded:  # an exception must not be hidden by a warning
+            first = overwritten[0] + (f" and {len(overwritten) - 1} more" if len(overwritten) > 1 else "")
+            warn_user(
+                f"averaged_weights: {first} got new values inside, as by load_state_dict, which were undone; load "
+                "outside"
             )
-
-
-def _warn(names: Sequence[str], problem: str) -> None:
-    if names:
-        first = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        warn_user(f"averaged_weights: {first} {problem}")
-
-
-def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that are not parameters of the model."""
-    model_ids = {id(param) for param in model.parameters()}
-    return [param for param in params if id(param) not in model_ids]
 
 
 class _WeightCopy:
@@ -115,7 +102,8 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
             f"averaged_weights: this {name} keeps no averages of weights; build a FusedAdam or MasterWeights with "
             "ema_decay=0.999, or call its begin_average(0.999)"
         )
-    if missing := _not_of(model, averaged):
+    model_ids = {id(param) for param in model.parameters()}
+    if missing := [param for param in averaged if id(param) not in model_ids]:
         raise ConfigurationError(
             f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {name} averages are not the "
             f"model's (the first of shape {tuple(missing[0].shape)}); pass the whole model"

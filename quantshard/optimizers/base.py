@@ -168,8 +168,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._unread: GradientFlags | None = None  # flags of the last step, if they are still on the device
         self._late_error: Exception | None = None
 
-    # Groups ----------------------------------------------------------------------------------------------------------
-
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         """Validate a group's values, by default those in `checked_numbers`. `where`: start of the error messages."""
         # A learning rate on a device is checked there (`guards.wrong_rates`).
@@ -189,6 +187,15 @@ class ParameterOptimizer(torch.optim.Optimizer):
             raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
         return group
 
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(candidate is param for candidate in group["params"]):
+                return group
+        raise ConfigurationError(
+            f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
+            "itself (the DTensor, not its local tensor)"
+        )
+
     def _add_names(self, group: Mapping[str, Any]) -> None:
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         self._names |= dict(zip(group["params"], names, strict=True))
@@ -199,16 +206,19 @@ class ParameterOptimizer(torch.optim.Optimizer):
         seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
 
-    # Skipped steps ---------------------------------------------------------------------------------------------------
-
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
-    def _skips(self, flags: GradientFlags) -> bool:
-        """Return whether this step must be skipped, and count it."""
-        is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row)
+    def _skips(self, flags: GradientFlags, deferred: bool = False) -> bool:
+        """Return whether a step must be skipped, and count it; `deferred`: whether the device has skipped it."""
+        try:
+            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred)
+        except (NonFiniteGradientError, RankMismatchError) as error:
+            if not deferred:
+                raise
+            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
         if is_skipped:
             self._last_bad_flags = flags
         return is_skipped
@@ -216,14 +226,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def _read_flags(self) -> None:
         """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
         flags, self._unread = self._unread, None
-        if flags is None:
-            return
-        try:
-            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
-        except (NonFiniteGradientError, RankMismatchError) as error:
-            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
-        if is_skipped:
-            self._last_bad_flags = flags
+        if flags is not None:
+            self._skips(flags, deferred=True)
 
     def _raise_late_error(self) -> None:
         """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
@@ -231,8 +235,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         error, self._late_error = self._late_error, None
         if error is not None:
             raise error
-
-    # Parameters ------------------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -314,30 +316,36 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if components.quantized_local(param) is None and param.dtype not in dtypes:
             raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
 
-    def _check_fits(self, param: Tensor, depends_on_dtype: bool) -> None:
-        """Check that a parameter still has the shape and dtype for which its states were made (`_made_for`).
+    def _is_overwritten(
+        self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool
+    ) -> bool:
+        """Check that a parameter and its gradient fit the states. Return whether others wrote to a plain parameter that
+        has a master.
 
-        `Module.half` and transformers' resizing of embeddings replace a parameter's data.
+        `Module.half` and transformers' resizing of embeddings replace a parameter's data after its states were made.
         """
-        dtype, shape = self._made_for[param]
-        is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
-        if param.shape == shape and (param.dtype is dtype or not (depends_on_dtype or is_wider)):
-            return
-        raise ConfigurationError(
-            f"{self._name}: {self._names[param]} was {dtype!s} {tuple(shape)} when its states were made, and is now "
-            f"{param.dtype!s} {tuple(param.shape)}; build the optimizer after the model is cast or resized"
-        )
+        is_quantized = components.quantized_local(param) is not None
+        if grad is not None and self._made_for[param] != (param.dtype, param.shape):
+            dtype, shape = self._made_for[param]
+            is_wider = param.dtype is torch.float64 and not is_quantized
+            if param.shape != shape or (param.dtype is not dtype and (depends_on_dtype or is_wider)):
+                raise ConfigurationError(
+                    f"{self._name}: {self._names[param]} was {dtype} {tuple(shape)} when its states were made, and is "
+                    f"now {param.dtype} {tuple(param.shape)}; build the optimizer after the model is cast"
+                )
+        if self._versions.setdefault(param, version) == version or not has_master:
+            return False
+        if is_quantized:
+            raise ConfigurationError(
+                f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
+                "overwrite them; load the optimizer's state too, or call reseed_masters()"
+            )
+        return True
 
     def _raise_for_frozen(self, param: Tensor) -> None:
         raise ConfigurationError(
             f"{self._names[param]} was frozen when this {self._name} was built and has a gradient now; call "
             "initialize_state(parameter) when you unfreeze it"
-        )
-
-    def _raise_for_new_values(self, param: Tensor) -> None:
-        raise ConfigurationError(
-            f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
-            "overwrite them; load the optimizer's state too, or call reseed_masters()"
         )
 
     def _accept_plain_values(self) -> None:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from quantshard.tensor.storage import DRAWS
 
 Update = tuple[Tensor, Mapping[str, Tensor]]
 """New values of a master, and new values of its states by role."""
-
-UpdateFormula = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], Any], Update]
-"""`ElementwiseOptimizer.update`."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,8 @@ class ParameterStep:
     """One parameter's part of a step: call `set_inputs` and `measure`, run the reduction, then call `finish`.
 
     Args:
-        param: the parameter.
-        states: its states by role, including the parameter itself as `WEIGHT`.
+        states: the parameter's states by role, including the parameter itself as `WEIGHT`.
         specs: the states that `update` reads and returns.
-        update: the update rule.
-        group_index: index of its group.
         stream: stream number of the first role's random bits; the other roles follow.
 
     Attributes:
@@ -79,12 +73,12 @@ class ParameterStep:
         param: Tensor,
         states: Mapping[str, OptimizerState],
         specs: tuple[StateSpec, ...],
-        update: UpdateFormula,
+        optimizer: ElementwiseOptimizer,
         group_index: int,
         stream: int,
     ) -> None:
         self.param, self.local, self.group_index = param, private_torch.local_tensor(param), group_index
-        self.specs, self.update, self.stream = specs, update, stream
+        self.specs, self.optimizer, self.stream = specs, optimizer, stream
         self.weight, self.source = states[WEIGHT], states.get(MASTER, states[WEIGHT])
         self.targets = {role: state for role, state in states.items() if role != WEIGHT}
         if not self.source.writes_weight:
@@ -95,6 +89,7 @@ class ParameterStep:
             role: (stream + roles.index(shared_with.get(role, role)), role in shared_with) for role in roles
         }
         self.storage = self.weight.storage
+        self.depends_on_dtype = self.source.writes_weight and self.storage is None  # holds what its dtype lacks
         self.has_draws = self.storage is not None and self.source is self.weight
         self.grad: Tensor | None = None
         self.in_kernels = False
@@ -105,6 +100,11 @@ class ParameterStep:
         if self.storage is None:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
+
+    def is_current(self) -> bool:
+        """Return whether the parameter still has its local tensor and storage."""
+        local = private_torch.local_tensor(self.param)
+        return local is self.local and getattr(local, "quantized_storage", None) is self.storage
 
     def record_kernel_write(self) -> None:
         """Record that kernels wrote the parameter, if they did."""
@@ -134,10 +134,11 @@ class ParameterStep:
         master = self.source.read()
         grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
         states = {spec.role: self.targets[spec.role].read() for spec in self.specs}
-        master, updated = self.update(self.param, grad, master, states, self.group.settings)
+        master, updated = self.optimizer.update(self.param, grad, master, states, self.group.settings)
         if updated.keys() != states.keys():
             raise ConfigurationError(
-                f"{self.update.__qualname__} returned the states {sorted(updated)}; `states` declares {sorted(states)}"
+                f"{type(self.optimizer).__name__}.update returned the states {sorted(updated)}; `states` declares "
+                f"{sorted(states)}"
             )
         new = {role: updated.get(role, master) for role in self.targets}
         if AVERAGE in self.targets:
@@ -170,24 +171,12 @@ class ParameterStep:
             self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """The parameters of an optimizer's steps, until a state or a local tensor of a parameter is replaced.
-
-    `items`: the parameters with states. `frozen`: those without. `flags`: the names and ranks of `items`.
-    """
+class StepPlan(NamedTuple):
+    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
+    parameter, is replaced."""
 
     items: list[ParameterStep]
-    frozen: list[Tensor]
     flags: FlagLayout
-
-    def is_current(self) -> bool:
-        """Return whether all parameters still have their local tensors and storages."""
-        for item in self.items:
-            local = private_torch.local_tensor(item.param)
-            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
-                return False
-        return True
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
@@ -221,8 +210,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
     """
 
-    # For subclasses --------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
@@ -248,8 +235,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """
         return {**group, "step": group["step"] + 1}
 
-    # Step ------------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
@@ -260,9 +245,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         the next step counts it and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step`
         in a group includes the skipped step.
 
-        Raises:
-            RankMismatchError: a parameter has a gradient on some ranks only.
-            NonFiniteGradientError: too many consecutive steps were skipped; on a GPU raised one step later.
+        Raises a RankMismatchError if a parameter has a gradient on some ranks only, and a NonFiniteGradientError if too
+        many consecutive steps were skipped, on a GPU one step later.
         """
         if grad_scaler is not None:
             raise ConfigurationError(
@@ -299,44 +283,37 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
 
     def _current_plan(self) -> StepPlan:
-        """Return the parameters of a step with their states; made again if a state or a local tensor was replaced."""
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             self._warn_of_replaced_parameters()
-        if self._plan is None or not self._plan.is_current():
+        if plan is None or not all([item.is_current() for item in plan.items]):
             # One stream of random bits for each state, the master and the weight.
             streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
             items = [
-                ParameterStep(
-                    param, self._states[param], self.group_states(group), self.update, group_index, streams[param]
-                )
+                ParameterStep(param, self._states[param], self.group_states(group), self, group_index, streams[param])
                 for group_index, group in enumerate(self.param_groups)
                 for param in group["params"]
                 if param in self._states
             ]
-            frozen = [param for param in self._names if param not in self._states]
-            self._plan = StepPlan(items, frozen, FlagLayout((self._names[item.param], item.param) for item in items))
+            self._plan = StepPlan(items, FlagLayout((self._names[item.param], item.param) for item in items))
         return self._plan
 
     def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
         attribute = DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
         seed = self._seed
-        for param in plan.frozen:
-            if getattr(param, attribute, None) is not None:
+        for param in self._names:
+            if param not in self._states and getattr(param, attribute, None) is not None:
                 self._raise_for_frozen(param)
         for item in plan.items:
-            param, version = item.param, item.version()
-            has_master = item.source is not item.weight
+            param = item.param
             grad: Tensor | None = getattr(param, attribute, None)
             if grad is not None:
                 check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
-                if self._made_for[param] != (param.dtype, param.shape):
-                    # Without a master the parameter could need one in another dtype; remainders need the same dtype.
-                    depends_on_dtype = item.source.writes_weight and item.storage is None
-                    self._check_fits(param, depends_on_dtype or (self._master_weights and not has_master))
-            if self._versions.setdefault(param, version) != version and has_master:
-                if item.storage is not None:
-                    self._raise_for_new_values(param)
+            has_master = item.source is not item.weight
+            # Without a master the parameter could need one in another dtype.
+            depends_on_dtype = item.depends_on_dtype or (self._master_weights and not has_master)
+            if self._is_overwritten(param, grad, item.version(), has_master, depends_on_dtype):
                 item.source.adopt()
             item.set_inputs(grad, groups[item.group_index], seed)
 

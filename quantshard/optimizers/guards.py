@@ -79,12 +79,8 @@ class GradientFlags:
     The flags are float32 [3, parameters], registered with `reduction` by the constructor; call `gather` after its
     `reduce`. Only `skips`, `large_gradient` and the checks wait for the device.
 
-    Args:
-        layout: the parameters.
-        grads: this rank's gradient of each parameter, or None.
-        reduction: collects the flags for one collective.
-        exceeding: problems of the gradients, float32 [parameters]; computed here if None.
-        wrong: other problems, float32, of the first len(wrong) parameters.
+    `exceeding`: problems of the gradients, float32 [parameters]; computed here if None. `wrong`: other problems of the
+    first len(wrong) parameters.
 
     Attributes:
         table: the flags of all ranks, after `gather`.
@@ -136,11 +132,11 @@ class GradientFlags:
             return
         if not self._names:
             warn_user("this optimizer has no parameter that is trained, so the step changes nothing")
-            return
-        warn_user(
-            f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
-            "step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
-        )
+        else:
+            warn_user(
+                f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so "
+                "the step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
+            )
 
     def bad(self) -> Tensor:
         """Return a bool scalar on the device: a gradient is missing on some ranks only, or has a problem."""
@@ -160,11 +156,8 @@ class GradientFlags:
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
         """Return whether the step must be skipped, and count it in every group.
 
+        Raises the errors of `check_missing`, `check_skipped` and, if not `deferred`, of delayed scaling (`MISMATCHES`).
         `deferred`: the step was counted as applied, and the device can be several steps ahead.
-
-        Raises:
-            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`. If not `deferred`, also
-                for mismatches of delayed scaling (`MISMATCHES`).
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
@@ -181,11 +174,7 @@ class GradientFlags:
             group["skipped_steps"] += 1
             group["skipped_in_a_row"] += 1
         self.check_skipped(groups, most_in_a_row)
-        self._warn_of_skip("the step before this one was" if deferred else "this step is", groups, most_in_a_row)
-        return True
-
-    def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Warn about a large gradient, or about the first of consecutive steps with gradients that are not finite."""
+        which = "the step before this one was" if deferred else "this step is"
         if name := self.large_gradient():
             warn_user(f"{too_large(name)}; {which} skipped")
         elif groups[0]["skipped_in_a_row"] == 1:
@@ -193,6 +182,7 @@ class GradientFlags:
                 f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and nothing "
                 f"changed ({most_in_a_row} in a row are an error)"
             )
+        return True
 
     def large_gradient(self) -> str:
         """Return the name of the first parameter with a finite but too large gradient; empty if a worse problem exists.
@@ -213,12 +203,8 @@ class GradientFlags:
             )
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise if `most_in_a_row` consecutive steps were skipped, or if only a checkpoint can help.
-
-        Raises:
-            NonFiniteGradientError: names the first bad parameter of the last step.
-            ConfigurationError: the learning rate was invalid.
-        """
+        """Raise if `most_in_a_row` consecutive steps were skipped, the learning rate was invalid, or only a checkpoint
+        can help."""
         in_a_row = int(groups[0]["skipped_in_a_row"])
         worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
         if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):

@@ -49,13 +49,12 @@ class _DevicePlan:
     """The launch plan of one device.
 
     `indices`: the parameters, by index in the step's work. `shared`: amaxes shared between ranks, with their process
-    groups, by index. `matrices`: indices of the parameters to orthogonalize.
+    groups, by index.
     """
 
     launches: StepLaunchPlan
     indices: list[int]
     shared: dict[int, list[tuple[Tensor, Groups]]]
-    matrices: set[int]
 
 
 class KernelStep:
@@ -95,9 +94,6 @@ class KernelStep:
 
         `seed`: seed of the optimizer's random bits. `is_bounded`: argument `bounded` of `numerics.adam.adam`, by
         parameter. `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
-
-        Raises:
-            UnsupportedOperationError: the step is being captured in a CUDA graph, and there is no plan for it yet.
         """
         is_new = work is not self._work
         if is_new:
@@ -124,7 +120,7 @@ class KernelStep:
                 item.in_kernels = grad is None or (
                     grad.dtype in GRADIENT_DTYPES and grad.device == plan.launches.device
                 )
-                if item.in_kernels and grad is not None and index in plan.matrices:
+                if item.in_kernels and grad is not None and isinstance(item.group.settings, MuonSettings):
                     assert workspace is not None
                     direction = workspace(grad.device)[offset : offset + grad.numel()].view(grad.shape)
                     self._directions[index] = direction
@@ -159,10 +155,9 @@ class KernelStep:
                 by_device.setdefault(item.local.device, {})[index] = parameter
         for device, parameters in by_device.items():
             launches = StepLaunchPlan([*parameters.values()], len(self._rows), device)
-            grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in launches.amaxes}
-            shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(parameters)}
-            matrices = {index for index, entry in parameters.items() if entry.algorithm is Algorithm.MUON}
-            self._plans.append(_DevicePlan(launches, [*parameters], shared, matrices))
+            numbers = {index: number for number, index in enumerate(parameters)}
+            shared = {index: list(_shared(work[index], number, launches.amaxes)) for index, number in numbers.items()}
+            self._plans.append(_DevicePlan(launches, [*parameters], shared))
 
     def exceeding(self) -> Tensor:
         """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]; 0 for a missing gradient."""
@@ -171,14 +166,10 @@ class KernelStep:
         if len(parts) == 1 and not remaining and len(parts[0][0]) == len(self._work):
             return parts[0][1]
         device = self._work[0].local.device
-        grads = {index: self._work[index].grad for index in remaining}
-        present = {
-            index: numerics.exceeds(grad, LARGEST_GRADIENT).to(device)
-            for index, grad in grads.items()
-            if grad is not None
-        }
-        if present:
-            parts.append(([*present], torch.stack([*present.values()])))
+        grads = {index: grad for index in remaining if (grad := self._work[index].grad) is not None}
+        if grads:
+            flags = [numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in grads.values()]
+            parts.append(([*grads], torch.stack(flags)))
         return in_order(parts, len(self._work), device)
 
     def _remaining(self) -> list[int]:
@@ -297,11 +288,7 @@ class CommonOptions(TypedDict, total=False):
 class KernelOptimizer(ElementwiseOptimizer):
     """Base of `FusedAdam`, `Lion` and `Muon`. Steps run in kernels where possible, with the bits of `update`.
 
-    Args:
-        params: parameters, (name, parameter) pairs or groups.
-        defaults: group entries for groups that do not set them.
-        state_dtypes: dtype of each state, by role; None for the preset's, or float32.
-        common: see `CommonOptions`.
+    `state_dtypes`: dtype of each state, by role; None for the preset's, or float32.
     """
 
     kernel_formula: ClassVar[Any] = None

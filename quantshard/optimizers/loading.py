@@ -24,10 +24,8 @@ SAVED_OPTIONS = "build it with the options that it was saved with (dtypes, maste
 def with_hooks(
     load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
 ) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
-    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does.
-
-    Pre-hooks can change the copy of the state dict that they get, or return another one.
-    """
+    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does. Pre-hooks can change or replace a
+    copy of the state dict."""
 
     @wraps(load_state_dict)
     def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:

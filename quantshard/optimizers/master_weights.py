@@ -115,8 +115,6 @@ class MasterWeights(ParameterOptimizer):
         """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
 
-    # State -----------------------------------------------------------------------------------------------------------
-
     def _has_updates(self) -> bool:
         return any(int(state[UPDATES]) for state in self.state.values())
 
@@ -167,7 +165,7 @@ class MasterWeights(ParameterOptimizer):
     def initialize_state(self, param: Tensor) -> None:
         """Allocate the master and states of a parameter that was frozen when this optimizer was built."""
         self._adopt_replaced_parameters()
-        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
+        group = self._group_of(param)
         self._masters[param] = self._new_master(param)
         self.state[param] = self._blank_state(param, group)
 
@@ -193,8 +191,6 @@ class MasterWeights(ParameterOptimizer):
     def _master_entry(self, param: Tensor) -> dict[str, Tensor]:
         master = self._masters[param]
         return {} if master is param else {MASTER: master.detach()}
-
-    # Averages --------------------------------------------------------------------------------------------------------
 
     @property
     def _is_averaging(self) -> bool:
@@ -233,7 +229,7 @@ class MasterWeights(ParameterOptimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
+        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         self._overflown = None
         for param, master in self._masters.items():
@@ -252,8 +248,6 @@ class MasterWeights(ParameterOptimizer):
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._accept_plain_values()
-
-    # Step ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -296,8 +290,7 @@ class MasterWeights(ParameterOptimizer):
     def _overflown_masters(self) -> Tensor | None:
         """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
 
-        The next step sends the result together with its gradient flags. Checking it now would cost a second
-        synchronization and a second collective.
+        The next step sends the result with its gradient flags, which saves a collective and a synchronization.
         """
         if not self._masters:
             return None
@@ -313,17 +306,10 @@ class MasterWeights(ParameterOptimizer):
                 if param.grad is not None:
                     self._raise_for_frozen(param)
                 continue
-            master = self._masters[param]
             if param.grad is not None:
-                if self._made_for[param] != (param.dtype, param.shape):
-                    self._check_fits(param, master is param)
                 check_alike(param, param.grad, name, "gradient")
-            version = weight_version(param)
-            if self._versions.setdefault(param, version) == version:
-                continue
-            if components.quantized_local(param) is not None:
-                self._raise_for_new_values(param)
-            if master is not param:
+            master, version = self._masters[param], weight_version(param)
+            if self._is_overwritten(param, param.grad, version, master is not param, depends_on_dtype=master is param):
                 local_master = private_torch.local_tensor(master).detach()
                 adopt(local_master, private_torch.local_tensor(param).detach(), local_master.to(param.dtype))
             self._versions[param] = version

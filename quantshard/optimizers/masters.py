@@ -106,8 +106,6 @@ class MasterOptimizer(ParameterOptimizer):
         """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
         return self.states
 
-    # Groups ----------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and allocate its states. A collective call where parameters are sharded."""
         if self._is_built:
@@ -165,8 +163,6 @@ class MasterOptimizer(ParameterOptimizer):
             self._reported_skips = skipped
             raise
 
-    # State -----------------------------------------------------------------------------------------------------------
-
     @property
     def _is_averaging(self) -> bool:
         return EMA_DECAY in self.defaults
@@ -207,9 +203,7 @@ class MasterOptimizer(ParameterOptimizer):
         `store_param_remainders`: overrides the constructor's option for this parameter.
         """
         self._adopt_replaced_parameters()
-        self._check_known(param)
-        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
-        self._initialize(param, group, store_param_remainders)
+        self._initialize(param, self._group_of(param), store_param_remainders)
 
     @torch.no_grad()
     def _initialize(self, param: Tensor, group: Mapping[str, Any], store_param_remainders: bool | None = None) -> None:
@@ -248,7 +242,7 @@ class MasterOptimizer(ParameterOptimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
+        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         for param, states in self._states.items():
             if MASTER in states:
@@ -287,28 +281,20 @@ class MasterOptimizer(ParameterOptimizer):
         self._read_flags()
         return super().__getstate__()
 
-    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one.
-
-        `skip_unscale` must be False, because states have block scales.
-        """
-        if skip_unscale:
-            raise ConfigurationError(
-                "get_unscaled_state(skip_unscale=True) is not supported; state_dict() holds codes and scales"
-            )
-        state = self._state_of(param, state_name)
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
+        values = self._state_of(param, state_name).read()
         if isinstance(param, DTensor):
-            return components.as_dtensor(state.read(), param, list(param.placements), tuple(param.shape))
-        return state.read()
+            return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
+        return values
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
-        parameter.
+        parameter. Setting a master stored as remainders sets the parameter.
 
-        The values have the parameter's shape and layout. For a sharded parameter, a plain tensor with this rank's shard
-        works too, as returned by its local tensor's `get_high_precision_init_val`. Setting a master stored as
-        remainders sets the parameter.
+        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard, as returned by
+        the local tensor's `get_high_precision_init_val`.
         """
         state, name = self._state_of(param, state_name), self._names[param]
         local_shape = tuple(private_torch.local_tensor(param).shape)
@@ -331,7 +317,7 @@ class MasterOptimizer(ParameterOptimizer):
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._adopt_replaced_parameters()
-        self._check_known(param)
+        self._group_of(param)
         states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
         if state_name not in states:
             raise ConfigurationError(
@@ -339,13 +325,6 @@ class MasterOptimizer(ParameterOptimizer):
                 f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
             )
         return states[state_name]
-
-    def _check_known(self, param: Tensor) -> None:
-        if param not in self._names:
-            raise ConfigurationError(
-                f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
-                "itself (the DTensor, not its local tensor)"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load

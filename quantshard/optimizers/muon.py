@@ -62,12 +62,10 @@ class Muon(AdamOptimizer):
     software versions and the number of CPU threads.
 
     Each rank orthogonalizes its share of the matrices (`matrix_exchange`). A step needs up to about 8 times 128 MiB of
-    extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger. Replicas (HSDP,
-    DDP) each repeat the work.
+    extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger.
 
     The entry `algorithm` of a group chooses "muon" (default) or "adamw"; the latter takes `betas`, `eps` and
-    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. A step is taken or skipped for all groups. A
-    matrix keeps a master and the momentum: 8 bytes per parameter in float32. Masters, low-precision states, stochastic
+    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. Masters, low-precision states, stochastic
     rounding, skipped steps, loading and GPU kernels work as in `FusedAdam`.
 
     Args:
@@ -83,9 +81,8 @@ class Muon(AdamOptimizer):
             groups inherit this lr.
         preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of masters, momentum and moments, as in
             `FusedAdam`; momentum is bfloat16.
-        momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8). The rounding
-            errors of FP8 are amplified together with the smallest singular values and raise the loss
-            (docs/optimizers.md).
+        momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8), which raises
+            the loss (docs/optimizers.md).
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments in "adamw" groups; float32 by default.
 
     Other arguments are those of `FusedAdam`; `capturable` keeps lr in a float64 tensor.
@@ -129,8 +126,6 @@ class Muon(AdamOptimizer):
         state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
         super().__init__(params, defaults, state_dtypes, **common)
 
-    # Groups ----------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`."""
         group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
@@ -173,8 +168,6 @@ class Muon(AdamOptimizer):
                 f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps "
                 "and finite coefficients"
             )
-
-    # Step ------------------------------------------------------------------------------------------------------------
 
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
@@ -316,7 +309,7 @@ def muon_groups(
     AdamW.
 
     AdamW gets embeddings (weights of `nn.Embedding` and parameters tied to them), the output head, and all parameters
-    that are not 2-D: norms, biases, stacked experts. Vectors form a separate group without weight decay.
+    that are not 2-D: norms, biases, stacked experts. Vectors get no weight decay.
 
         optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
 

@@ -31,8 +31,6 @@ from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
-# Rounding ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class TensorRegion:
@@ -89,17 +87,20 @@ class StateDraw(NamedTuple):
     def random_bits(self, region: TensorRegion, device: torch.device) -> Tensor:
         """Return int64 in [0, 2**32), of the region's shape: one number per element, in row-major order of the global
         tensor."""
-        trailing_dims = region.global_shape[1:]
-        whole: tuple[int, ...] = (*(region.global_shape[:1] or (1,)), math.prod(trailing_dims))
-        origin, shape = region.origin, region.shape
-        if len(region.shape) != 2:  # whole rows, which are then cut along the other dims
-            origin, shape = (*(origin[:1] or (0,)), 0), (*(shape[:1] or (1,)), whole[1])
-        request = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)  # type: ignore[arg-type]
-        bits = kernel_dispatch.random_words(request, device)
-        if len(region.shape) != 2:
-            bits = bits.view((*region.shape[:1], *trailing_dims))
+        matrix = region.matrix()
+        if matrix is None:  # whole rows, which are then cut along the other dims
+            trailing_dims = region.global_shape[1:]
+            rows = TensorRegion(
+                region.global_shape,
+                (region.origin[0], *(0 for _ in trailing_dims)),
+                (region.shape[0], *trailing_dims),
+            )
+            bits = self.random_bits(rows, device)
             for dim in range(1, len(region.shape)):
                 bits = bits.narrow(dim, region.origin[dim], region.shape[dim])
+            return bits
+        request = RandomBits(self.seed, self.step, self.stream, *matrix)
+        bits = kernel_dispatch.random_words(request, device).view(region.shape)
         return numerics.swap_halves(bits) if self.swapped else bits
 
 
@@ -131,9 +132,6 @@ def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
-# States -----------------------------------------------------------------------------------------------------------
-
-
 class OptimizerState(ABC):
     """One state of one parameter (or the parameter itself) on this rank, read and written in float32."""
 
@@ -149,10 +147,8 @@ class OptimizerState(ABC):
         """False if every float32 value fits, so that writing needs no random bits."""
         return True
 
-    @property
-    def writes_weight(self) -> bool:
-        """True for a master that also writes the parameter."""
-        return False
+    writes_weight = False
+    """True for a master that also writes the parameter."""
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -252,34 +248,50 @@ class PlainWeight(FloatState):
         self.nonnegative = False
 
 
-class RemainderState(OptimizerState):
-    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks. Writes both.
+class LowBytesState(OptimizerState):
+    """A master stored as the bytes that its parameter lacks. Writing it writes the parameter too."""
+
+    kind: StateKind
+
+    def __init__(self, param: Tensor, *trailing_dims: int) -> None:
+        self.owner = param
+        self.bytes = components.zeros_like(param, torch.uint8, *trailing_dims)
+
+    writes_weight = True
+
+    @property
+    def low(self) -> Tensor:
+        """The bytes of this rank's shard."""
+        return private_torch.local_tensor(self.bytes)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name + REMAINDER_SUFFIX: self.bytes}
+
+    def for_kernels(self) -> StoredTensor | None:
+        return PlainTensor(self.low, self.kind) if self.low.is_contiguous() else None
+
+
+class RemainderState(LowBytesState):
+    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks.
 
     The bits are uint8 [..., 2], low byte first, because neither gloo nor NCCL can gather int16.
     """
 
+    kind = StateKind.REMAINDER
+
     def __init__(self, param: Tensor) -> None:
-        self.owner = param
-        self.bytes = components.zeros_like(param, torch.uint8, 2)
+        super().__init__(param, 2)
 
     @property
     def rounds(self) -> bool:
         return False
 
     @property
-    def writes_weight(self) -> bool:
-        return True
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {name + REMAINDER_SUFFIX: self.bytes}
+    def low(self) -> Tensor:
+        return super().low.view(torch.int16).squeeze(-1)
 
     def live(self) -> list[Tensor]:
-        low = private_torch.local_tensor(self.bytes).view(torch.int16).squeeze(-1)
-        return [private_torch.local_tensor(self.owner), low]
-
-    def for_kernels(self) -> StoredTensor | None:
-        low = self.live()[-1]
-        return PlainTensor(low, StateKind.REMAINDER) if low.is_contiguous() else None
+        return [private_torch.local_tensor(self.owner), self.low]
 
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
@@ -363,17 +375,17 @@ class QuantizedWeight(QuantizedState):
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
-class SplitState(OptimizerState):
-    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here. Writes
-    both.
+class SplitState(LowBytesState):
+    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here.
 
     The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
     """
 
+    kind = StateKind.SPLIT
+
     def __init__(self, param: Tensor) -> None:
-        self.owner = param
+        super().__init__(param)
         self.weight = QuantizedWeight(param)
-        self.bytes = components.zeros_like(param, torch.uint8)
 
     @property
     def storage(self) -> QuantizedStorage:
@@ -384,26 +396,11 @@ class SplitState(OptimizerState):
         return self.weight.shared
 
     @property
-    def writes_weight(self) -> bool:
-        return True
-
-    @property
-    def low(self) -> Tensor:
-        """The low bytes of this rank's shard."""
-        return private_torch.local_tensor(self.bytes)
-
-    @property
     def _codes(self) -> OrientedCodes:
         return self.storage.spec.format.copies[Orientation.ROWWISE]
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {name + REMAINDER_SUFFIX: self.bytes}
-
     def live(self) -> list[Tensor]:
         return [*self.weight.live(), self.low]
-
-    def for_kernels(self) -> StoredTensor | None:
-        return PlainTensor(self.low, StateKind.SPLIT) if self.low.is_contiguous() else None
 
     def read(self) -> Tensor:
         storage = self.storage

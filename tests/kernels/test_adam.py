@@ -254,10 +254,10 @@ def step(plan, cases, groups, skip=None, others=None):
         [DRAW] * len(cases),
     )
     plan.update(skip)
-    for amax in plan.amaxes:
-        found = (others or {}).get((amax.parameter, amax.role), {}).get(amax.component)
+    for (number, role, component), amaxes in plan.amaxes.items():
+        found = (others or {}).get((number, role), {}).get(component)
         if found is not None:
-            amax.values.copy_(torch.maximum(amax.values, found))
+            amaxes.copy_(torch.maximum(amaxes, found))
     plan.finish()
 
 

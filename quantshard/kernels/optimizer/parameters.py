@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import Tensor
 
 from quantshard.formats import ALL, FP16_1X128, Orientation, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
@@ -187,36 +186,30 @@ USED, REDO = "used", "redo"
 
 
 class AmaxWorkspace:
-    """Memory for the amaxes of a step: one flat float32 tensor, zeroed before each step.
+    """Memory for the amaxes of a step.
 
-    `places`: offset and shape of each grid, by parameter number, role and component (or `USED`, `REDO`).
+    Attributes:
+        flat: float32, zeroed before each step.
+        grids: its parts, by parameter number, role and component (or `USED`, `REDO`).
     """
 
     def __init__(self, parameters: Sequence[StepParameter], device: torch.device) -> None:
-        self.places: dict[tuple[int, str, str], tuple[int, tuple[int, int]]] = {}
-        self._size = 0
+        shapes: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, parameter in enumerate(parameters):
             for role, state in parameter.scaled.items():
                 for copy in state.fmt.copies.values():
                     if state.is_given(copy):
-                        self._add(number, role, copy.scale.name, state.shard.component_shape(copy.scale))
-                    if copy.amax is not None and (number, role, copy.amax.name) not in self.places:
-                        self._add(number, role, copy.amax.name, (1, 1))
+                        shapes[number, role, copy.scale.name] = state.shard.component_shape(copy.scale)
+                    if copy.amax is not None:
+                        shapes[number, role, copy.amax.name] = (1, 1)
                 if state.history is not None:
-                    self._add(number, role, USED, (1, 1))
-                    self._add(number, role, REDO, (1, 1))
-        self.flat = torch.zeros(self._size, dtype=torch.float32, device=device)
-
-    def _add(self, number: int, role: str, name: str, shape: tuple[int, int]) -> None:
-        self.places[number, role, name] = (self._size, shape)
-        self._size += shape[0] * shape[1]
-
-    def view(self, key: tuple[int, str, str]) -> Tensor:
-        """Return a grid."""
-        start, shape = self.places[key]
-        return self.flat[start : start + shape[0] * shape[1]].view(shape)
+                    shapes |= {(number, role, USED): (1, 1), (number, role, REDO): (1, 1)}
+        sizes = [rows * cols for rows, cols in shapes.values()]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        parts = zip(shapes.items(), self.flat.split(sizes) if sizes else (), strict=True)
+        self.grids = {key: part.view(shape) for (key, shape), part in parts}
 
     def address(self, number: int, role: str, name: str) -> int:
         """Return the address of a grid, or 0 if there is none."""
-        place = self.places.get((number, role, name))
-        return 0 if place is None else self.flat.data_ptr() + 4 * place[0]
+        grid = self.grids.get((number, role, name))
+        return 0 if grid is None else grid.data_ptr()

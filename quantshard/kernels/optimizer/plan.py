@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import triton
@@ -54,19 +54,10 @@ from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
-"""Dtypes of gradients that kernels read; other gradients are cast to float32."""
+"""Dtypes of gradients that kernels read."""
 
 WARPS: Final = 8
 REDO_PROGRAMS: Final = 64
-
-
-class AmaxGrid(NamedTuple):
-    """Amaxes to reduce: parameter number, role, component, and the float32 values of its resident grid."""
-
-    parameter: int
-    role: str
-    component: str
-    values: Tensor
 
 
 @dataclass
@@ -91,7 +82,8 @@ class StepLaunchPlan:
         rows: number of rows of settings.
 
     Attributes:
-        amaxes: grids to reduce between `update` and `finish` if ranks share them, in the order of parameters.
+        amaxes: grids to reduce between `update` and `finish` if ranks share them, by parameter number, role and
+            component.
     """
 
     def __init__(self, parameters: Sequence[StepParameter], rows: int, device: torch.device) -> None:
@@ -101,8 +93,8 @@ class StepLaunchPlan:
                 "an optimizer's step in a CUDA graph: its tables cannot be made while it is captured; run a step "
                 "before, and none of its tensors may be replaced between the two"
             )
-        self._workspace = workspace = AmaxWorkspace(self.parameters, device)
-        self.amaxes = [AmaxGrid(*key, workspace.view(key)) for key in workspace.places if key[2] not in (USED, REDO)]
+        self._workspace = AmaxWorkspace(self.parameters, device)
+        self.amaxes = {key: grid for key, grid in self._workspace.grids.items() if key[2] not in (USED, REDO)}
         self._aligned = [is_aligned(parameter) for parameter in self.parameters]
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
@@ -117,8 +109,6 @@ class StepLaunchPlan:
         self._captured: list[Tensor] = []  # CUDA graphs copy from these at every replay
         self._grads: list[Tensor | None] = []
         self._skip: Tensor | None = None
-
-    # Tables ----------------------------------------------------------------------------------------------------------
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
@@ -231,8 +221,6 @@ class StepLaunchPlan:
                 ])  # fmt: skip
         return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def take(
         self,
         gradients: Sequence[Tensor | None],
@@ -251,9 +239,6 @@ class StepLaunchPlan:
             rng_counters: for each parameter, the counter of its own random bits.
             directions: for each Muon matrix, contiguous bfloat16 of its shape: `make_directions` writes the matrix to
                 orthogonalize, and `update` reads the orthogonalized one.
-
-        Raises:
-            UnsupportedOperationError: under CUDA graph capture, if no step has run since the last capture.
         """
         self._grads = []
         for grad, aligned in zip(gradients, self._aligned, strict=True):
@@ -324,12 +309,8 @@ class StepLaunchPlan:
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Views of the step's table: gradients, groups, decays (two betas, averages), bias correction flags,
         settings."""
-        sizes = (
-            len(self.parameters) * ks.GRADIENT_COLUMNS.value,
-            self.rows * ks.GROUP_COLUMNS.value,
-            self.rows * 3,
-            self.rows,
-        )
+        gradients = len(self.parameters) * ks.GRADIENT_COLUMNS.value
+        sizes = (gradients, self.rows * ks.GROUP_COLUMNS.value, self.rows * 3, self.rows)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
@@ -339,18 +320,20 @@ class StepLaunchPlan:
         if not steps:
             return
         _, groups, decays, corrected, settings = self._parts
-        rates = [self._float32(number) for row in rows for number in (row.lr, row.kept)]
+        # Filling runs on the device; a copy from the host would synchronize.
+        rates = [
+            number.to(self.device, torch.float32)
+            if isinstance(number, Tensor)
+            else torch.full((), number, dtype=torch.float32, device=self.device)
+            for row in rows
+            for number in (row.lr, row.kept)
+        ]
         launch_kernel(
             km.corrections_kernel, (self.rows,), self.device,
             torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
             ks.GROUP_COLUMNS.value, len(SETTINGS), *map(SETTINGS.index, ("correction1", "share", "kept")),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-
-    def _float32(self, number: float | Tensor) -> Tensor:
-        if isinstance(number, Tensor):
-            return number.to(self.device, torch.float32)
-        return torch.full((), number, dtype=torch.float32, device=self.device)  # a copy from the host would synchronize
 
     def _codes_of(self, launch: _KernelLaunch) -> list[int]:
         """Codes of the dtypes of the gradients in this launch."""
@@ -374,8 +357,6 @@ class StepLaunchPlan:
                 launch.table, launch.entries, gradient_table, groups, settings, self._skip,
                 km.TYPES[GRADIENT_DTYPES[code - 1]], code, launch.config, **options,
             )  # fmt: skip
-
-    # The table of a step ---------------------------------------------------------------------------------------------
 
     def _pinned(self) -> Tensor | None:
         is_cuda = self.device.type == "cuda"
