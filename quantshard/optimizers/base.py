@@ -324,10 +324,9 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
         `Module.half` and transformers' resizing of embeddings replace a parameter's data after its states were made.
         """
-        is_quantized = components.quantized_local(param) is not None
         if grad is not None and self._made_for[param] != (param.dtype, param.shape):
             dtype, shape = self._made_for[param]
-            is_wider = param.dtype is torch.float64 and not is_quantized
+            is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
             if param.shape != shape or (param.dtype is not dtype and (depends_on_dtype or is_wider)):
                 raise ConfigurationError(
                     f"{self._name}: {self._names[param]} was {dtype} {tuple(shape)} when its states were made, and is "
@@ -335,7 +334,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 )
         if self._versions.setdefault(param, version) == version or not has_master:
             return False
-        if is_quantized:
+        if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
                 "overwrite them; load the optimizer's state too, or call reseed_masters()"

@@ -331,11 +331,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _reduce_flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
         """Return the gradient flags of all ranks, reduced together with what is pending in `reduction`."""
         rate_flags = wrong_rates(self.param_groups, len(plan.items)) if self._capturable else None
-        flags = GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
-        if plan.flags.ranks:
-            reduction.reduce()
-        flags.gather()
-        return flags
+        return GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
 
     def _finish_or_skip(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
         """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the

@@ -76,14 +76,14 @@ class FlagLayout:
 class GradientFlags:
     """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
-    The flags are float32 [3, parameters], registered with `reduction` by the constructor; call `gather` after its
-    `reduce`. Only `skips`, `large_gradient` and the checks wait for the device.
+    The constructor is a collective call if parameters are sharded: it reduces the flags together with what is pending
+    in `reduction`. Only `skips`, `large_gradient` and the checks wait for the device.
 
     `exceeding`: problems of the gradients, float32 [parameters]; computed here if None. `wrong`: other problems of the
     first len(wrong) parameters.
 
     Attributes:
-        table: the flags of all ranks, after `gather`.
+        table: the flags of all ranks, float32 [3, parameters].
     """
 
     def __init__(
@@ -94,32 +94,27 @@ class GradientFlags:
         exceeding: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        self._layout, self._names = layout, layout.names
+        self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
         self._sent: PendingFlag | None = None
         flags = _local_flags(layout, grads, exceeding)
         if wrong is not None:
             flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
-        self._parts = [flags]
+        parts = [flags]
         if len(layout.indices) > 1:
             columns = flags.unbind(1)  # indexing by a list would copy it to the device and synchronize
-            self._parts = [torch.stack([columns[i] for i in part], dim=1) for part in layout.indices.values()]
-        for group, part in zip(layout.indices, self._parts, strict=False):  # none without parameters
+            parts = [torch.stack([columns[i] for i in indices], dim=1) for indices in layout.indices.values()]
+        for group, part in zip(layout.indices, parts, strict=False):  # none without parameters
             if group:
                 reduction.add(part, group)
-
-    def gather(self) -> None:
-        """Build `table` from the reduced flags.
-
-        A collective call if parameters are sharded over different axes or ranks hold different parameters.
-        """
-        self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
-        if len(self._parts) > 1 or self._layout.has_experts:
+        if layout.ranks:
+            reduction.reduce()
+        self.table = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if len(parts) > 1 or layout.has_experts:
             # A rank outside the group of a bad gradient must skip too: add a column that summarizes all parameters.
             present, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
             any_parameter = torch.stack([present, missing, self.table[2].amax()]).unsqueeze(1)
-            reduction = FlatMax()
-            reduction.add(any_parameter, self._layout.ranks)
+            reduction.add(any_parameter, layout.ranks)
             reduction.reduce()
             self.table = torch.cat([self.table, any_parameter], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]

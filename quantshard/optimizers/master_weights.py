@@ -272,11 +272,8 @@ class MasterWeights(ParameterOptimizer):
         self._check_parameters_unchanged()
         if not self._has_updates():
             self._warn_of_replaced_parameters()
-        reduction = FlatMax()
         layout = FlagLayout((self._names[param], param) for param in self._masters)
-        flags = GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)
-        reduction.reduce()
-        flags.gather()
+        flags = GradientFlags(layout, [param.grad for param in self._masters], FlatMax(), wrong=self._overflown)
         flags.warn_of_no_gradient()
         if self._skips(flags):
             return loss

@@ -42,8 +42,6 @@ def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------- amax
 
-ADDRESS_COLUMNS: Final = 2
-
 
 @triton.jit
 def tensor_amax_kernel(
@@ -88,8 +86,8 @@ def tensor_amax_kernel(
 class TensorReader:
     """Amaxes of tensors of fixed sizes on one device: planned once, launched with a table of their addresses.
 
-    `stride`: columns of that table, int64 [tensors, stride], which starts with the code of a dtype
-    (index in `TYPES` plus one; 0 means no tensor) and an address.
+    `stride`: columns of that table, int64 [tensors, stride], which starts with the code of a dtype (its index in
+    `TYPES` plus one; 0 means no tensor) and an address.
     """
 
     def __init__(self, numels: Sequence[int], stride: int, device: torch.device) -> None:
@@ -100,12 +98,8 @@ class TensorReader:
         self._table = device_table([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
         self._entries = entry_of_program(programs, device)
 
-    def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
-        """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN."""
-        return self.exceeding(addresses, codes, None)
-
     def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
-        """Return `numerics.exceeds` of each tensor, float32 [tensors]; amaxes if there is no limit."""
+        """Return `numerics.exceeds` of each tensor, float32 [tensors], or their amaxes if `largest` is None."""
         out = torch.zeros(self.count, dtype=torch.float32, device=self.device)
         for code in sorted(set(codes) - {0} if self._programs else ()):
             dtype = tuple(TYPES)[code - 1]
@@ -125,28 +119,21 @@ def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
     return int(limit.float().view(torch.int32))
 
 
-def _read(tensors: Sequence[Tensor]) -> tuple[TensorReader, Tensor, list[int], list[Tensor]]:
-    """Reader, addresses and codes of these tensors, and the tensors to keep alive until the launch has finished."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    inputs = [tensor.contiguous() for tensor in tensors]
-    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
-    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
-    return TensorReader([tensor.numel() for tensor in inputs], ADDRESS_COLUMNS, device), addresses, codes, inputs
-
-
 def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN.
 
     Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
     """
-    reader, addresses, codes, _inputs = _read(tensors)
-    return reader.amaxes(addresses, codes)
+    return exceeding(tensors, None)
 
 
-def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
     """Return `numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
-    reader, addresses, codes, _inputs = _read(tensors)
-    return reader.exceeding(addresses, codes, largest)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    inputs = [tensor.contiguous() for tensor in tensors]
+    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
+    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
+    return TensorReader([tensor.numel() for tensor in inputs], 2, device).exceeding(addresses, codes, largest)
 
 
 # --------------------------------------------------------------------------------------------------------------- scales

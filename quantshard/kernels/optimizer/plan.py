@@ -211,14 +211,12 @@ class StepLaunchPlan:
         rows: dict[bool, list[list[int]]] = {}
         for number, parameter in enumerate(self.parameters):
             for role, state in parameter.scaled.items():
-                if state.history is None:
-                    continue
-                (copy,) = state.fmt.copies.values()
-                address = self._workspace.address
-                rows.setdefault(state.scaling.most_recent, []).append([
-                    number, state.history.data_ptr(), state.history.numel(), address(number, role, USED),
-                    address(number, role, copy.scale.name), address(number, role, REDO),
-                ])  # fmt: skip
+                if state.history is not None:
+                    (copy,) = state.fmt.copies.values()
+                    addresses = (self._workspace.address(number, role, name) for name in (USED, copy.scale.name, REDO))
+                    rows.setdefault(state.scaling.most_recent, []).append(
+                        [number, state.history.data_ptr(), state.history.numel(), *addresses]
+                    )
         return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
 
     def take(
