@@ -53,7 +53,7 @@ class GroupSettings:
 
 
 class ParameterStep:
-    """One parameter's part of a step: call `set_inputs` and `measure`, run the reduction, then call `finish`.
+    """One parameter's part of a step: set the inputs, call `measure`, run the reduction, then call `finish`.
 
     Args:
         states: the parameter's states by role, including the parameter itself as `WEIGHT`.
@@ -65,6 +65,7 @@ class ParameterStep:
         targets: the states to write, by role, including the weight unless its master writes it.
         local: this rank's tensor of the parameter.
         streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
+        grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
         in_kernels: whether kernels do the present step.
     """
 
@@ -92,6 +93,8 @@ class ParameterStep:
         self.depends_on_dtype = self.source.writes_weight and self.storage is None  # holds what its dtype lacks
         self.has_draws = self.storage is not None and self.source is self.weight
         self.grad: Tensor | None = None
+        self.group: GroupSettings
+        self.seed: int | None = None
         self.in_kernels = False
         self.requantizations: dict[str, Requantization | None] = {}
 
@@ -100,11 +103,6 @@ class ParameterStep:
         if self.storage is None:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
-
-    def is_current(self) -> bool:
-        """Return whether the parameter still has its local tensor and storage."""
-        local = private_torch.local_tensor(self.param)
-        return local is self.local and getattr(local, "quantized_storage", None) is self.storage
 
     def record_kernel_write(self) -> None:
         """Record that kernels wrote the parameter, if they did."""
@@ -115,11 +113,6 @@ class ParameterStep:
             self.storage.mark_written()
             if self.has_draws:
                 self.storage.state[DRAWS].add_(1)
-
-    def set_inputs(self, grad: Tensor | None, group: GroupSettings, seed: int | None) -> None:
-        """Set the inputs of a step. `seed`: for random bits; None if nothing is rounded stochastically."""
-        self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.group, self.seed, self.in_kernels, self.requantizations = group, seed, False, {}
 
     def measure(self, reduction: FlatMax) -> None:
         """Register the amaxes of blocks shared with other ranks."""
@@ -177,6 +170,14 @@ class StepPlan(NamedTuple):
 
     items: list[ParameterStep]
     flags: FlagLayout
+
+    def is_current(self) -> bool:
+        """Return whether all parameters still have their local tensors and storages."""
+        for item in self.items:
+            local = private_torch.local_tensor(item.param)
+            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
+                return False
+        return True
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
@@ -286,7 +287,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         plan = self._plan
         if plan is None:
             self._warn_of_replaced_parameters()
-        if plan is None or not all([item.is_current() for item in plan.items]):
+        if plan is None or not plan.is_current():
             # One stream of random bits for each state, the master and the weight.
             streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
             items = [
@@ -315,7 +316,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             depends_on_dtype = item.depends_on_dtype or (self._master_weights and not has_master)
             if self._is_overwritten(param, grad, item.version(), has_master, depends_on_dtype):
                 item.source.adopt()
-            item.set_inputs(grad, groups[item.group_index], seed)
+            item.grad = None if grad is None else private_torch.local_tensor(grad)
+            item.group, item.seed = groups[item.group_index], seed
+            item.in_kernels, item.requantizations = False, {}
 
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
