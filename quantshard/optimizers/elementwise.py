@@ -148,9 +148,11 @@ class ParameterStep:
         values = self._new_values()
         if not self.requantizations:
             self._measure(values, FlatMax())
-        rounded = () if self.seed is None else rounded_roles(self.targets)
+        rounded = rounded_roles(self.targets)
         for role, state in self.targets.items():
-            draw = StateDraw(self.seed, self.group.step, *self.streams[role]) if role in rounded else None
+            draw = None
+            if self.seed is not None and role in rounded:
+                draw = StateDraw(self.seed, self.group.step, *self.streams[role])
             state.write(values[role], self.requantizations[role], draw)
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):

@@ -95,6 +95,9 @@ class KernelStep:
         `seed`: seed of the optimizer's random bits. `is_bounded`: argument `bounded` of `numerics.adam.adam`, by
         parameter. `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
         """
+        if not self.enabled:
+            self._work = work
+            return False
         is_new = work is not self._work
         if is_new:
             states = [state for item in work for state in item.targets.values()]
@@ -126,7 +129,8 @@ class KernelStep:
                     self._directions[index] = direction
                     offset += padded_size(grad.numel())
                 grads.append(grad if item.in_kernels else None)
-                rng_counters.append(int(item.storage.state[DRAWS]) if item.storage and item.has_draws else 0)
+                storage = item.storage if item.has_draws else None
+                rng_counters.append(0 if storage is None else int(storage.state[DRAWS]))
                 directions.append(direction)
             plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
@@ -143,7 +147,7 @@ class KernelStep:
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
         self._captured += [plan.launches for plan in self._plans if plan.launches.is_captured]
         self._plans, self._rows = [], {}
-        if not self.enabled or not any(kernel_dispatch.has_kernels(item.local) for item in work):
+        if not any(kernel_dispatch.has_kernels(item.local) for item in work):
             return
         by_device: dict[torch.device, dict[int, StepParameter]] = {}
         for index, item in enumerate(work):
