@@ -20,7 +20,7 @@ LIMITS = {
     "backward": (15, 72),
     "forward, mxfp8": (20, 92),
     "backward, mxfp8": (17, 105),
-    "step": (17, 195),
+    "step": (17, 205),
     "save": (22, 360),
     "load": (27, 1100),
 }
