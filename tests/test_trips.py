@@ -20,7 +20,7 @@ LIMITS = {
     "backward": (15, 72),
     "forward, mxfp8": (20, 92),
     "backward, mxfp8": (17, 105),
-    "step": (18, 210),
+    "step": (17, 205),
     "save": (16, 325),
     "load": (23, 1045),
 }

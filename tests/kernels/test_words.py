@@ -42,9 +42,9 @@ def test_words_of_a_state_are_the_oracles(place, step, swapped):
     step = step.to(DEVICE) if isinstance(step, torch.Tensor) else step
     draw = StateDraw(0xFEDCBA9876543210, step, 6, swapped)
     with kernel_dispatch.kernels_only_on(DEVICE.type):
-        found = draw.words(place, DEVICE)
+        found = draw.random_bits(place, DEVICE)
     with kernel_dispatch.kernels_only_on():
-        expected = draw.words(place, DEVICE)
+        expected = draw.random_bits(place, DEVICE)
     assert found.shape == place.shape and found.dtype == expected.dtype and same(found, expected)
 
 

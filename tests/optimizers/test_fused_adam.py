@@ -214,7 +214,7 @@ def test_numbers_that_make_no_step_are_refused(option, value):
 
 
 def test_clipping_takes_a_model_and_says_so():
-    with pytest.raises(ConfigurationError, match=r"model=list\): give the model itself"):
+    with pytest.raises(ConfigurationError, match=r"model=list\): pass the model"):
         clip_grad_norm_([nn.Parameter(torch.ones(4))], 1.0)
 
 
