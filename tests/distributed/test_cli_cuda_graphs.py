@@ -90,7 +90,7 @@ def train(run: Path, text: Path, *more: object) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "adamw"), pytest.param(3, "muon", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("ranks", "optimizer"), [(1, "adamw"), (3, "muon")])
 def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, optimizer: str) -> None:
     """Losses, held-out losses, statistics and checkpoints, also of a run that goes on eagerly."""
     text = tmp_path / "text.txt"

@@ -326,7 +326,7 @@ WIDE_CASES = [
 
 # tests/optimizers/test_on_kernels.py has the wide tiles of a preset
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("weight, moments, second, master", exhaustive(WIDE_CASES, [WIDE_CASES[1]]))
+@pytest.mark.parametrize("weight, moments, second, master", WIDE_CASES)
 def test_wide_tiles_of_scaled_states(weight, moments, second, master):
     """As many columns as the part fills; and where tiles begin at columns of the whole matrix."""
     cases = [case(weight, moments, master, shape, second=second, cut=cut) for shape, cut in WIDE.values()]

@@ -89,7 +89,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         product(MODULES, RECIPES, ("aot_eager", "inductor")),
         [
             *[("linear", recipe, "aot_eager") for recipe in RECIPES],
-            *[(kind, "current", "aot_eager") for kind in MODULES],
+            *[(kind, "current", "aot_eager") for kind in MODULES if kind != "layer"],
             ("linear", "current", "inductor"),
         ],
     ),
@@ -130,9 +130,8 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(graph_launch, "record", checked)
     with graph_launch.traced_launches():
-        for kind in ("linear", "mlp"):
-            for bad in (False, True):
-                trained(kind, recipe, None, bad)
+        trained("linear", recipe, None, bad=True)
+        trained("mlp", recipe, None)
     assert "quantize_kernel" in launched or "deliver_kernel" in launched
     assert undeclared == []
 

@@ -157,7 +157,7 @@ def test_an_autocast_around_decides() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at inputs of blocks
-@pytest.mark.parametrize("part", ["model", "blocks"])
+@pytest.mark.parametrize("part", [pytest.param("model", marks=pytest.mark.exhaustive), "blocks"])
 def test_compiled_in_one_graph(part: str) -> None:
     """With a layer of another recipe; the loss and the gradients of the model as it is. A block that is compiled by
     itself runs in an autocast that the model's forward entered, outside of the graph."""

@@ -36,11 +36,11 @@ from quantshard.interop.transformer_engine.pieces import CopyPiece, WeightPiece,
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.checkpoints.test_untrusted import Call, change_object
+from tests.covering import by_turns
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
 from tests.pages import snippets
 from tests.tensor.test_tensor import differing, same
-from tests.turns import by_turns
 
 STORED: dict[str, Any] = {name: name for name in RECIPES} | {
     "mxfp8": recipe.MXFP8BlockScaling(enable_2d_quantization=False)

@@ -296,7 +296,7 @@ else:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", [pytest.param("online", marks=pytest.mark.exhaustive), "offline"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
 def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode: str) -> None:
     """Git runs commands that the configuration of a repository names, and wandb asked git about the run's folder."""
     run, programs, log = tmp_path / "run", tmp_path / "programs", tmp_path / "log"

@@ -280,14 +280,14 @@ class Operations(TorchDispatchMode):
 
 
 def counted(run):
-    """Python calls and operations, but for those of freeing what other tests left."""
+    """Python calls and operations."""
     calls = Counter()
 
     def profile(frame, event, _):
         if event == "call":
             calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
-    with without_garbage_collection(), Operations() as operations:
+    with Operations() as operations:
         sys.setprofile(profile)
         try:
             run()
@@ -296,8 +296,10 @@ def counted(run):
     return calls, operations.seen
 
 
+@without_garbage_collection()
 def test_a_step_that_is_not_sampled_makes_the_same_calls():
-    """Exactly: without statistics, with some that sample every tenth step, and after their end."""
+    """Exactly: without statistics, with some that sample every tenth step, and after their end. To free what other
+    tests left would be calls too."""
     model = perceptron()
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
 
