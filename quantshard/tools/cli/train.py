@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Iterator
+import os
 from dataclasses import Field, asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +22,14 @@ from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
 from quantshard.tools.trainer.settings.config import (
     KINDS,
     TrainSettings,
+    check_applicable,
     from_mapping,
     merged_values,
     read_settings_file,
@@ -38,7 +39,7 @@ from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
-    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
 }  # fmt: skip
 
 _COMMON = frozenset(
@@ -54,10 +55,8 @@ def _show_all(context: typer.Context, asked: bool) -> None:
     """Print the help including hidden settings, and exit."""
     if not asked:
         return
-    visible = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
     for option in context.command.params:
-        if option.name in visible:
-            option.hidden = False  # type: ignore[attr-defined]  # attribute of options
+        option.hidden = False  # type: ignore[attr-defined]  # attribute of options
     if text := context.get_help():  # empty if typer has already printed the help
         say(text)
     raise typer.Exit
@@ -102,7 +101,8 @@ def train(
         inputs.existing(config, "a TOML file of settings")
         content = read_settings_file(config, follow=True)
     folder = RunDir(run)
-    exists = auto_resume and (folder.is_begun() or launch.is_other_worker())
+    # only rank 0 of a launcher creates the run
+    exists = auto_resume and (folder.is_begun() or os.environ.get("RANK", "0") != "0")
     values = merged_values(flag_values, from_mapping(content, str(config)))
     if not exists:
         file_values = {name: value for name, value in values.items() if name not in flag_values}
@@ -113,6 +113,7 @@ def train(
     settings = TrainSettings(**(values if exists else defaults | model_values))
     if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
+        check_applicable(flag_values, settings)
     settings = settings.resolved()
     decided = (*values, *(STATE_SETTINGS if values.get("preset") == FLOAT32_STATES else ()))
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
@@ -203,7 +204,7 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
     processes = processes or mesh_processes or int(launched["processes"])
     launch.check_processes(processes)
-    settings, _ = worker.check_resumed(folder, order, settings, processes)
+    settings = worker.check_resumed(folder, order, settings, processes)
     # If the data have moved, the workers get the new paths.
     if worker.recorded_data(settings, corpus).table() != corpus:
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
@@ -236,56 +237,34 @@ def _help(setting: Field[Any]) -> str:
     """
     text, default = setting.metadata["help"], setting.default
     if isinstance(default, bool):
-        return f"turn off: {text}" if default else str(text)
+        return f"{text}. Default: {'on' if default else 'off'}"
     return str(text) if default in ((), "") else f"{text}. Default: {default}"
 
 
-def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
-    """Parameter names of a setting, each with whether it is hidden even in --help-all.
-
-    A boolean setting has two options, `--x` and `--no-x`. To save space, the help shows only the one that changes the
-    default.
-    """
-    name, default = setting.name, setting.default
-    return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
-
-
-def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
-    """Yield the keyword-only parameters for the options of a setting."""
-    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
-    rare = name not in _COMMON
-    if isinstance(setting.default, bool):
-        for key, hidden in _keys(setting):
-            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden or rare, show_default=False, **about)
-            yield inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-            )
-    else:
-        annotation: Any = _ANNOTATIONS[type(setting.default)]
-        option = typer.Option(hidden=rare, show_default=False, **about)
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
-        )
-
-
 def with_flags(command: Any) -> Any:
-    """Wrap `command`, replacing its `**flags` by the options of all settings."""
+    """Wrap `command`, replacing its `**flags` by the options of all settings. None: not given."""
     parameters = [
         p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
     ]
-    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
+    for setting in setting_fields():
+        flag = f"--{setting.name.replace('_', '-')}"
+        option = typer.Option(
+            f"{flag}/--no-{flag[2:]}" if isinstance(setting.default, bool) else flag,
+            help=_help(setting),
+            rich_help_panel=setting.metadata["panel"],
+            hidden=setting.name not in _COMMON,
+            show_default=False,
+        )
+        annotation = Annotated[_ANNOTATIONS[type(setting.default)], option]
+        parameters.append(
+            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
 
     @functools.wraps(command)
     def flagged(**arguments: Any) -> None:
-        for name in switches:
-            on, off = arguments[name], arguments.pop(f"no_{name}")
-            if on and off:
-                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
-            arguments[name] = True if on else False if off else None
         command(**arguments)
 
-    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
-    flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
+    flagged.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
     return flagged
 
 
@@ -313,7 +292,7 @@ def tokenize(
     text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
     for name, value in text_options.items():
         check_value(name, value, KINDS[name])
-    sources = find(paths, data_format, data_split)
+    sources = distinct(find(paths, data_format, data_split))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):

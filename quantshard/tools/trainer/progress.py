@@ -1,8 +1,8 @@
 """Output of a run: progress on the terminal, and a log file per rank.
 
-Rank 0 shows a live view in a terminal, plain lines otherwise. `logs/rank-N.log` has one line per message: time, "[rank
-N]", level, logger. Python warnings are included. The level comes from --log-level, then QUANTSHARD_LOG, then info. The
-terminal shows warnings, and lower levels only if a level was set explicitly.
+Rank 0 shows a live view in a terminal, plain lines otherwise. `logs/rank-N.log` also has Python's warnings. Its level
+comes from --log-level, then QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if
+a level was set explicitly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ class Progress:
         if not self.shown:
             return
         self.figures.add(entry)
-        has_heldout = "heldout_loss" in entry
-        if has_heldout or (not self._is_live and entry["step"] % self.settings.log_every == 0):
+        if "heldout_loss" in entry or not self._is_live:
             self._lines(step_line(entry, self.settings.steps))
 
     def statistics(self, record: Mapping[str, Any]) -> None:
@@ -124,28 +123,24 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         handlers.append(ScreenHandler(level or logging.WARNING))
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    old_states = [(logger.level, logger.propagate) for logger in loggers]
-    logging.captureWarnings(True)
-    for logger in loggers:
-        logger.setLevel(level or logging.INFO)
-        logger.propagate = False
-        for handler in handlers:
-            logger.addHandler(handler)
-    try:
-        yield
-    # the launcher shows one line of the error
-    except BaseException as error:
-        trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
-        file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
-        raise
-    finally:
-        logging.captureWarnings(False)
-        for logger, (level, propagates) in zip(loggers, old_states, strict=True):
-            logger.setLevel(level)
-            logger.propagate = propagates
+    with ExitStack() as stack:
+        stack.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
+        for logger in map(logging.getLogger, _LOGGERS):
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(setattr, logger, "propagate", logger.propagate)
+            logger.setLevel(level or logging.INFO)
+            logger.propagate = False
             for handler in handlers:
-                logger.removeHandler(handler)
+                logger.addHandler(handler)
+                stack.callback(logger.removeHandler, handler)
+        try:
+            yield
+        # the launcher shows one line of the error
+        except BaseException as error:
+            trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
+            file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
+            raise
 
 
 class RunFileHandler(logging.Handler):
@@ -169,15 +164,12 @@ class RunFileHandler(logging.Handler):
 
 
 class ScreenHandler(logging.Handler):
-    """Shows records on standard error: warnings as they are, other levels with the rank. Progress notes are skipped,
-    because the progress output shows them already."""
+    """Shows records on standard error, except notes, which the progress output shows already."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line."""
-        if record.name == __name__:
-            return
-        grave = record.levelname if record.levelno >= logging.WARNING else f"[rank 0] {record.levelname.lower()}"
-        complain(f"{grave}: {_text(record)}")
+        if record.name != __name__:
+            complain(f"{record.levelname}: {_text(record)}")
 
 
 def _text(record: logging.LogRecord) -> str:

@@ -38,7 +38,7 @@ def test_one_line_says_what_to_install(
     monkeypatch.delitem(sys.modules, "quantshard.__main__")
     with pytest.raises(SystemExit) as end:
         runpy.run_module("quantshard", run_name="__main__")
-    assert end.value.code == "quantshard: missing packages; run: pip install matplotlib tomli_w typer"
+    assert end.value.code == "quantshard: missing packages; run: pip install tomli_w typer"
     assert capsys.readouterr() == ("", "")
 
 
