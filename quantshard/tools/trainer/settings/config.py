@@ -392,12 +392,9 @@ def check_applicable(names: Collection[str], settings: TrainSettings) -> None:
             continue
         value = getattr(settings, other)
         if value not in values if values else not value:
-            condition = f"{_flag(other)} {' or '.join(values)}".strip()
-            raise ConfigurationError(f"{_flag(name)} has no effect without {condition}; add that or leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            condition = f"{other.replace('_', '-')} {' or '.join(values)}".strip()
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{flag} has no effect without --{condition}; add that or leave it out")
 
 
 def _conflicts(settings: TrainSettings) -> Iterator[str]:
