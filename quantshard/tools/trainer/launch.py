@@ -52,22 +52,14 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeou
 
 
 class LaunchError(QuantshardError):
-    """A rank of the run failed; the message is the one line to show.
+    """A rank of the run failed, or the run was stopped before it could save; the message is the one line to show.
 
     `crashed`: the rank failed unexpectedly, not with one of quantshard's own errors.
     """
 
-    def __init__(self, message: str, crashed: bool) -> None:
+    def __init__(self, message: str, crashed: bool, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.crashed = crashed
-
-
-class RunStoppedError(QuantshardError):
-    """The run was stopped at a time when it could not save. `exit_code`: exit code of the command."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+        self.crashed, self.exit_code = crashed, exit_code
 
 
 def is_worker() -> bool:
@@ -140,10 +132,11 @@ def launch(processes: int, arguments: list[str]) -> None:
 def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[int]) -> None:
     code = INTERRUPTED if received[:1] == [signal.SIGINT] else 0
     if failures and len(received) > 1:
-        raise RunStoppedError("stopped at once by a second signal; steps since the last checkpoint are lost", code or 1)
+        lost = "steps since the last checkpoint are lost"
+        raise LaunchError(f"stopped at once by a second signal; {lost}", False, code or 1)
     error = _explain(failures) if failures else None
     if error and error.crashed and any(f.exitcode == -signal.SIGTERM for f in failures.values()):
-        raise RunStoppedError("stopped before training began; nothing was saved", code or 1)
+        raise LaunchError("stopped before training began; nothing was saved", False, code or 1)
     if error:
         raise error
     if code:

@@ -30,7 +30,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.measurements import RunStatistics, StepProfile, flops_of_token, peak_of
+from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
@@ -134,14 +134,14 @@ class Trainer:
         statistics = RunStatistics(settings, self.model, self.optimizer, self.record_statistics, note, done)
         if done < settings.steps:
             self.sample(done)
-        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
-        with statistics, self.progress.running(done), closing(self.loader), self._graph, profile:
+        tracing = traced_steps(self.run, self.place.rank, self.place.device, settings.profile)
+        with statistics, self.progress.running(done), closing(self.loader), self._graph, tracing as trace_step:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
                 statistics.stepped(loss, lambda step=step: self._passes(self._seeded_batch(step)))
                 seconds = time.perf_counter() - start
-                profile.step()
+                trace_step()
                 last = stop or step == settings.steps
                 heldout = self.evaluate_all() if _due(step, settings.eval_every) or step == settings.steps else {}
                 self.record(step, loss, norm, seconds, heldout)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from quantshard import private_torch
 from quantshard.errors import QuantshardError
@@ -74,67 +74,52 @@ WARM_UP: Final = 3
 """Steps before the trace, which compile kernels and allocate memory."""
 
 
-class StepProfile:
-    """Traces `steps` steps of this rank after the first `WARM_UP` steps; 0 disables tracing.
+@contextmanager
+def traced_steps(run: RunDir, rank: int, device: torch.device, steps: int) -> Iterator[Callable[[], object]]:
+    """Trace `steps` steps of this rank after the first `WARM_UP` steps; 0: none. Yields a function to call after each
+    step.
 
     The trace RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the GPU memory snapshot
-    memory-rank-N.pickle in pytorch.org/memory_viz. If the training ends earlier, the trace is shorter.
-
-    If a file cannot be written (e.g. on a host without the run's folder), a warning is shown and training continues,
-    because other ranks wait for this one.
+    memory-rank-N.pickle in pytorch.org/memory_viz. If a file cannot be written (e.g. on a host without the run's
+    folder), a warning is shown and training continues, because other ranks wait for this one.
     """
-
-    def __init__(self, run: RunDir, rank: int, device: torch.device, steps: int) -> None:
-        self._run, self._rank, self._device, self._steps = run, rank, device, steps
-        self._done = 0
-        self._trace: profile | None = None
-        self._records_memory = False
-
-    def __enter__(self) -> StepProfile:
-        return self
-
-    def step(self) -> None:
-        """Count a finished step; start or write the trace when due."""
-        self._done += 1
-        if self._steps and self._done == WARM_UP:
-            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-            if self._device.type == "cuda":
-                with self._warned("the memory snapshot"):
-                    private_torch.begin_memory_history(self._device)
-                    self._records_memory = True
-            self._trace = profile(activities=kinds, record_shapes=True, profile_memory=True)
-            self._trace.start()
-        elif self._done == WARM_UP + self._steps:
-            self._write()
-
-    def _write(self) -> None:
-        trace, self._trace = self._trace, None
-        if trace is None:
-            return
-        with self._warned("the trace"):
-            trace.stop()
-            self._export(trace.export_chrome_trace, f"rank-{self._rank}.json")
-        if self._records_memory:
-            with self._warned("the memory snapshot"):
-                self._export(private_torch.end_memory_history, f"memory-rank-{self._rank}.pickle")
+    if not steps:
+        yield lambda: None
+        return
+    kinds, records_memory = [ProfilerActivity.CPU], False
 
     @contextmanager
-    def _warned(self, what: str) -> Iterator[None]:
+    def warned(what: str) -> Iterator[None]:
         try:
             yield
         except (QuantshardError, OSError, RuntimeError) as error:
-            complain(f"[rank {self._rank}] WARNING: {error}; {what} of this process is lost")
+            complain(f"[rank {rank}] WARNING: {error}; {what} of this process is lost")
 
-    def _export(self, write: Callable[[str], object], name: str) -> None:
+    def export(write: Callable[[str], object], name: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, name)
             write(str(file))
-            outputs.write_file(self._run.profile / name, file.read_bytes(), within=self._run.path)
+            outputs.write_file(run.profile / name, file.read_bytes(), within=run.path)
 
-    def __exit__(self, *_: object) -> None:
-        self._write()
-        if self._steps and self._done <= WARM_UP and self._rank == 0:
-            complain(f"no step was traced: --profile begins after {WARM_UP} steps, and {self._done} were trained")
+    def write(trace: profile) -> None:
+        with warned("the trace"):
+            export(trace.export_chrome_trace, f"rank-{rank}.json")
+        if records_memory:
+            with warned("the memory snapshot"):
+                export(private_torch.end_memory_history, f"memory-rank-{rank}.pickle")
+
+    if device.type == "cuda":
+        kinds.append(ProfilerActivity.CUDA)
+        with warned("the memory snapshot"):
+            private_torch.begin_memory_history(device)
+            records_memory = True
+    plan = schedule(wait=WARM_UP - 1, warmup=1, active=steps, repeat=1)
+    with profile(
+        activities=kinds, schedule=plan, on_trace_ready=write, record_shapes=True, profile_memory=True
+    ) as trace:
+        yield trace.step
+    if trace.step_num <= WARM_UP and rank == 0:
+        complain(f"no step was traced: --profile begins after {WARM_UP} steps, and {trace.step_num} were trained")
 
 
 class RunStatistics:

@@ -103,7 +103,6 @@ VARIABLE = "QUANTSHARD_LOG"
 """Environment variable with the log level, used if the setting is "auto"."""
 
 _LOGGERS = ("quantshard", "py.warnings")
-_FORMAT = "%(asctime)s [rank %(rank)s] %(levelname)s %(name)s: %(text)s"
 _SHOWN_WARNING = "quantshard: WARNING: "
 """Prefix that `terminal.screen` gives Python warnings."""
 
@@ -119,8 +118,16 @@ def explicit_level(settings: TrainSettings) -> int | None:
 def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
     level = explicit_level(settings)
-    file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
-    handlers: list[logging.Handler] = [file]
+    path = run / "logs" / f"rank-{rank}.log"
+    file: logging.Handler
+    try:
+        outputs.append_text(path, "", within=run)
+        file = logging.FileHandler(path, encoding="utf-8")
+    except ConfigurationError as error:
+        file = logging.NullHandler()
+        complain(f"[rank {rank}] WARNING: {error}; nothing is logged there")
+    file.setFormatter(_LineFormatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    handlers = [file]
     if rank == 0:
         handlers.append(ScreenHandler(level or logging.WARNING))
     with ExitStack() as stack:
@@ -134,6 +141,7 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
             for handler in handlers:
                 logger.addHandler(handler)
                 stack.callback(logger.removeHandler, handler)
+        stack.callback(file.close)
         try:
             yield
         # the launcher shows one line of the error
@@ -143,24 +151,9 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
             raise
 
 
-class RunFileHandler(logging.Handler):
-    """Appends to a log file of a run. If writing fails (e.g. a full disk), training continues and one warning is
-    shown."""
-
-    def __init__(self, file: Path, run: Path, rank: int) -> None:
-        super().__init__()
-        self.file, self.run, self.rank, self.has_failed = file, run, rank, False
-        self.setFormatter(logging.Formatter(_FORMAT))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        record.rank, record.text = self.rank, _text(record)
-        try:
-            outputs.append_text(self.file, printable(self.format(record), but="\n\t") + "\n", within=self.run)
-        except ConfigurationError as error:
-            if not self.has_failed:
-                complain(f"[rank {self.rank}] WARNING: {error}; nothing more is logged there")
-            self.has_failed = True
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record).replace(_SHOWN_WARNING, "").strip(), but="\n\t")
 
 
 class ScreenHandler(logging.Handler):
@@ -169,8 +162,4 @@ class ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line."""
         if record.name != __name__:
-            complain(f"{record.levelname}: {_text(record)}")
-
-
-def _text(record: logging.LogRecord) -> str:
-    return record.getMessage().strip().removeprefix(_SHOWN_WARNING)
+            complain(f"{record.levelname}: {record.getMessage().strip().removeprefix(_SHOWN_WARNING)}")

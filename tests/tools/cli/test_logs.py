@@ -26,7 +26,7 @@ from quantshard.tools.statistics import Alarm
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import measurements, progress, trackers
 from quantshard.tools.trainer.loop import ProcessInfo, Trainer
-from quantshard.tools.trainer.measurements import RunStatistics, StepProfile
+from quantshard.tools.trainer.measurements import RunStatistics, traced_steps
 from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -125,10 +125,10 @@ def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], l
 def traced(
     run: RunDir, steps: int, asked: int, error: BaseException | None = None, device: torch.device | None = None
 ) -> None:
-    with StepProfile(run, 0, device or torch.device("cpu"), asked) as profile:
+    with traced_steps(run, 0, device or torch.device("cpu"), asked) as step:
         for _ in range(steps):
             torch.ones(2).sum()
-            profile.step()
+            step()
         if error is not None:
             raise error
 
@@ -173,7 +173,8 @@ ENDED = (None, None, False)
 def test_a_snapshot_of_the_memory_of_a_gpu(run: RunDir, recorded: list[tuple[Any, ...]]) -> None:
     file = run.profile / "memory-rank-0.pickle"
     traced(run, 2, 2, device=GPU)
-    assert recorded == [] and not file.exists()
+    assert recorded == [BEGUN] and not file.exists()
+    recorded.clear()
     with pytest.raises(ZeroDivisionError):
         traced(run, 4, 2, ZeroDivisionError(), GPU)  # what is there is kept
     assert recorded == [BEGUN, ("dump",), ENDED] and file.read_bytes() == b"a snapshot"
