@@ -70,11 +70,10 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-"""Sizes of known models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
+"""Sizes of models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
-more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2. moe-small
-is not a published model.
+more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
 """
 
 _FLOATS: Final = ("bfloat16", "float32")
@@ -372,6 +371,7 @@ _APPLIES_IF: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType
         "keep_every": ("keep_last", ()),
         "lr_floor": ("schedule", ("cosine", "linear", "wsd")),
         "master_dtype": ("master_weights", ()),
+        "master_remainders": ("master_weights", ()),
         "momentum": ("optimizer", (MUON,)),
         "momentum_dtype": ("optimizer", (MUON,)),
         "random_weights": ("model", ()),
