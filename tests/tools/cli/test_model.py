@@ -359,8 +359,8 @@ def test_recipes_by_linear_layer():
             r"'layers\.0\.atention' matches no layer.*layernorm_qkv to layers",
         ),
         ("layers.7=bf16,*=mxfp8", r"'layers\.7' matches no layer"),
-        ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention' would do nothing"),
-        ("layers.0=current,layers.0.*=bf16,*=mxfp8", r"'layers\.0\.\*' would do nothing"),
+        ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention' matches no layer, or"),
+        ("layers.0=current,layers.0.*=bf16,*=mxfp8", r"'layers\.0\.\*' matches no layer, or"),
         ("layers.*=current,layers.0=bf16", r"'layers\.0' would do nothing"),
     ],
 )
