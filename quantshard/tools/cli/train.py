@@ -255,7 +255,7 @@ def with_flags(command: Any) -> Any:
             hidden=setting.name not in _COMMON,
             show_default=False,
         )
-        annotation = Annotated[_ANNOTATIONS[type(setting.default)], option]
+        annotation: Any = Annotated[_ANNOTATIONS[type(setting.default)], option]
         parameters.append(
             inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         )

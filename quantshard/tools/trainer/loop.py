@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class Trainer:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
-                statistics.stepped(loss, lambda step=step: self._passes(self._seeded_batch(step)))
+                statistics.stepped(loss, partial(self._passes_of, step))
                 seconds = time.perf_counter() - start
                 trace_step()
                 last = stop or step == settings.steps
@@ -192,6 +192,9 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sums
+
+    def _passes_of(self, step: int) -> Tensor:
+        return self._passes(self._seeded_batch(step))
 
     def _passes(self, batch: Tensor) -> Tensor:
         """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64."""

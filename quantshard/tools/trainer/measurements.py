@@ -43,7 +43,9 @@ def flops_of_token(model: nn.Module, settings: TrainSettings) -> float | None:
     params, head_features = list(model.parameters()), settings.layers * settings.heads * settings.head_size
     if not settings.is_by_sizes:
         config: Any = model.config
-        sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
+        sizes: list[Any] = [
+            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        ]
         if None in sizes:
             return None
         layers, heads, hidden = sizes

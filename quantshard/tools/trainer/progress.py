@@ -127,7 +127,7 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
         file = logging.NullHandler()
         complain(f"[rank {rank}] WARNING: {error}; nothing is logged there")
     file.setFormatter(_LineFormatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
-    handlers = [file]
+    handlers: list[logging.Handler] = [file]
     if rank == 0:
         handlers.append(ScreenHandler(level or logging.WARNING))
     with ExitStack() as stack:
