@@ -419,7 +419,7 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
     line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
-    says = f"{tmp_path / 'llama'} has no model.layers.1.mlp.up_proj.weight; "
+    says = f"{tmp_path / 'llama'} has no model.layers.1.mlp.up_proj.weight"
     result = quantshard(*line, "--model", tmp_path / "llama")
     assert result.returncode == 1 and says in result.stderr
     other = tmp_path / "other"

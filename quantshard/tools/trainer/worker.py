@@ -212,10 +212,13 @@ def check_requirements(settings: TrainSettings) -> None:
 
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
-    """Check that a run that generates samples knows the tokenizer of its data."""
+    """Check that a run that generates samples has the tokenizer of its data."""
+    if not settings.sample_tokens:
+        return
     is_of_bytes = not corpus.tokenizer and corpus.end_of_document == data.END_OF_DOCUMENT
-    if settings.sample_tokens and not settings.tokenizer and not is_of_bytes:
+    if not settings.tokenizer and not is_of_bytes:
         raise ConfigurationError("--sample-tokens needs the tokenizer of the data; name it with --tokenizer")
+    data.load_tokenizer(settings.tokenizer, settings.end_of_document, corpus.tokenizer)
 
 
 def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
