@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import Field, asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +40,7 @@ from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
-    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
 }  # fmt: skip
 
 _COMMON = frozenset(
@@ -55,8 +56,10 @@ def _show_all(context: typer.Context, asked: bool) -> None:
     """Print the help including hidden settings, and exit."""
     if not asked:
         return
+    visible = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
     for option in context.command.params:
-        option.hidden = False  # type: ignore[attr-defined]  # attribute of options
+        if option.name in visible:
+            option.hidden = False  # type: ignore[attr-defined]  # attribute of options
     if text := context.get_help():  # empty if typer has already printed the help
         say(text)
     raise typer.Exit
@@ -237,34 +240,56 @@ def _help(setting: Field[Any]) -> str:
     """
     text, default = setting.metadata["help"], setting.default
     if isinstance(default, bool):
-        return f"{text}. Default: {'on' if default else 'off'}"
+        return f"turn off: {text}" if default else str(text)
     return str(text) if default in ((), "") else f"{text}. Default: {default}"
 
 
+def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
+    """Parameter names of a setting, each with whether it is hidden even in --help-all.
+
+    A boolean setting has two options, `--x` and `--no-x`. To save space, the help shows only the one that changes the
+    default.
+    """
+    name, default = setting.name, setting.default
+    return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
+
+
+def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
+    """Yield the keyword-only parameters for the options of a setting."""
+    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
+    rare = name not in _COMMON
+    if isinstance(setting.default, bool):
+        for key, hidden in _keys(setting):
+            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden or rare, show_default=False, **about)
+            yield inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+            )
+    else:
+        annotation: Any = _ANNOTATIONS[type(setting.default)]
+        option = typer.Option(hidden=rare, show_default=False, **about)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+        )
+
+
 def with_flags(command: Any) -> Any:
-    """Wrap `command`, replacing its `**flags` by the options of all settings. None: not given."""
+    """Wrap `command`, replacing its `**flags` by the options of all settings."""
     parameters = [
         p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
     ]
-    for setting in setting_fields():
-        flag = f"--{setting.name.replace('_', '-')}"
-        option = typer.Option(
-            f"{flag}/--no-{flag[2:]}" if isinstance(setting.default, bool) else flag,
-            help=_help(setting),
-            rich_help_panel=setting.metadata["panel"],
-            hidden=setting.name not in _COMMON,
-            show_default=False,
-        )
-        annotation: Any = Annotated[_ANNOTATIONS[type(setting.default)], option]
-        parameters.append(
-            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
 
     @functools.wraps(command)
     def flagged(**arguments: Any) -> None:
+        for name in switches:
+            on, off = arguments[name], arguments.pop(f"no_{name}")
+            if on and off:
+                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
+            arguments[name] = True if on else False if off else None
         command(**arguments)
 
-    flagged.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
+    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
+    flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
     return flagged
 
 

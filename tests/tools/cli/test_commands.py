@@ -136,7 +136,7 @@ def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
     whole = shown_by(monkeypatch, capsys, "train", "--help-all")
     for setting in setting_fields():
         name = setting.name.replace("_", "-")
-        assert f"--{name} " in whole
+        assert f"--no-{name} " in whole if setting.default is True else f"--{name} " in whole
     assert len(shown_by(monkeypatch, capsys, "train", "--help").splitlines()) == len(short.splitlines())
 
 

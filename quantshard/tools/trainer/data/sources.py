@@ -51,6 +51,7 @@ _LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 """Folders of Python's library that are left out of the default text."""
 
 _PIECE = 1 << 20
+_HEAD_BYTES = 1 << 16
 _ROWS = 1000
 
 
@@ -193,12 +194,12 @@ def _check_text(path: Path) -> None:
     """Check that the start of a file is UTF-8, so that compressed or binary files are not trained on by mistake."""
     try:
         with open_regular(path, follow=True) as file:
-            head = file.read(1 << 16)
+            head = file.read(_HEAD_BYTES)
     except OSError as error:
         raise unreadable(path, error) from None
     try:
         # a character may continue after the head
-        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD_BYTES)
     except UnicodeDecodeError:
         is_text = False
     if not is_text:
