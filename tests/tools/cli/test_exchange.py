@@ -263,7 +263,6 @@ def test_what_is_no_size(text):
         ({"hidden_size": None}, "hidden_size is None, and must be given"),
         ({"vocab_size": "many"}, "vocab_size is 'many', and must be an integer from 1 to"),
         ({"head_dim": 33}, "an even head_dim"),
-        ({"num_key_value_heads": 3}, "kv_heads = 3 must divide"),
     ],
 )
 def test_configurations_that_are_refused(change, match):
