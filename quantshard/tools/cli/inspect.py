@@ -32,10 +32,9 @@ from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, human_bytes, pattern_groups
 from quantshard.state_storage import STATE_SCALE_SUFFIXES, scaled_state
 from quantshard.tensor.components import FORMAT_SUFFIX
-from quantshard.tools.cli.exchange import CHECKPOINT
+from quantshard.tools.cli.exchange import CHECKPOINT, existing_checkpoint
 from quantshard.tools.cli.explain import WIDE, WIDER
 from quantshard.tools.observe.table import FittedTable, plain_table
-from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, complain, say, say_whole, transfer_bar
 
 
@@ -49,7 +48,7 @@ def inspect(
 
     Safe for untrusted files: nothing in them is run.
     """
-    inspection = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
+    inspection = inspect_path(existing_checkpoint(path, "a checkpoint or safetensors files"), data)
     if json_:
         say_whole(inspection.to_json())
     else:
@@ -138,7 +137,7 @@ def verify(
 
     Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.
     """
-    inputs.existing(checkpoint, "a checkpoint")
+    existing_checkpoint(checkpoint, "a checkpoint")
     with transfer_bar("reading"):
         result = verify_checkpoint(checkpoint)
     if json_:
@@ -191,7 +190,7 @@ def diff(
     """
     try:
         for path in (checkpoint_a, checkpoint_b):
-            inputs.existing(path, "a checkpoint")
+            existing_checkpoint(path, "a checkpoint")
         comparison = _with_values(compare(checkpoint_a, checkpoint_b))
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
