@@ -337,3 +337,14 @@ def test_utf_16_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes("a text".encode("utf-16"))
     with pytest.raises(ConfigurationError, match=r"a\.txt is in UTF-16; convert it to UTF-8"):
         collect([str(tmp_path / "a.txt")])
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv"])
+def test_records_are_not_prose(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").write_text('[{"text": "a"}]')
+    for path in (tmp_path, tmp_path / f"a{suffix}"):
+        with pytest.raises(ConfigurationError, match=rf"holds records \({suffix}\), .*\.jsonl.*--data-format text"):
+            collect([str(path)])
+    assert collect([str(tmp_path)], data_format="text").tokens == 16
+    (tmp_path / "a.py").write_text("a")
+    assert len(collect([str(tmp_path)]).documents) == 2

@@ -39,6 +39,9 @@ INDEX = "quantshard_tokens.json"
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
 }  # fmt: skip
+_RECORDS = {".json", ".csv", ".tsv"}
+"""Suffixes of text files that contain records, not prose."""
+
 _SAVED = ("state.json", "dataset_dict.json")
 _ABOUT = ("readme.md", "license", "license.md", "license.txt", "dataset_infos.json")
 """Files of a dataset repository that are not data."""
@@ -89,6 +92,12 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
         return [_source(library, TEXT, sorted(scripts, key=Path.as_posix))]
     sources = [_at(Path(path).absolute(), data_format, split) for path in paths]
     for source in sources if data_format == "auto" else ():
+        suffixes = {file.suffix.lower() for file, _ in source.files}
+        if source.kind == TEXT and suffixes <= _RECORDS:
+            raise ConfigurationError(
+                f"{source.path} holds records ({', '.join(sorted(suffixes))}), not prose; convert them to .jsonl, or "
+                "give --data-format text"
+            )
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
     return sources
