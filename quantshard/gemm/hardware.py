@@ -96,14 +96,6 @@ def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 
-@cache
-def native_codes(dtype: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
-    """A view of codes in PyTorch's dtype; codes of a right operand are transposed."""
-    if right:
-        return lambda codes: codes.t() if codes.dtype is dtype else codes.view(dtype).t()
-    return lambda codes: codes if codes.dtype is dtype else codes.view(dtype)
-
-
 def by_rows(grid: Tensor) -> Tensor:
     """Scales of the left operand's rows, [rows, 1], with strides (1, 1)."""
     return strided(grid.contiguous(), (1, 1))

@@ -30,9 +30,9 @@ from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import norm as norms
 from quantshard.modules import rotary
-from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.contexts.context import autocast_input
 from quantshard.modules.layernorm_mlp import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.rotary import RotaryEmbedding
@@ -81,11 +81,7 @@ def backend_order(
 
 
 def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run PyTorch's scaled_dot_product_attention on the first of `backends` that works.
-
-    Raises:
-        ConfigurationError: no backend works.
-    """
+    """Run PyTorch's scaled_dot_product_attention on the first of `backends` that works."""
     if not backends:
         return F.scaled_dot_product_attention(q, k, v, **options)
     try:
@@ -214,7 +210,7 @@ class DotProductAttention(nn.Module):
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = [checks.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
+        q, k, v = [autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         unmasked = visible is None and self._dropout == 0
         backends = backend_order(self.attention_backend, q.device, q.dtype, self.kv_channels, unmasked)

@@ -26,6 +26,7 @@ from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.process_groups import world
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
+from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.base.module import QuantizedModule
 
@@ -248,7 +249,10 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{self.normalization.kind}(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group"
             )
-        return self._normalized(self.normalization, inp)
+        weight, bias = self.whole_on_rows("weight", "bias")
+        if weight.is_meta and not inp.is_meta:
+            raise checks.no_values(self.label("weight"))
+        return self.normalization(inp, weight, bias)
 
     def extra_repr(self) -> str:
         return str(self.normalization).partition("(")[2].removesuffix(")")

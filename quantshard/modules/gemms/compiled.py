@@ -39,11 +39,7 @@ class TracedLinear(NamedTuple):
 
     @property
     def stored(self) -> bool:
-        """Whether the weights are stored quantized.
-
-        Raises:
-            UnsupportedOperationError: only some of the weights are quantized.
-        """
+        """Whether the weights are stored quantized."""
         is_quantized = [isinstance(weight, QuantizedTensor) for weight in self.weights]
         if any(is_quantized) and not all(is_quantized):
             raise UnsupportedOperationError(
@@ -80,9 +76,8 @@ def call_operator(
     """
     first, layer_fields = layers[0], []
     for layer, remake in zip(layers, remakes, strict=True):
-        needs_input = functional.needs_wgrad(layer.weights)
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
-        layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
+        layer_fields.append((layer.names, layer.prefix, dtypes, *functional.saved_input_policy(layer.weights, remake)))
     weights = [weight for layer in layers for weight in layer.weights]
     key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
     full_name = f"{name}_recording" if context.counts_calls(first.setting) else name
