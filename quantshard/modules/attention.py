@@ -452,7 +452,8 @@ class MultiheadAttention(CompositeModule):
         """Split [..., features], or take its three parts, into queries [..., h, d], keys and values [..., groups, d];
         rotate queries and keys."""
         layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
-        heads, groups = self._local_heads()
+        tp_size = self.core_attention.tp_size
+        heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
         rotates_projection = not self.interleaved and self.q_norm is None
         if rotates_projection and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))
@@ -465,11 +466,6 @@ class MultiheadAttention(CompositeModule):
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
-
-    def _local_heads(self) -> tuple[int, int]:
-        """Return this rank's number of query heads, and of key and value heads."""
-        tp_size = self.core_attention.tp_size
-        return self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
 
     def _split(self, qkv: Tensor | Sequence[Tensor], heads: int, groups: int) -> Sequence[Tensor]:
         if not isinstance(qkv, Tensor):

@@ -153,23 +153,27 @@ def operands_together(
 ) -> list[GemmOperands]:
     """Run equal requests on several matrices of equal layout by one kernel, or two if amaxes must be measured first."""
     first, plan = requests[0], requests[0].plan
-    amaxes, nan_flags = [None] * len(sources), [None] * len(sources)
+    amaxes: Sequence[producers.BothAmaxes | None] = [None] * len(sources)
+    nan_flags: Sequence[Tensor | None] = [None] * len(sources)
     if plan.reads_values:
         nan_flags = [
             workspace.zero(first.device) if plan.has_scalar and source.nan_flag is None else source.nan_flag
             for source in sources
         ]
         amaxes = plan.measure(sources, first.known, nan_flags)
-    outputs = [request.outputs(*arguments) for request, *arguments in zip(requests, amaxes, nan_flags, strict=True)]
+    outputs = [
+        request.outputs(amax_pair, nan_flag)
+        for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
+    ]
     swizzle = None if weight_operands is None else plan.swizzle_request(weight_operands)
-    targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
+    all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
     results = []
-    for request, source, *result in zip(requests, sources, outputs, targets, strict=True):
+    for request, source, kernel_outputs, targets in zip(requests, sources, outputs, all_targets, strict=True):
         request.keep_amax(source)
-        operands_of_source = request.operands(*result, source.prototype if plan.keeps_values else None)
+        result = request.operands(kernel_outputs, targets, source.prototype if plan.keeps_values else None)
         if request.watching is not None:
-            request.show(source, operands_of_source)
-        results.append(operands_of_source)
+            request.show(source, result)
+        results.append(result)
     return results
 
 
@@ -318,7 +322,8 @@ class OperandRequest:
             self.watching.see(values, piece)
         first_operand = piece
         if token_split is not None and (usage.for_first_gemm or (plan.shared and plan.is_gradient)):
-            first_operand = _gathered(piece, token_split)
+            gather: Any = operands.gather_values if isinstance(piece, Tensor) else operands.gather
+            first_operand = gather(piece, token_split)
         if not usage.for_wgrad:
             # not values[:0]: a view keeps all values alive
             return first_operand, WgradOperand(values.new_empty(0), False)
@@ -347,10 +352,6 @@ class OperandRequest:
         if not operands.gathers_codes(spec, (values.shape[0], values.shape[1]), tokens):
             return WgradOperand(values, True, tokens, spec, words)
         return WgradOperand(self._quantized(values, spec, tokens, words), True, tokens)
-
-
-def _gathered(piece: Operand, split: OperandSplit) -> Operand:
-    return operands.gather_values(piece, split) if isinstance(piece, Tensor) else operands.gather(piece, split)
 
 
 def keeps_transposed(specs: SpecPair, values: Tensor) -> bool:
