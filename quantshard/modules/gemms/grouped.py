@@ -50,7 +50,7 @@ class ExpertsReader:
 
     def __init__(self) -> None:
         self._storages: list[ReferenceType[QuantizedStorage]] = []
-        self._spec: QuantSpec | None = None
+        self._weight_spec: QuantSpec | None = None
         self._expert_weights: ExpertWeights | None = None
 
     def __reduce__(self) -> Any:
@@ -61,14 +61,14 @@ class ExpertsReader:
         storages = [weight.quantized_storage for weight in weights]
         if (
             self._expert_weights is not None
-            and self._spec == spec
+            and self._weight_spec == spec
             and [reference() for reference in self._storages] == storages
         ):
             return self._expert_weights
         self._expert_weights = None
         expert_weights = None if spec is None else _as_kernels_read(storages, spec)
         if not any([storage.gathered for storage in storages]):
-            self._storages, self._spec, self._expert_weights = list(map(ref, storages)), spec, expert_weights
+            self._storages, self._weight_spec, self._expert_weights = list(map(ref, storages)), spec, expert_weights
         return expert_weights
 
 

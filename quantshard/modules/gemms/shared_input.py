@@ -59,15 +59,17 @@ class InputReader:
 
         Nothing is shared if layers would quantize to different codes: by histories or random bits of their own.
         """
-        recipe, rows, usage = call.recipe, x.reshape(-1, x.shape[-1]), OperandUsage(True, keeps)
+        recipe, key, last = call.recipe, None, self.shared.last
         pair = recipe.activations[TensorRole.INPUT]
         is_own = None in pair or TensorRole.INPUT in recipe.histories or recipe.input_draws
-        if x.is_inference() or is_own:
-            return gemm_operands(rows, TensorRole.INPUT, call, state, usage)
-        last, key = self.shared.last, (private_torch.in_place_changes(x), pair, keeps)
-        if last is None or last.number == self._read or last.x() is not x or last.key != key:
-            x_operands = gemm_operands(rows, TensorRole.INPUT, call, state, usage)
-            reference = weakref.ref(x, self.shared.forget)
-            last = self.shared.last = _QuantizedInput(reference, next(self.shared.numbers), key, x_operands)
-        self._read = last.number
-        return last.operands
+        if not (is_own or x.is_inference()):
+            key = private_torch.in_place_changes(x), pair, keeps
+        if last is not None and last.number != self._read and last.x() is x and last.key == key:
+            self._read = last.number
+            return last.operands
+        rows, usage = x.reshape(-1, x.shape[-1]), OperandUsage(True, keeps)
+        x_operands = gemm_operands(rows, TensorRole.INPUT, call, state, usage)
+        if key is not None:
+            self._read = next(self.shared.numbers)
+            self.shared.last = _QuantizedInput(weakref.ref(x, self.shared.forget), self._read, key, x_operands)
+        return x_operands
