@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_makes_all_gradients_nan(name: str, yes: b
 
 def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capability without a product of a format; none of what is no NVIDIA GPU, or of another dtype."""
-    reads_values, cells = producers.products_read_values, {}
+    reads_values, cells = producers.products_read_values, dict[str, recipe.QuantSpec | None]()
     for recipe_name in ("mxfp8", "nvfp4", "current", "block"):
         cells[recipe_name], _ = recipe.resolve(recipe_name).activations[TensorRole.GRAD_OUTPUT]
     hopper = {found: reads_values(cell, BF16, (9, 0)) for found, cell in cells.items()}

@@ -59,7 +59,8 @@ class InputReader:
 
         Nothing is shared if layers would quantize to different codes: by histories or random bits of their own.
         """
-        recipe, key, last = call.recipe, None, self.shared.last
+        recipe, last = call.recipe, self.shared.last
+        key: tuple[int, SpecPair, bool] | None = None
         pair = recipe.activations[TensorRole.INPUT]
         is_own = None in pair or TensorRole.INPUT in recipe.histories or recipe.input_draws
         if not (is_own or x.is_inference()):
