@@ -16,9 +16,9 @@ import pytest
 PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 
 LIMITS = {
-    "forward": (18, 80),
-    "backward": (15, 72),
-    "forward, mxfp8": (20, 92),
+    "forward": (14, 74),
+    "backward": (10, 66),
+    "forward, mxfp8": (18, 90),
     "backward, mxfp8": (17, 105),
     "step": (17, 205),
     "save": (16, 325),

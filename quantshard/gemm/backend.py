@@ -2,7 +2,7 @@
 
 A native product is one of PyTorch's scaled matrix products (`hardware`): it multiplies codes and applies scales to the
 sums. Without hardware for the formats the product is emulated: operands are dequantized, or are values already
-(`producers.is_emulated`), and multiplied in high precision.
+(`producers.products_read_values`), and multiplied in high precision.
 
 A scaled product reads both operands by rows, with the summed dim last and sizes that are multiples of 16. An
 `OperandReader` brings an operand into that form, and `WeightOperands` several weights with one kernel.
@@ -10,7 +10,8 @@ A scaled product reads both operands by rows, with the summed dim last and sizes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,12 +21,13 @@ from torch.nn import functional as F
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.formats import ALL, E8M0, FP32, Component, Format, Orientation
 from quantshard.gemm import emulated, hardware
-from quantshard.gemm.hardware import Capability, Kind, ScaledProduct, ScaleLayout
+from quantshard.gemm.hardware import Kind, ScaledProduct, ScaleLayout
 from quantshard.gemm.operands import Operand, is_large
 from quantshard.sharding import Shard, ceil_div
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 
 if kernels.USABLE:
+    from quantshard.kernels.quantize import transpose as transpose_kernel
     from quantshard.kernels.quantize.swizzle import SwizzleRequest
 
 ReadOperand = tuple[Tensor, tuple[Tensor, ...]]  # codes and scales in the form of a scaled product
@@ -58,8 +60,7 @@ def matmul(
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         facts = (
             a.spec.format, a.shard, not transpose_a, b.spec.format, b.shard, transpose_b,
-            hardware.capability_of(next(iter(a.components.values())).device),
-            out_dtype, None if bias is None else bias.dtype, fast,
+            next(iter(a.components.values())).device, out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
         # mostly the first one, of the same objects: cheaper than a call of `find_product`
         product = a.products[0][1] if a.products and a.products[0][0] == facts else find_product(a.products, *facts)
@@ -164,7 +165,7 @@ def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
 
 def plan_product(
     left: Format, left_shard: Shard, left_as_stored: bool, right: Format, right_shard: Shard, right_as_stored: bool,
-    capability: Capability | None, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
+    device: torch.device, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
 ) -> ProductPlan | str:  # fmt: skip
     """The native product of two operands, or the reason why the product is emulated.
 
@@ -178,8 +179,9 @@ def plan_product(
     if not (a.is_aligned and b.is_aligned):
         return "a cut crosses blocks of an operand"
     product = hardware.product_of_kinds(a.kind, b.kind)
-    if product is None or not product.is_of(capability):
+    if product is None or not product.is_on(device):
         return "the hardware has no product of these formats"
+    a.has_kernels = b.has_kernels = kernel_dispatch.kernels_on(device)
     return ProductPlan(product, a, b, out_dtype, bias_dtype, fast)
 
 
@@ -208,6 +210,7 @@ class OperandReader:
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
         self.native = self.encoding.gemm_dtype
         self.amax = None if copy.amax is None else copy.amax.name
+        self.has_kernels = False
         self.unit = 1.0 / (self.encoding.max * copy.scale.encoding.max)
 
     def lay_out(self, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
@@ -216,7 +219,7 @@ class OperandReader:
         `rows`: the row count is padded to a multiple of it. `expands`: every row gets its own scale. `right`: this is
         the right operand, with transposed codes.
         """
-        self.scales, self.right, self.native_codes = scales, right, hardware.native_codes(self.native, right)
+        self.scales, self.right, self.native_codes = scales, right, _native_codes(self.native, right)
         (size, cols), block, bits = self.shape, self.block, self.encoding.bits
         self.repeats = block[0] if expands and block[0] > 1 else 0
         if self.repeats:
@@ -262,11 +265,11 @@ class OperandReader:
         if self.is_viewed and self.codes in parts:
             codes, grid = parts[self.codes], parts[self.scale]
             if self.right or codes.dtype is not self.native:
-                codes = storage.view(self.codes, self.native_codes)
+                codes = _view(storage, self.codes, self.native_codes)
             if nan_flag is not None:
                 grid = self.scales.layout(grid + nan_flag)
             elif self.right and self.turns_scales:
-                grid = storage.view(self.scale, self.scales.layout)
+                grid = _view(storage, self.scale, self.scales.layout)
             elif self.turns_scales and grid.stride() != self.strides:
                 grid = self.scales.layout(grid)
         else:
@@ -298,6 +301,28 @@ class OperandReader:
         return self.native_codes(codes), self.scales.layout(grid)
 
 
+@cache
+def _native_codes(dtype: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
+    """A view of codes in PyTorch's dtype; codes of a right operand are transposed."""
+    if right:
+        return lambda codes: codes.t() if codes.dtype is dtype else codes.view(dtype).t()
+    return lambda codes: codes if codes.dtype is dtype else codes.view(dtype)
+
+
+def _view(storage: QuantizedStorage, name: str, layout: Callable[[Tensor], Tensor]) -> Tensor:
+    """`layout` of a component. A view is kept while the component stays at its address, because every GEMM of a layer
+    would make the same one."""
+    part, key = storage.components[name], (name, layout)
+    if kernels.tracing.on:
+        return layout(part)
+    view, address = storage.gemm_views.get(key), part.data_ptr()
+    if view is None or view.data_ptr() != address:
+        view = layout(part)
+        if view.data_ptr() == address:
+            storage.gemm_views[key] = view
+    return view
+
+
 def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
     cuts = shard.touched(component)
     return None if cuts == tuple(slice(0, size) for size in shard.component_shape(component)) else cuts
@@ -309,7 +334,10 @@ def read_transposed(
     """Read several operands of the same kind with one kernel. Requires `is_transposed`."""
     parts = [reader.touched(storage) for reader, storage in zip(readers, storages, strict=True)]
     lays_scales = readers[0].lays_blocks
-    outputs = kernel_dispatch.by_columns(
+    # tensors of other classes can have no values, or be traced
+    has_kernel = readers[0].has_kernels and type(parts[0][0]) is Tensor
+    by_columns = transpose_kernel.by_columns if has_kernel else kernel_dispatch.by_columns
+    outputs = by_columns(
         [(codes, grid if lays_scales else None, nan_flag if lays_scales else None)
          for (codes, grid), nan_flag in zip(parts, nan_flags, strict=True)],
         readers[0].native,
@@ -366,7 +394,7 @@ def _from_swizzled(
     results = list[ReadOperand]()
     for reader, storage, (codes, scale, second) in zip(readers, storages, outputs, strict=True):
         if codes is None:
-            codes = storage.view(reader.codes, reader.native_codes)
+            codes = _view(storage, reader.codes, reader.native_codes)
         elif reader.right:
             codes = codes.t()
         results.append((codes, (scale,) if second is None else (scale, second)))
@@ -440,13 +468,13 @@ class WeightOperands:
         """Readers of these operands in native products with left operands `lefts`. Empty if one kernel cannot make all
         operands."""
         readers = list[OperandReader]()
-        capability = hardware.capability_of(self._storages[0].device)
+        device = self._storages[0].device
         for left, right in zip(lefts, self._storages, strict=True):
             if left is None:
                 return []
             fmt, shard, products = left
             product = find_product(
-                products, fmt, shard, True, right.spec.format, right.shard, self.transpose_b, capability,
+                products, fmt, shard, True, right.spec.format, right.shard, self.transpose_b, device,
                 self.out_dtype, None, False,
             )  # fmt: skip
             if not (isinstance(product, ProductPlan) and (product.right.is_transposed or product.right.is_swizzled)):

@@ -96,14 +96,6 @@ def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 
-@cache
-def native_codes(dtype: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
-    """A view of codes in PyTorch's dtype; codes of a right operand are transposed."""
-    if right:
-        return lambda codes: codes.t() if codes.dtype is dtype else codes.view(dtype).t()
-    return lambda codes: codes if codes.dtype is dtype else codes.view(dtype)
-
-
 def by_rows(grid: Tensor) -> Tensor:
     """Scales of the left operand's rows, [rows, 1], with strides (1, 1)."""
     return strided(grid.contiguous(), (1, 1))
@@ -234,17 +226,13 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         names.append("dgrad dequantizes")
     # FSDP2's shards are gathered before a GEMM, so only cuts by tensor parallelism matter
     is_operand = stored.gathered or stored.mesh is not None
-    if is_operand and "emulated" not in names and not _starts_on_blocks(stored):
+    blocks = zip(stored.shard.origin, fmt.copies[Orientation.ROWWISE].block, strict=True)
+    starts_on_blocks = all(cover == ALL or start % cover == 0 for start, cover in blocks)
+    if is_operand and "emulated" not in names and not starts_on_blocks:
         names.append("cut blocks")
     if stored.gathered and not stored.has(Orientation.ROWWISE):
         names.append("extra gather")
     return tuple(names)
-
-
-def _starts_on_blocks(stored: QuantizedStorage) -> bool:
-    """Whether a weight's rectangle starts on a block boundary, as native products require (`backend.OperandReader`)."""
-    blocks = stored.spec.format.copies[Orientation.ROWWISE].block
-    return all(cover == ALL or start % cover == 0 for start, cover in zip(stored.shard.origin, blocks, strict=True))
 
 
 @lru_cache(maxsize=256)

@@ -173,14 +173,15 @@ def quantize_operand(
         words: random words for stochastic rounding, of [R, C] with the same padding.
         split: `values` is this rank's shard of a matrix split in this way, with the same shape on every rank. The
             result is the shard of the quantized whole, and `words` are for the shard only (see `operand_shard`).
-
-    Raises:
-        ConfigurationError: on every rank, if shards of this shape cannot be quantized separately; see `gathers_codes`.
     """
     shape = (values.shape[0], values.shape[1])
     shard = operand_shard(shape, spec, split)
     if split is not None and not gathers_codes(spec, shape, split):
-        raise ConfigurationError(_inseparable(spec, shape, split))
+        together = _MIXED if spec.scaling.random_hadamard else 2
+        raise ConfigurationError(
+            f"pieces [{shape[0]}, {shape[1]}] of a matrix over {split.size} ranks cannot be quantized apart to {spec}; "
+            f"make the {shape[1]} columns a multiple of {together}"
+        )
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     storage = storages.empty(spec, shard, values.device)
@@ -227,16 +228,6 @@ def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) 
     shard = split.shard(shape)
     mixes = spec.scaling.random_hadamard and split.dim == 1 and shape[1] % _MIXED != 0
     return not mixes and all(shard.gathers(copy.codes) for copy in spec.format.copies.values())
-
-
-def _inseparable(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> str:
-    together = _MIXED if spec.scaling.random_hadamard else 2
-    why = "are transformed together" if spec.scaling.random_hadamard else "share a byte"
-    return (
-        f"pieces [{shape[0]}, {shape[1]}] of a matrix that is cut along its columns over {split.size} ranks cannot be "
-        f"quantized apart to {spec}, where {together} elements of a row {why}; make the {shape[1]} columns a multiple "
-        f"of {together}, or gather the values first, as quantize_and_gather does"
-    )
 
 
 def quantize_and_gather(

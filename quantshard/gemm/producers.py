@@ -7,7 +7,7 @@ once, describes the outputs of the kernel for all matrices of one shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -52,17 +52,17 @@ _WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
 
 @dataclass
 class OperandProducer:
-    """A matrix [R, C] of one of the kernel dtypes.
+    """A matrix [R, C] of one of the kernel dtypes, which a kernel computes.
 
-    `like`: a tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they quantize.
-    `launch`: launches one kernel that computes the matrix and writes all outputs. `amax`: amax of the whole matrix,
-    float32 [1, 1], if it is known. `of_rows`: amaxes of each row and of each column, if they are known.
+    `prototype`: tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they
+    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs. `amax`: amax of the whole
+    matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each column, if they are known.
     """
 
-    like: Tensor
+    prototype: Tensor
     launch: Callable[[KernelOutputs], Targets] | None = None
     amax: Tensor | None = None
-    of_rows: BothAmaxes = (None, None)
+    row_col_amaxes: BothAmaxes = (None, None)
 
     def emit(self, outputs: KernelOutputs) -> Targets:
         """Launch one kernel that writes all `outputs`."""
@@ -72,44 +72,42 @@ class OperandProducer:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the values."""
-        return self.like.dtype
+        return self.prototype.dtype
 
-    def known(self, plan: KernelPlan) -> BothAmaxes | None:
+    def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:
         """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
         if plan.by_amax:
             return None if self.amax is None else (self.amax, self.amax)
-        return self.of_rows if plan.by_rows and self.of_rows[0] is not None else None
+        return self.row_col_amaxes if plan.by_rows and self.row_col_amaxes[0] is not None else None
 
-    def measured(self, plan: KernelPlan | None = None) -> TensorSource:
+    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
         """Write the values, and the amaxes that a plan measures, to memory with one kernel."""
-        source = TensorSource.empty(self.like, plan)
-        self.emit(source.wanted)
+        source = TensorSource.empty(self.prototype, plan)
+        self.emit(source.outputs)
         return source
 
 
 @dataclass
 class TensorSource(OperandProducer):
-    """Values `like` [R, C] in memory, optionally with the amaxes of blocks that a plan measures.
+    """A matrix in memory, which is `prototype`, optionally with the amaxes of blocks that a plan measures.
 
-    `nan_flag`: scalar that is NaN if values are not finite, if the producer of the values checked this. `swizzle`:
-    weights that the quantizing kernel may lay out as well; other kernels ignore them.
+    `nan_flag`: scalar that is NaN if values are not finite, if the producer of the values checked this.
     """
 
     blocks: AmaxRequest | None = None
     nan_flag: Tensor | None = None
-    swizzle: SwizzleRequest | None = None
 
     @staticmethod
     def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:
         """Allocate values like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
-        `wanted`."""
+        `outputs`."""
         source = TensorSource(torch.empty(like.shape, dtype=like.dtype, device=like.device))
         if plan is None:
             return source
-        blocks, transposed_blocks = plan.others
+        blocks, transposed_blocks = plan.smaller_blocks
         if blocks is not None or transposed_blocks is not None:
-            ((of_rows, of_cols),) = amax_kernels.plan_amaxes(like.shape, blocks, transposed_blocks).grids(like, 1)
-            source.blocks = AmaxRequest(blocks, transposed_blocks, (of_rows, of_cols))
+            (grids,) = amax_kernels.plan_amaxes(like.shape, blocks, transposed_blocks).grids(like, 1)
+            source.blocks = AmaxRequest(blocks, transposed_blocks, grids)
         if source.blocks is None or any(plan.by_whole):
             source.amax = workspace.zero(like.device)
         if plan.nan_flag is NanFlag.MEASURED:
@@ -117,57 +115,22 @@ class TensorSource(OperandProducer):
         return source
 
     @property
-    def wanted(self) -> KernelOutputs:
+    def outputs(self) -> KernelOutputs:
         """Kernel outputs that fill all fields."""
-        return KernelOutputs(high=self.like, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
+        return KernelOutputs(high=self.prototype, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
 
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        return TensorSource.emit_all([self], [outputs])[0]
-
-    @staticmethod
-    def emit_all(producers: Sequence[TensorSource], outputs: Sequence[KernelOutputs]) -> Sequence[Targets]:
-        """Write the same kind of outputs of several similar matrices (`quantize_gradients`) with one kernel. If random
-        words are needed, a kernel takes at most `KEYS` matrices."""
-        values, (request, request_t, high, amax, nan_flag, sums, _) = [item.like for item in producers], outputs[0]
-        if len(values) > KEYS and any(item is not None and item.words is not None for item in (request, request_t)):
-            head = producers[:KEYS], outputs[:KEYS]
-            return [*TensorSource.emit_all(*head), *TensorSource.emit_all(producers[KEYS:], outputs[KEYS:])]
-        if nan_flag is None and sums is None and high is None:
-            if request is not None:
-                return quantize_kernels.quantize_matrices(values, outputs, producers[0].swizzle)
-            if request_t is not None and amax is None:
-                results = quantize_kernels.quantize_matrices(
-                    [x.t() for x in values], [KernelOutputs(item.columnwise) for item in outputs]
-                )
-                return [(None, output) for output, _ in results]
-        return activation_kernels.quantize_gradients(values, outputs)
-
-    def measured(self, plan: KernelPlan | None = None) -> TensorSource:
-        """Return self, since the values are in memory already."""
+    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
+        """Return self."""
         return self
 
 
-def is_by_amax(spec: QuantSpec | None) -> bool:
-    """True if quantizing needs the amax of the whole matrix and no other statistic."""
-    if spec is None or spec.scaling.history or spec.scaling.random_hadamard:
-        return False
-    copy = spec.format.copies[Orientation.ROWWISE]
-    return copy.scale.block_shape == (ALL, ALL) and copy.amax is None
-
-
-def are_by_amax(specs: SpecPair) -> bool:
-    """True if `is_by_amax` holds for both specs."""
-    return is_by_amax(specs[0]) and is_by_amax(specs[1])
-
-
-def are_by_rows(specs: SpecPair) -> bool:
-    """True if both specs quantize by the amaxes of rows and need no other statistic."""
+def scale_by_blocks(block_shape: Pair, specs: Iterable[QuantSpec | None]) -> bool:
+    """True if all specs quantize by the amaxes of such blocks and need no other statistic."""
     for spec in specs:
         if spec is None or spec.scaling.history or spec.scaling.random_hadamard:
             return False
         copy = spec.format.copies[Orientation.ROWWISE]
-        if copy.scale.block_shape != _ROWS.block_shape or copy.amax is not None:
+        if copy.scale.block_shape != block_shape or copy.amax is not None:
             return False
     return True
 
@@ -175,7 +138,7 @@ def are_by_rows(specs: SpecPair) -> bool:
 def row_amaxes(specs: SpecPair, like: Tensor, both: bool) -> BothAmaxes:
     """Zeroed memory for the amaxes of rows of a matrix like `like` [..., C] and, if `both`, of columns. (None, None)
     unless the specs quantize by row amaxes."""
-    if not are_by_rows(specs):
+    if not scale_by_blocks(_ROWS.block_shape, specs):
         return None, None
     plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
     return plan.grids(like, 1)[0]
@@ -188,7 +151,7 @@ def can_quantize(dtype: torch.dtype, specs: SpecPair) -> bool:
     return dtype in kernel_dispatch.KERNEL_DTYPES and are_narrow
 
 
-def is_emulated(spec: QuantSpec | None, dtype: torch.dtype, capability: Capability | None) -> bool:
+def products_read_values(spec: QuantSpec | None, dtype: torch.dtype, capability: Capability | None) -> bool:
     """True if products read a matrix of `dtype`, quantized by `spec`, as values: no product of the hardware has such
     codes."""
     if spec is None or capability is None or dtype is not torch.bfloat16:  # products read another dtype
@@ -223,7 +186,7 @@ class DirectionPlan:
     `OperandPlan`, for the matrix and for its transposed codes.
 
     Attributes:
-        measured: blocks with amaxes that the kernel needs as input.
+        amax_blocks: blocks with amaxes that the kernel needs as input.
         wraps: Triton does not support a dtype of the result.
     """
 
@@ -249,14 +212,14 @@ class DirectionPlan:
         )  # fmt: skip
         rows, cols = shape[0], shape[1] + padding(shape[1], self.kernel_spec)
         blocks = copy.block if block_input else None if copy.amax is None else copy.amax.block_shape
-        self.measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
+        self.amax_blocks = None if blocks is None else BlockAmaxes(blocks, hadamard)
         self.shard, self.transposed_shard = sharding.whole((rows, cols)), sharding.whole((cols, rows))
         self.wraps = ready and hides_from_kernels(copy)
 
     def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> QuantizeRequest:
         """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the kernel needs them. `nan_flag`:
         the scalar, if there is one."""
-        if self.measured is None:
+        if self.amax_blocks is None:
             amaxes = None
         kernel_spec = self.kernel_spec
         random_bits = words(self.shard) if words is not None and self.spec.scaling.stochastic_rounding else None
@@ -285,8 +248,8 @@ class DirectionPlan:
         return QuantizedStorage(self.spec, shard, components, products=self.products[transposed])
 
 
-MeasuredBlocks = tuple[BlockAmaxes | None, BlockAmaxes | None]
-"""Blocks to measure amaxes of, in a matrix and in its transpose."""
+BlocksOfBoth = tuple[BlockAmaxes | None, BlockAmaxes | None]
+"""Blocks of a matrix and of its transpose."""
 
 
 class KernelPlan(OperandPlan):
@@ -299,9 +262,10 @@ class KernelPlan(OperandPlan):
         stored: codes and scales must be laid out as formats store them, since other code than products reads them.
 
     Attributes:
-        measured: blocks with amaxes that a kernel measures.
-        others: the same if the amax of the whole matrix is known, which the directions with `by_whole` use.
-        reads_values: a GEMM reads the values themselves, or they must be measured before they are quantized.
+        amax_blocks: blocks with amaxes that a kernel measures.
+        smaller_blocks: the same if the amax of the whole matrix is known, which the directions with `by_whole` use.
+        keeps_values: a GEMM reads the values themselves.
+        reads_values: the same, or they must be measured before they are quantized.
         by_amax, by_rows: quantizing needs the amax of the whole matrix, or of its rows, and no other statistic.
         nan_flag: where a value that is not finite shows; None if it does not matter.
         has_scalar, sets_flag: kernels need a scalar for it; the quantizing kernel sets the scalar.
@@ -327,13 +291,13 @@ class KernelPlan(OperandPlan):
             self.rowwise = DirectionPlan(
                 spec, shape, self.products, delayed=delayed, shared=self.shared, has_flag=has_flag,
                 ready=not stored and is_ready(spec, shape, capability),
-                decodes=num_transient >= 1 and (turned or is_emulated(spec, dtype, capability)),
+                decodes=num_transient >= 1 and (turned or products_read_values(spec, dtype, capability)),
             )  # fmt: skip
         if (spec := self.transposed) is not None:
             self.columnwise = DirectionPlan(
                 spec, shape[::-1], self.products[1:], delayed=delayed, shared=False, has_flag=has_flag,
                 ready=not stored and is_ready(spec, shape[::-1], capability),
-                decodes=num_transient >= 2 and is_emulated(spec, dtype, capability),
+                decodes=num_transient >= 2 and products_read_values(spec, dtype, capability),
             )  # fmt: skip
         self._plan_amaxes(delayed)
         directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
@@ -348,33 +312,32 @@ class KernelPlan(OperandPlan):
 
     def _plan_amaxes(self, delayed: bool) -> None:
         blocks, transposed_blocks = (
-            None if direction is None or (delayed and direction.kernel_spec.given) else direction.measured
+            None if direction is None or (delayed and direction.kernel_spec.given) else direction.amax_blocks
             for direction in (self.rowwise, self.columnwise)
         )
         by_whole, by_whole_t = self.by_whole = blocks == _WHOLE, transposed_blocks == _WHOLE
-        self.measured: MeasuredBlocks = blocks, None if all(self.by_whole) else transposed_blocks
-        self.others: MeasuredBlocks = None if by_whole else blocks, None if by_whole_t else transposed_blocks
+        self.amax_blocks: BlocksOfBoth = blocks, None if all(self.by_whole) else transposed_blocks
+        self.smaller_blocks: BlocksOfBoth = None if by_whole else blocks, None if by_whole_t else transposed_blocks
         (first, second), usage = self.specs, self.usage
         plain = (usage.for_first_gemm and first is None) or (usage.for_wgrad and second is None)
         directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
-        measures = not delayed and needs_amax(*[direction.spec for direction in directions])
-        self.by_amax = measures and not plain and all(is_by_amax(direction.spec) for direction in directions)
-        self.by_rows = measures and not plain and all(direction.measured == _ROWS for direction in directions)
-        self.reads_values = plain or measures
+        specs = [direction.spec for direction in directions]
+        measures = not delayed and needs_amax(*specs)
+        self.by_amax = measures and not plain and scale_by_blocks(_WHOLE.block_shape, specs)
+        self.by_rows = measures and not plain and all(direction.amax_blocks == _ROWS for direction in directions)
+        self.keeps_values, self.reads_values = plain, plain or measures
 
     def measure(
         self, sources: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
         `nan_flags` of matrices that are not finite become NaN, if scales record it."""
-        blocks, blocks_t = self.measured if sources[0].amax is None else self.others
-        grids: Sequence[BothAmaxes]
+        blocks, blocks_t = self.amax_blocks if sources[0].amax is None else self.smaller_blocks
+        grids: Sequence[BothAmaxes] = [(None, None)] * len(sources)
         if sources[0].blocks is not None:
             grids = [(None, None) if item.blocks is None else item.blocks.grids for item in sources]
         elif blocks is not None or blocks_t is not None:
-            grids = amax_kernels.block_amaxes([item.like for item in sources], blocks, blocks_t, nan_flags)
-        else:
-            grids = [(None, None)] * len(sources)
+            grids = amax_kernels.block_amaxes([item.prototype for item in sources], blocks, blocks_t, nan_flags)
         by_whole, by_whole_t = self.by_whole
         results = list[BothAmaxes]()
         for item, (amax, amax_t) in zip(sources, grids, strict=True):
@@ -386,9 +349,25 @@ class KernelPlan(OperandPlan):
             ))  # fmt: skip
         return results
 
+    def quantize(
+        self, values: Sequence[Tensor], outputs: Sequence[KernelOutputs], weights: SwizzleRequest | None = None
+    ) -> Sequence[Targets]:
+        """Write the outputs of several similar matrices with one kernel, which takes at most `KEYS` matrices if it
+        draws random words. `weights`: weights that the same kernel may lay out."""
+        if self.draws and len(values) > KEYS:
+            return [*self.quantize(values[:KEYS], outputs[:KEYS]), *self.quantize(values[KEYS:], outputs[KEYS:])]
+        if not self.sets_flag and not self.usage.sums:
+            if self.rowwise is not None:
+                return quantize_kernels.quantize_matrices(values, outputs, weights)
+            if self.columnwise is not None and outputs[0].amax is None:
+                transposed = [KernelOutputs(item.columnwise) for item in outputs]
+                results = quantize_kernels.quantize_matrices([x.t() for x in values], transposed)
+                return [(None, output) for output, _ in results]
+        return activation_kernels.quantize_gradients(values, outputs)
+
     def swizzle_request(self, weight_operands: WeightOperands | None) -> SwizzleRequest | None:
         """Swizzling of the first GEMM's weights that the quantizing kernel can do too. None if the weights wait for a
-        nan flag, or are multiplied with values."""
+        nan flag, are multiplied with values, or are read one at a time."""
         if weight_operands is None or not weight_operands.reads_together:
             return None
         if self.rowwise is None or self.rowwise.kernel_spec.decoded or self.nan_flag is NanFlag.PRODUCTS:

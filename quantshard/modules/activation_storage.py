@@ -35,7 +35,7 @@ from quantshard.state_storage import FP8_STATE
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
-    from quantshard.gemm.producers import TensorSource
+    from quantshard.kernels.fused.activation import quantize_gradients
     from quantshard.kernels.quantize.targets import KernelOutputs, QuantizeRequest, QuantizeSpec
 
 HIGH_PRECISION: Final = "high_precision"
@@ -152,9 +152,7 @@ def _by_kernels(spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
     kernel_spec = QuantizeSpec(spec.format.copies[Orientation.ROWWISE], spec.scaling)
     requests = [KernelOutputs(QuantizeRequest(kernel_spec), nan_flag=workspace.zero(x.device)) for x in rows]
     tensors: list[Tensor] = []
-    for (output, _), request in zip(
-        TensorSource.emit_all(list(map(TensorSource, rows)), requests), requests, strict=True
-    ):
+    for (output, _), request in zip(quantize_gradients(rows, requests), requests, strict=True):
         assert output is not None and request.nan_flag is not None
         tensors += [output.codes, output.scale, request.nan_flag]
     return tensors

@@ -30,9 +30,9 @@ from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import norm as norms
 from quantshard.modules import rotary
-from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.contexts.context import autocast_input
 from quantshard.modules.layernorm_mlp import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.rotary import RotaryEmbedding
@@ -81,11 +81,7 @@ def backend_order(
 
 
 def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run PyTorch's scaled_dot_product_attention on the first of `backends` that works.
-
-    Raises:
-        ConfigurationError: no backend works.
-    """
+    """Run PyTorch's scaled_dot_product_attention on the first of `backends` that works."""
     if not backends:
         return F.scaled_dot_product_attention(q, k, v, **options)
     try:
@@ -214,7 +210,7 @@ class DotProductAttention(nn.Module):
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = [checks.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
+        q, k, v = [autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         unmasked = visible is None and self._dropout == 0
         backends = backend_order(self.attention_backend, q.device, q.dtype, self.kv_channels, unmasked)
@@ -456,7 +452,8 @@ class MultiheadAttention(CompositeModule):
         """Split [..., features], or take its three parts, into queries [..., h, d], keys and values [..., groups, d];
         rotate queries and keys."""
         layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
-        heads, groups = self._local_heads()
+        tp_size = self.core_attention.tp_size
+        heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
         rotates_projection = not self.interleaved and self.q_norm is None
         if rotates_projection and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))
@@ -469,11 +466,6 @@ class MultiheadAttention(CompositeModule):
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
-
-    def _local_heads(self) -> tuple[int, int]:
-        """Return this rank's number of query heads, and of key and value heads."""
-        tp_size = self.core_attention.tp_size
-        return self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
 
     def _split(self, qkv: Tensor | Sequence[Tensor], heads: int, groups: int) -> Sequence[Tensor]:
         if not isinstance(qkv, Tensor):

@@ -15,13 +15,12 @@ one operator, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, limits, private_torch
-from quantshard.errors import UnsupportedOperationError
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.gemm import operands
 from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
@@ -96,8 +95,8 @@ def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple
     """Apply a normalization and a linear layer. Returns the outputs [..., out_features] and x + residual (None without
     residual)."""
     if isinstance(layer, TracedLinear):
-        return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
-    policy = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, operands.is_large(front.x)))
+        return _traced("norm_linear", front, [layer], [_remakes(layer, False, True)])
+    policy = functional.saved_input_policy(layer.weights, _remakes(layer, False, operands.is_large(front.x)))
     *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, policy), *layer.tensors)
     return outputs, total
 
@@ -118,54 +117,43 @@ def mlp(
     """
     if storage is not AS_IS:
         storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
+    is_traced = isinstance(fc1, TracedLinear)
+    remakes = [
+        front.normalization is not None and _remakes(fc1, recomputes, is_traced or operands.is_large(front.x)),
+        _remakes(fc2, recomputes, False),
+    ]
     if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
-        remakes = [
-            front.normalization is not None and _remakes_in_graph(fc1.setting, recomputes, True),
-            _remakes_in_graph(fc2.setting, recomputes, False),
-        ]
         (out,), total = _traced("mlp", front, [fc1, fc2], remakes, (activation, storage.name))
         return out, total
     assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
-    remakes = [
-        front.normalization is not None and _remakes(fc1.call.recipe, recomputes, operands.is_large(front.x)),
-        _remakes(fc2.call.recipe, recomputes, False),
+    policies = [
+        functional.saved_input_policy(fc.weights, remake) for fc, remake in zip((fc1, fc2), remakes, strict=True)
     ]
-    policies = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
     options = (front.normalization, fc1, activation, fc2, policies, storage)
     out, total = _MLPFunction.apply(*front[:_FRONT], options, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
-class SavedInputPolicy(NamedTuple):
-    """How wgrad gets its input operand. `codes`: forward keeps the codes. `requantizes`: backward quantizes the input
-    again."""
-
-    codes: bool
-    requantizes: bool
-
-    @staticmethod
-    def of(layer: PreparedLinear, remakes: bool) -> SavedInputPolicy:
-        """Return the policy of a layer; `remakes`: backward can quantize the input again."""
-        needs_input = functional.needs_wgrad(layer.weights)
-        return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
-
-
-def _remakes(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
+def _remakes(layer: PreparedLinear | TracedLinear, recomputes: bool, cheap: bool) -> bool:
     """Return True if backward quantizes normalized rows or an activation again.
 
     `recomputes`: recomputation was requested. `cheap`: there are many normalized rows. If forward's amax is enough to
     quantize them again in one read, that is always done, because it costs less than keeping the codes until backward.
     """
-    if not recomputes:
-        pair = recipe.activations[TensorRole.INPUT]
-        if not cheap or None in pair or not operands.scales_by_one_amax(pair):
-            return False
-    return not recipe.input_draws
+    if isinstance(layer, TracedLinear):
+        return _remakes_in_graph(layer.setting, recomputes, cheap)
+    return _remakes_by(layer.call.recipe, recomputes, cheap)
+
+
+def _remakes_by(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
+    pair = recipe.activations[TensorRole.INPUT]
+    is_free = cheap and None not in pair and operands.scales_by_one_amax(pair)
+    return (recomputes or is_free) and not recipe.input_draws
 
 
 @private_torch.constant_in_graphs
 def _remakes_in_graph(setting: str, recomputes: bool, cheap: bool) -> bool:
-    return _remakes(context.setting(setting).recipe, recomputes, cheap)
+    return _remakes_by(context.setting(setting).recipe, recomputes, cheap)
 
 
 def _traced(
@@ -200,11 +188,6 @@ def _of_front(ctx: Any, dz: Tensor | None, dweight: Tensor | None, dbias: Tensor
     return [dz if x else None, dz if residual else None, dweight, dbias]
 
 
-def _no_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-
-
 def _run_norm_linear(
     front: NormInput, layer: PreparedLinear, keeps: bool
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
@@ -222,13 +205,13 @@ class _NormLinearFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        others: tuple[Normalization, PreparedLinear, SavedInputPolicy],
+        others: tuple[Normalization, PreparedLinear, functional.SavedInputPolicy],
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         normalization, layer, policy = others
         front = NormInput(x, residual, weight, bias, normalization)
-        outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.codes)
+        outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.keeps)
         ctx.rule = normalization.rule
         ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.requantizes)
         ctx.save_for_backward(*norm, *layer_tensors)
@@ -236,7 +219,7 @@ class _NormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _no_second_derivative()
+        functional.refuse_second_derivative()
         *output_grads, total_grad = grads
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
         front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
@@ -308,9 +291,8 @@ class _MLPFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         normalization, fc1, activation, fc2, policies, storage = others  # from `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
-        out, norm, between, wgrad_operands = _run_mlp(
-            front, fc1, activation, fc2, [policy.codes for policy in policies]
-        )
+        keeps = [policy.keeps for policy in policies]
+        out, norm, between, wgrad_operands = _run_mlp(front, fc1, activation, fc2, keeps)
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].requantizes)
         ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].requantizes)
@@ -321,7 +303,7 @@ class _MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _no_second_derivative()
+        functional.refuse_second_derivative()
         dout, total_grad = grads
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.kernels import workspace
@@ -135,11 +136,11 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
     if front.normalization is None:
         return NO_NORM, TensorSource(epilogue.matrix(private_torch.plain(front.x)))
     specs = recipe.activations[TensorRole.INPUT]
-    amax = workspace.zero(front.x.device) if producers.are_by_amax(specs) else None
-    of_rows = producers.row_amaxes(specs, front.x, keeps)
-    norm = NormBackward.of(front, amax, of_rows)
+    amax = workspace.zero(front.x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
+    row_col_amaxes = producers.row_amaxes(specs, front.x, keeps)
+    norm = NormBackward.of(front, amax, row_col_amaxes)
     source = norm.normalized(front.normalization.rule)
-    source.amax, source.of_rows = amax, of_rows
+    source.amax, source.row_col_amaxes = amax, row_col_amaxes
     return norm, source
 
 
@@ -209,7 +210,7 @@ def through_activation(
         # usages differ if one weight or bias is frozen
         same_usage = all(item.usage == requests[0].usage for item in requests)
         sources = [TensorSource.empty(gate, item.plan if same_usage else None) for item in requests]
-        _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
+        _activation_backward(rows, gate, up, activation, [item.outputs for item in sources])
         if same_usage and not is_large:
             return iter(operands_together(requests, sources, weight_operands))
         return _one_by_one(requests, sources)
@@ -219,7 +220,7 @@ def through_activation(
     if requests[0].watching is not None:
         # all parts are observed, not only the first
         sources = [TensorSource.empty(gate) for _ in requests]
-        _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
+        _activation_backward(rows, gate, up, activation, [item.outputs for item in sources])
         for item, source, result in zip(requests, sources, results, strict=True):
             item.show(source, result)
     return iter(results)
@@ -259,7 +260,7 @@ def _one_at_a_time(
 def _emptying(request: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
     """Pop the only source of a list and quantize it. If its values are needed first, the source is released before they
     are quantized."""
-    return request.run(sources.pop().measured(request.plan) if request.plan.reads_values else sources.pop())
+    return request.run(sources.pop().in_memory(request.plan) if request.plan.reads_values else sources.pop())
 
 
 def _activation_backward(

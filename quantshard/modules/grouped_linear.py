@@ -24,7 +24,7 @@ from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
-from quantshard.modules.gemms import functional, grouped, grouped_plain, linear_state
+from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import storage as storages
@@ -170,7 +170,7 @@ class GroupedLinear(QuantizedModule):
         if isinstance(splits, Tensor):
             plain = self._plain_together(tokens)
             if plain is not None:
-                return grouped_plain.grouped_linear(tokens, splits, *plain)
+                return grouped.plain_grouped_linear(tokens, splits, *plain)
             splits = self._fitting_splits(self._read(splits), tokens.shape[0])
         return self._one_by_one(tokens, splits)
 
@@ -200,7 +200,7 @@ class GroupedLinear(QuantizedModule):
         weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
-        call = recompute.linear_context((id(self), "experts"), True, self.training)
+        call = recompute.linear_context((id(self), ("experts",)), True, self.training)
         block = hardware.block_together(call.recipe)
         if block is None:
             if call.strict:
@@ -233,9 +233,9 @@ class GroupedLinear(QuantizedModule):
             return None
         parameters = private_torch.registered_parameters(self, self._weight_names)
         weights: list[Tensor] = [weight for weight in parameters if weight is not None]
-        if not grouped_plain.multiplies(tokens, weights):
+        if not grouped.multiplies_plain(tokens, weights):
             return None
-        call = recompute.linear_context((id(self), "experts"), False, self.training)
+        call = recompute.linear_context((id(self), ("experts",)), False, self.training)
         return None if call.recipe.table else (weights, self._added_biases())
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class GroupedLinear(QuantizedModule):
         if not is_integer or m_splits.shape != (experts,):
             raise ConfigurationError(
                 f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be of "
-                f"integers [{experts}], a number for each of the {experts} experts{self._here()}"
+                f"integers [{experts}], the number of rows of each expert on this rank"
             )
         if m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
             return self._fitting_splits(m_splits.tolist(), rows)
@@ -302,14 +302,11 @@ class GroupedLinear(QuantizedModule):
         """Check splits and return them."""
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
             raise ConfigurationError(
-                f"GroupedLinear: m_splits {_shown(splits)} has {len(splits)} entries that sum to {sum(splits)}; it "
-                f"must have one of 0 or more for each of the {len(self._layers)} experts{self._here()}, and sum to the "
-                f"{tokens} rows of the input"
+                f"GroupedLinear: m_splits has {len(splits)} entries from {min(splits, default=0)} that sum to "
+                f"{sum(splits)}; it must have {len(self._layers)} of 0 or more that sum to the {tokens} rows of the "
+                "input"
             )
         return splits
-
-    def _here(self) -> str:
-        return "" if len(self._layers) == self.num_gemms else f" of the {self.num_gemms} on this rank"
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         state = super()._linear_state(weights, recipe, prefix)
@@ -318,8 +315,8 @@ class GroupedLinear(QuantizedModule):
             return state
         # an expert gets the tokens of all ranks of the axis
         axes = [mesh.get_group() for mesh in (expert_axis, self.tp_mesh) if mesh is not None]
-        state = replace(state, data_group=tuple(axes))
-        return replace(state, amax_group=private_torch.other_axes(expert_axis)) if recipe.histories else state
+        amax_group = private_torch.other_axes(expert_axis) if recipe.histories else None
+        return replace(state, data_group=tuple(axes), amax_group=amax_group)
 
     def is_held_elsewhere(self, key: str) -> bool:
         """Return True if a state dict key, without this module's prefix, belongs to an expert of another rank."""
@@ -348,7 +345,3 @@ class GroupedLinear(QuantizedModule):
             f"num_gemms={self.num_gemms}{local}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}{self._formats_repr()}"
         )
-
-
-def _shown(splits: list[int]) -> str:
-    return str(splits) if len(splits) <= 16 else f"[{', '.join(map(str, splits[:16]))}, ...]"

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
+from quantshard.distributed import tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
-from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
-from quantshard.modules.base.projections import split_sizes
+from quantshard.modules.base.projections import Projection, split_sizes
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
@@ -78,11 +78,7 @@ def is_gated(activation: str) -> bool:
 def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """Apply one of `ACTIVATIONS` to x [...], in its dtype. A gated activation multiplies by `up`, which has the shape
     of x."""
-    if _has_kernels(x, up):
-        out = _KernelActivation.apply(x, up, activation)
-    else:
-        out = _OracleActivation.apply(x, up, _curve(activation))
-    return cast(Tensor, out)
+    return cast(Tensor, _Activation.apply(x, up, activation, AS_IS))
 
 
 def activate_stored(
@@ -96,7 +92,7 @@ def activate_stored(
     recomputed = RecomputedInput(partial(_activate_again, activation, storage, x.dtype), tuple(tensors))
     if storage is AS_IS:
         return activate(x, activation, up), recomputed
-    return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *tensors)), recomputed
+    return cast(Tensor, _Activation.apply(x, up, activation, storage, *tensors)), recomputed
 
 
 def _activate_again(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
@@ -126,35 +122,6 @@ def _value(x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
     return private_torch.cast(out if up is None else out * up.float(), x.dtype)
 
 
-class _OracleActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
-        ctx.save_for_backward(x, up)
-        ctx.curve = curve
-        return _value(x, up, curve)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, up = ctx.saved_tensors
-        return *_gradients(grads[0], x, up, ctx.curve), None
-
-
-class _KernelActivation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: str) -> Tensor:
-        x, up = private_torch.plain(x), None if up is None else private_torch.plain(up)
-        ctx.save_for_backward(x, up)
-        ctx.activation = activation
-        return _value_by_kernel(x, up, activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
-            return *_gradients(grads[0], x, up, _curve(ctx.activation)), None
-        return *_gradients_by_kernel(private_torch.plain(grads[0]), x, up, ctx.activation), None
-
-
 def _value_by_kernel(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     gate, up_rows = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
@@ -172,33 +139,58 @@ def _gradients_by_kernel(dy: Tensor, x: Tensor, up: Tensor | None, activation: s
     return dx.view(x.shape), None if dup is None else dup.view(x.shape)
 
 
-class _StoredActivation(torch.autograd.Function):
-    """An activation with a backward that reads its inputs from `kept`, the tensors that a storage keeps of them."""
+class _Activation(torch.autograd.Function):
+    """An activation, whose backward reads its inputs from `kept`, the tensors that a storage keeps of them (default:
+    the inputs)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, up: Tensor | None, activation: str, storage: ActivationStorage, *kept: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(*kept)
         ctx.activation, ctx.storage, ctx.shape, ctx.dtype = activation, storage, x.shape, x.dtype
-        if not _has_kernels(x, up):
-            return _value(x, up, _curve(activation))
-        return _value_by_kernel(private_torch.plain(x), None if up is None else private_torch.plain(up), activation)
+        by_kernel = _has_kernels(x, up)
+        if by_kernel:
+            x, up = private_torch.plain(x), None if up is None else private_torch.plain(up)
+        ctx.save_for_backward(*(kept or (x, up)))
+        return _value_by_kernel(x, up, activation) if by_kernel else _value(x, up, _curve(activation))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(limits.refusal("derivative of codes", f"activation {ctx.activation!r}"))
-        tensors = list(ctx.saved_tensors)
-        x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(tensors, ctx.dtype))
-        up, dy = ups[0] if ups else None, private_torch.plain(grads[0])
-        by_kernel = _has_kernels(x, up)
-        kernel_grads = _gradients_by_kernel(dy, x, up, ctx.activation) if by_kernel else None
-        dx, dup = kernel_grads or _gradients(dy, x, up, _curve(ctx.activation))
-        return dx, dup, None, None, *[None] * len(ctx.needs_input_grad[4:])
+        x, *ups = tensors = list(ctx.saved_tensors)
+        no_gradients = [None] * len(ctx.needs_input_grad[2:])
+        if ctx.storage.spec is not None:
+            if torch.is_grad_enabled():
+                raise UnsupportedOperationError(limits.refusal("derivative of codes", f"activation {ctx.activation!r}"))
+            x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(tensors, ctx.dtype))
+        up = ups[0] if ups else None
+        # with create_graph=True: kernels have no derivative
+        if torch.is_grad_enabled() or not _has_kernels(x, up):
+            return *_gradients(grads[0], x, up, _curve(ctx.activation)), *no_gradients
+        return *_gradients_by_kernel(private_torch.plain(grads[0]), x, up, ctx.activation), *no_gradients
 
 
-class LayerNormLinear(QuantizedModule):
+class _NormedModule(QuantizedModule):
+    """Base of modules that start with a normalization."""
+
+    return_bias: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+
+    def _with_extras(
+        self, out: Any, layer: Projection, dtype: torch.dtype, normed: Tensor | None, totals: tuple[Tensor, ...] = ()
+    ) -> Any:
+        """The output alone, or with the bias of its layer, the normalized input and `totals`."""
+        extras: tuple[Tensor | None, ...] = (self._joined_bias(layer, dtype),) if self.return_bias else ()
+        if normed is not None and self.return_layernorm_output:
+            if self.return_layernorm_output_gathered and self.sequence_parallel:
+                # the gradient is whole on each rank
+                normed = tensor_parallel.join_rows(normed, self.tensor_parallel_of(None))
+            extras += (normed,)
+        extras += totals
+        return (out, *extras) if extras else out
+
+
+class LayerNormLinear(_NormedModule):
     """A normalization followed by a linear layer: y = norm(x) @ weight^T + bias.
 
     The normalization runs in high precision, the GEMMs run as in `Linear`. Parameters: `layer_norm_weight`,
@@ -273,14 +265,8 @@ class LayerNormLinear(QuantizedModule):
         else:
             normed, _ = front.normalized()
             outputs = self._project(normed, self._layer, with_bias=not self.return_bias, prepared=layer)
-        out = (
-            outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
-        )
-        extras: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
-        if self.return_layernorm_output:
-            assert normed is not None
-            extras += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
-        return (out, *extras) if extras else out
+        out = self._joined(outputs, self.separate_outputs)
+        return self._with_extras(out, self._layer, inp.dtype, normed)
 
     def extra_repr(self) -> str:
         return (
@@ -289,7 +275,7 @@ class LayerNormLinear(QuantizedModule):
         )
 
 
-class LayerNormMLP(QuantizedModule):
+class LayerNormMLP(_NormedModule):
     """A normalization and a two-layer MLP: y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
@@ -390,7 +376,7 @@ class LayerNormMLP(QuantizedModule):
             residual: tensor of the input's shape, added to the input before the normalization, in the same kernel.
         """
         inp = self._input(inp)
-        residual = None if residual is None else checks.autocast_input(residual)
+        residual = None if residual is None else context.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._prepare(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
@@ -408,13 +394,7 @@ class LayerNormMLP(QuantizedModule):
             (out,) = self._project(
                 hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=recomputed
             )
-        extras: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
-        if self.return_layernorm_output:
-            assert normed is not None
-            extras += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
-        if residual is not None:
-            extras += (total,)
-        return (out, *extras) if extras else out
+        return self._with_extras(out, self._fc2, inp.dtype, normed, () if total is None else (total,))
 
     def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
         storage = STORAGES[self.activation_storage]

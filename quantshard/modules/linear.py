@@ -83,9 +83,7 @@ class Linear(QuantizedModule):
             FallbackError: `autocast` is strict and a GEMM would fall back.
         """
         outputs = self._project(inp, self._layer, with_bias=not self.return_bias)
-        out = (
-            outputs if self.separate_outputs else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
-        )
+        out = self._joined(outputs, self.separate_outputs)
         return (out, self._joined_bias(self._layer, outputs[0].dtype)) if self.return_bias else out
 
     def extra_repr(self) -> str:

@@ -26,6 +26,7 @@ from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.process_groups import world
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
+from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.base.module import QuantizedModule
 
@@ -54,33 +55,26 @@ def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
-class NormGradMask(NamedTuple):
-    """Flags for the gradients that are needed."""
-
-    x: bool
-    weight: bool
-    bias: bool
-
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of x, weight and bias."""
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: NormConfig, needed: NormGradMask
+    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: NormConfig, needs: Sequence[bool]
 ) -> Gradients:
+    needs_x, needs_weight, needs_bias = needs
     unit, scale = _unit(x.float(), rule.eps, rule.centered)
     dy = dy.float()
     dx = dweight = dbias = None
-    if needed.x:
+    if needs_x:
         dunit = dy * (weight.float() + rule.offset)
         dx = dunit - unit * (dunit * unit).mean(-1, keepdim=True)
         if rule.centered:
             dx = dx - dunit.mean(-1, keepdim=True)
         dx = (dx * scale).to(x.dtype)
-    if needed.weight:
+    if needs_weight:
         dweight = (dy * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-    if needed.bias and bias_dtype is not None:
+    if needs_bias and bias_dtype is not None:
         dbias = dy.reshape(-1, x.shape[-1]).sum(0).to(bias_dtype)
     return dx, dweight, dbias
 
@@ -101,7 +95,7 @@ class _OracleNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        input_grads = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, NormGradMask(*ctx.needs_input_grad[:3]))
+        input_grads = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, ctx.needs_input_grad[:3])
         return *input_grads, None, None, None
 
 
@@ -136,13 +130,13 @@ class _KernelNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, sum_grad = grads
         z, weight, bias, *statistics = ctx.saved_tensors
-        grad_mask = NormGradMask(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
+        needs = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4]
         bias_dtype = None if bias is None else bias.dtype
         if dy is None:
             dx, dweight, dbias = sum_grad, None, None
         elif torch.is_grad_enabled():
             # create_graph=True: kernels have no derivative
-            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, grad_mask)
+            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, needs)
             dx = dx if dx is None or sum_grad is None else dx + sum_grad
         else:
             dx, dweight, dbias = norm_kernel.norm_backward(
@@ -151,7 +145,7 @@ class _KernelNorm(torch.autograd.Function):
                 norm_kernel.NormStatistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
                 residual_gradient=None if sum_grad is None else private_torch.plain(sum_grad),
-                for_parameters=grad_mask.weight or grad_mask.bias,
+                for_parameters=any(needs[1:]),
             )
             dweight = None if dweight is None else kernel_dispatch.rounded(dweight, weight.dtype)
             dbias = None if dbias is None or bias_dtype is None else kernel_dispatch.rounded(dbias, bias_dtype)
@@ -248,7 +242,10 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{self.normalization.kind}(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group"
             )
-        return self._normalized(self.normalization, inp)
+        weight, bias = self.whole_on_rows("weight", "bias")
+        if weight.is_meta and not inp.is_meta:
+            raise checks.no_values(self.label("weight"))
+        return self.normalization(inp, weight, bias)
 
     def extra_repr(self) -> str:
         return str(self.normalization).partition("(")[2].removesuffix(")")

@@ -14,10 +14,10 @@ from quantshard.distributed import tensor_parallel
 from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.attention import AUTO, MultiheadAttention
-from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.contexts.context import autocast_input
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.rotary import RotaryEmbedding
@@ -146,7 +146,7 @@ class TransformerLayer(CompositeModule):
             checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
             rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
         """
-        hidden_states = checks.autocast_input(hidden_states)
+        hidden_states = autocast_input(hidden_states)
         attention_out: Tensor = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,

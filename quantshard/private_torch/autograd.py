@@ -13,9 +13,14 @@ import torch.fx.traceback
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from quantshard.private_torch.lookup import missing, needs_attributes, private_name, private_name_later
+from quantshard.private_torch.lookup import MissingName, missing, needs_attributes, private_name, private_name_later
 
 _task_id = private_name("torch._C._current_graph_task_id", "telling forward from backward, and so every layer,")
+top_saved_tensor_hooks = private_name(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "recomputation by torch.utils.checkpoint of layers that are quantized",
+    "recompute with quantshard.checkpoint",
+)
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
@@ -206,6 +211,14 @@ def current_backward() -> int | None:
     """Number of the innermost backward pass that autograd runs on this thread, or None."""
     number: int = _task_id()
     return None if number == -1 else number
+
+
+def may_be_checkpointed() -> bool:
+    """True if the calling code can run in a checkpointed region: without gradients, under saved-tensor hooks, or in
+    backward. Each call of a layer asks, and `checkpointed_regions` takes longer."""
+    if _task_id() != -1 or not torch.is_grad_enabled():
+        return True
+    return type(top_saved_tensor_hooks) is not MissingName and top_saved_tensor_hooks(True) is not None
 
 
 @needs_attributes("delayed scaling of gradients")

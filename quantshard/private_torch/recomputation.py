@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from quantshard.errors import TorchVersionError
-from quantshard.private_torch.autograd import current_backward
+from quantshard.private_torch.autograd import current_backward, top_saved_tensor_hooks
 from quantshard.private_torch.lookup import MissingName, missing, private_name
 
 _FEATURE = "recomputation by torch.utils.checkpoint of layers that are quantized"
@@ -24,7 +22,7 @@ def _name(path: str) -> Any:
     return private_name(path, _FEATURE, _INSTEAD)
 
 
-_top_hooks = _name("torch._C._autograd._top_saved_tensors_default_hooks")
+_top_hooks = top_saved_tensor_hooks
 _pop_hooks = _name("torch._C._autograd._pop_saved_tensors_default_hooks")
 _push_hooks = _name("torch._C._autograd._push_saved_tensors_default_hooks")
 _region_class = _name("torch.utils.checkpoint._CheckpointFrame")
@@ -66,12 +64,10 @@ def checkpointed_regions() -> CheckpointedRegions:
 
     PyTorch has no API for this. A non-reentrant region is the `_CheckpointFrame` that the saved-tensor hooks of its
     first forward hold and those of its recomputation refer to. A reentrant region is the `ctx` of
-    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. The search runs only
-    if a region is possible: without gradients, under saved-tensor hooks, or in backward.
+    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. `may_be_checkpointed`
+    tells, faster, whether there can be one.
     """
     backward = current_backward()
-    if backward is None and torch.is_grad_enabled() and (type(_top_hooks) is MissingName or _top_hooks(True) is None):
-        return NO_REGIONS
     if (error := missing(*_NAMES)) is not None:
         return NO_REGIONS if backward is None else CheckpointedRegions(unknown=error)
     by_hooks = _regions_of_hooks(backward)

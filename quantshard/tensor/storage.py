@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch, kernels, limits, numerics, private_torch
+from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
@@ -73,6 +73,7 @@ class QuantizedStorage:
             `arithmetic` finds their DTensors among FSDP2's parameters.
         products: the native products that have this operand on the left, with the facts that they were planned for.
             The plan of a layer shares this list between all operands that it makes.
+        gemm_views: views of components as GEMMs read them, see `gemm.backend`.
     """
 
     spec: QuantSpec
@@ -88,7 +89,7 @@ class QuantizedStorage:
     mesh: DeviceMesh | None = None
     products: list[Any] | None = field(default=None, repr=False)
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
-    _views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    gemm_views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def mark_written(self) -> None:
         """Record that the components have new values, and drop the initial values.
@@ -177,19 +178,6 @@ class QuantizedStorage:
         """True if the codes of that copy are present: a gather may bring only the copy that the pass needs."""
         copy = self.spec.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
-
-    def view(self, name: str, layout: Callable[[Tensor], Tensor]) -> Tensor:
-        """`layout` of a component. A view is kept while the component stays at its address, because every GEMM of a
-        layer would make the same one."""
-        part, key = self.components[name], (name, layout)
-        if kernels.tracing.on:
-            return layout(part)
-        view, address = self._views.get(key), part.data_ptr()
-        if view is None or view.data_ptr() != address:
-            view = layout(part)
-            if view.data_ptr() == address:
-                self._views[key] = view
-        return view
 
     def touched(self) -> dict[str, Tensor]:
         """Views of the component entries that this rectangle touches."""

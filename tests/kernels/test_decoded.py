@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 def emulated(yes: bool) -> Iterator[None]:
     """Within it operands are taken to be of products that are emulated, or of native ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(producers, "is_emulated", lambda *_: yes)
+        patch.setattr(producers, "products_read_values", lambda *_: yes)
         yield
 
 
@@ -128,16 +128,16 @@ def test_a_gradient_that_is_not_finite_makes_all_gradients_nan(name: str, yes: b
 
 def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capability without a product of a format; none of what is no NVIDIA GPU, or of another dtype."""
-    cells: dict[str, Callable[[tuple[int, int] | None, torch.dtype], bool]] = {}
+    reads_values, cells = producers.products_read_values, dict[str, recipe.QuantSpec | None]()
     for recipe_name in ("mxfp8", "nvfp4", "current", "block"):
-        cell, _ = recipe.resolve(recipe_name).activations[TensorRole.GRAD_OUTPUT]
-        cells[recipe_name] = lambda capability, dtype, cell=cell: producers.is_emulated(cell, dtype, capability)
-    hopper = {found: asked((9, 0), BF16) for found, asked in cells.items()}
+        cells[recipe_name], _ = recipe.resolve(recipe_name).activations[TensorRole.GRAD_OUTPUT]
+    hopper = {found: reads_values(cell, BF16, (9, 0)) for found, cell in cells.items()}
     assert hopper == {"mxfp8": True, "nvfp4": True, "current": False, "block": False}
-    blackwell = {found: asked((10, 0), BF16) for found, asked in cells.items()}
+    blackwell = {found: reads_values(cell, BF16, (10, 0)) for found, cell in cells.items()}
     assert blackwell == {"mxfp8": False, "nvfp4": False, "current": False, "block": True}
-    assert not any(asked(None, BF16) or asked((9, 0), torch.float32) for asked in cells.values())
-    assert not producers.is_emulated(None, BF16, (9, 0))
+    others = ((None, BF16), ((9, 0), torch.float32))
+    assert not any(reads_values(cell, dtype, capability) for cell in cells.values() for capability, dtype in others)
+    assert not reads_values(None, BF16, (9, 0))
     rowwise, role, usage = recipe.resolve("rowwise"), TensorRole.GRAD_OUTPUT, OperandUsage(True, True, num_transient=2)
     monkeypatch.setattr(hardware, "capability_of", lambda device: (9, 0))
     plan = producers.KernelPlan(rowwise, role, usage, values(32, 64), False, False)

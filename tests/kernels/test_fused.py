@@ -339,7 +339,7 @@ def test_backward_takes_the_amax_of_the_forward(
     measured: list[bool] = []
     emitted: list[bool] = []
     kind = fused_operands.OperandProducer
-    real, emit = kind.measured, kind.emit
+    real, emit = kind.in_memory, kind.emit
 
     def is_norm(source: fused_operands.OperandProducer) -> bool:
         return getattr(source.launch, "func", None) is fused_operands.norm_kernels.normalize_and_quantize
@@ -355,7 +355,7 @@ def test_backward_takes_the_amax_of_the_forward(
         return real(source, *plan)
 
     monkeypatch.setattr(kind, "emit", watched_emit)
-    monkeypatch.setattr(kind, "measured", watched_measured)
+    monkeypatch.setattr(kind, "in_memory", watched_measured)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
     with qs.autocast(recipe=RECIPES["current"]):
         y = module(x)

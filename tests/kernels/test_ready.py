@@ -271,7 +271,7 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
         dh[7, 9] = torch.inf
     source = fused_operands.gated_gradient(dh, gate, "swiglu", up)
     found = []
-    for given in (source, source.measured()):
+    for given in (source, source.in_memory()):
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True), 0, gate)
         launches.clear()

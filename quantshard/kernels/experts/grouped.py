@@ -23,7 +23,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
 from quantshard.kernels.fused.epilogue import by_rows, load_tile
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.matrix import emit
+from quantshard.kernels.quantize.matrix import allocate_results, emit
 from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
 from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
@@ -152,7 +152,7 @@ def quantize_expert_blocks(
     plan = plan_quantization(
         request.spec, None if other is None else other.spec, (segments.total, x.shape[1]), x.dtype, x.device
     )
-    rowwise, columnwise = plan.outputs((request, other), x.device)
+    rowwise, columnwise = allocate_results(plan, (request, other), x.device)
     assert plan.rowwise is not None and rowwise is not None
     assert segments.rows == MANY_ROWS and MANY_ROWS % plan.rowwise.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:

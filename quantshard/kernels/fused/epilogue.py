@@ -26,7 +26,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.graph_launch import sum_rows, writes_fields
 from quantshard.kernels.quantize.amax import measure, plan_amaxes
-from quantshard.kernels.quantize.matrix import NAN, emit
+from quantshard.kernels.quantize.matrix import NAN, allocate_results, emit
 from quantshard.kernels.quantize.random_words import NO_KEY, NO_STREAMS, random_arguments
 from quantshard.kernels.quantize.targets import (
     BOTH_WAYS,
@@ -138,7 +138,9 @@ def plan_epilogue(
     request, transposed_request, high, amax, nan_flag, sums, measured = outputs
     if measured is not None or (beside is not None and beside.measured is not None):
         return _plan_measurement(outputs, beside, like, backward)
-    key, streams, *roundings = random_arguments(request, transposed_request)
+    key, streams, *roundings = NO_KEY, NO_STREAMS, None, None
+    if outputs.draws:
+        key, streams, *roundings = random_arguments(request, transposed_request)
     plan = _plan(
         outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
         *roundings,
@@ -148,7 +150,7 @@ def plan_epilogue(
     if sums is not None:
         allocate = torch.empty if like.numel() > 0 else torch.zeros
         partial = allocate((plan.programs[0], cols), dtype=torch.float32, device=like.device)
-    targets = plan.outputs((request, transposed_request), like.device)
+    targets = allocate_results(plan, (request, transposed_request), like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.columnwise and plan.columnwise.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
+from quantshard.kernels import workspace
 from quantshard.kernels.graph_launch import writes, writes_fields
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
@@ -29,8 +31,12 @@ from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, sw
 from quantshard.kernels.quantize.targets import (
     KernelOutputs,
     QuantizedOutput,
+    QuantizeLayout,
+    QuantizePlan,
     QuantizeRequest,
+    Requests,
     Targets,
+    as_known,
     plan_quantization,
 )
 from quantshard.numerics import HADAMARD_NEGATIVE
@@ -390,6 +396,48 @@ writes_fields(QuantizedOutput, "codes", "scale", "second_scale", "transposed", "
 writes(quantize_kernel, "weights.*.2.2", "weights.*.3.3", "weights.*.4.1", "weights.*.6")
 
 
+def allocate_results(
+    plan: QuantizePlan, requests: Requests, device: torch.device, next_amax: Tensor | None = None
+) -> Targets:
+    """Allocate the results of both directions for one launch."""
+    rowwise, columnwise = requests
+    return (
+        None if rowwise is None or plan.rowwise is None else _allocate(plan.rowwise, rowwise, device, next_amax),
+        None if columnwise is None or plan.columnwise is None else _allocate(plan.columnwise, columnwise, device),
+    )
+
+
+def _allocate(
+    layout: QuantizeLayout, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
+) -> QuantizedOutput:
+    input_grid, scale, (grid_row, grid_col), transposed = request.given, request.scale, layout.strides, None
+    codes = torch.empty(layout.codes, dtype=layout.coded, device=device)
+    if layout.transposed is not None:
+        transposed = torch.empty(layout.transposed, dtype=layout.coded, device=device)
+    if request.spec.given == "multipliers" and input_grid is not None:  # perhaps of a piece of a grid
+        grid_row, grid_col = input_grid.stride()
+    elif layout.scale is not None and scale is None:
+        if 0 in layout.codes:  # no kernel runs
+            scale = torch.ones(layout.scale, dtype=layout.stored, device=device)
+        elif layout.scale == (1, 1) and layout.stored is torch.float32:
+            scale = workspace.zero(device, written=True)
+        elif layout.how.swizzled:
+            scale = torch.empty(layout.scale, dtype=layout.stored, device=device)
+            if layout.fills:
+                scale.view(torch.uint8).zero_()  # E8M0 has no zero
+        else:
+            scale = torch.empty_strided(layout.scale, layout.strides, dtype=layout.stored, device=device)
+    second_scale = None
+    if request.second_amax is not None and request.spec.ready:
+        second_scale = workspace.zero(device, written=True)
+    if layout.wraps:
+        codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
+    return QuantizedOutput(
+        codes, layout.codes[1], scale, input_grid, grid_row, grid_col, request.second_amax, second_scale, transposed,
+        0 if layout.transposed is None else layout.transposed[1], next_amax, request.nan_flag,
+    )  # fmt: skip
+
+
 def quantize_matrix(
     x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
@@ -424,7 +472,7 @@ def quantize_matrices(
         x.stride(1) == 1,
         *roundings,
     )
-    targets = [plan.outputs(outputs[:2], x.device, outputs.amax) for outputs in requests]
+    targets = [allocate_results(plan, outputs[:2], x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
         outs, transposed = zip(*targets, strict=True)
         (down, across), layers, weights, config = plan.programs, len(xs), None, None

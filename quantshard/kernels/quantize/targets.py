@@ -1,4 +1,4 @@
-"""Requests to the kernels that quantize, the tiles of their programs, and the memory for their results."""
+"""Requests to the kernels that quantize, the tiles of their programs, and the layout of their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from triton.runtime.jit import TensorWrapper
 from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
-from quantshard.kernels import workspace
 from quantshard.numerics import Pair, RandomBits
 
 
@@ -212,6 +211,14 @@ class KernelOutputs(NamedTuple):
         rowwise, columnwise = self.rowwise, self.columnwise
         return None if rowwise is None else rowwise.spec, None if columnwise is None else columnwise.spec
 
+    @property
+    def draws(self) -> bool:
+        """Whether random words are needed."""
+        rowwise, columnwise = self.rowwise, self.columnwise
+        return (rowwise is not None and rowwise.words is not None) or (
+            columnwise is not None and columnwise.words is not None
+        )
+
 
 Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
 Requests = tuple[QuantizeRequest | None, QuantizeRequest | None]
@@ -253,37 +260,6 @@ class QuantizeLayout(NamedTuple):
     where: Region
     how: KernelConfig
 
-    def outputs(
-        self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
-    ) -> QuantizedOutput:
-        """Allocate the results of one launch."""
-        input_grid, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
-        codes = torch.empty(self.codes, dtype=self.coded, device=device)
-        if self.transposed is not None:
-            transposed = torch.empty(self.transposed, dtype=self.coded, device=device)
-        if request.spec.given == "multipliers" and input_grid is not None:  # perhaps of a piece of a grid
-            grid_row, grid_col = input_grid.stride()
-        elif self.scale is not None and scale is None:
-            if 0 in self.codes:  # no kernel runs
-                scale = torch.ones(self.scale, dtype=self.stored, device=device)
-            elif self.scale == (1, 1) and self.stored is torch.float32:
-                scale = workspace.zero(device, written=True)
-            elif self.how.swizzled:
-                scale = torch.empty(self.scale, dtype=self.stored, device=device)
-                if self.fills:
-                    scale.view(torch.uint8).zero_()  # E8M0 has no zero
-            else:
-                scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
-        second_scale = None
-        if request.second_amax is not None and request.spec.ready:
-            second_scale = workspace.zero(device, written=True)
-        if self.wraps:
-            codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
-        return QuantizedOutput(
-            codes, self.codes[1], scale, input_grid, grid_row, grid_col, request.second_amax, second_scale, transposed,
-            0 if self.transposed is None else self.transposed[1], next_amax, request.nan_flag,
-        )  # fmt: skip
-
 
 class QuantizePlan(NamedTuple):
     """Launch parameters for matrices of one shape, without the tensors.
@@ -297,14 +273,6 @@ class QuantizePlan(NamedTuple):
     where: Region
     programs: Pair
     constants: dict[str, Any]
-
-    def outputs(self, requests: Requests, device: torch.device, next_amax: Any = None) -> Targets:
-        """Allocate the results of both directions."""
-        rowwise, columnwise = requests
-        return (
-            None if rowwise is None or self.rowwise is None else self.rowwise.outputs(rowwise, device, next_amax),
-            None if columnwise is None or self.columnwise is None else self.columnwise.outputs(columnwise, device),
-        )
 
 
 MOST_PLANS: Final = 1024

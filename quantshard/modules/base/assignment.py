@@ -34,12 +34,7 @@ _FEW = 16
 
 
 def take(module: Any, name: str, value: Tensor) -> bool:
-    """Assign `value` if `name` names a component or piece of state of a weight; return whether it does.
-
-    Raises:
-        CheckpointError: the weight is in high precision, or the component does not fit.
-        UnsupportedOperationError: codes or scales are assigned alone to a weight that already has values.
-    """
+    """Assign `value` if `name` names a component or piece of state of a weight; return whether it does."""
     for weight in module.__dict__.get("_weights", ()):
         param = private_torch.registered_parameter(module, weight)
         if param is None or not name.startswith(weight):
@@ -66,11 +61,7 @@ def is_initialized(module: Any) -> bool:
 
 @torch.no_grad()
 def finish_loading(module: Any) -> None:
-    """Fill what has not been loaded with initial values, once.
-
-    Raises:
-        CheckpointError: only some components of a quantized weight were loaded.
-    """
+    """Fill what has not been loaded with initial values, once."""
     for weight, pieces in _pieces(module).items():
         suffixes = [c.key_suffix for c in components.storage_of(getattr(module, weight)).spec.format.components]
         lacking = [weight + suffix for suffix in suffixes if suffix not in pieces]

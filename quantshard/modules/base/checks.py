@@ -1,4 +1,4 @@
-"""Checks of a module's input and of its weights before a GEMM, and the cast to the dtype of `torch.autocast`."""
+"""Checks of a module's parameters and input that seldom matter, and the errors and warnings of the others."""
 
 from __future__ import annotations
 
@@ -11,47 +11,40 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import limits, private_torch
 from quantshard.errors import ConfigurationError, RecipeMismatchError, warn_once
-from quantshard.gemm import hardware
-from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.recipe import QuantSpec, Recipe
+from quantshard.tensor.storage import QuantizedStorage
 
 PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_WITH_AUTOCAST = ("cuda", "cpu")
-"""Device types with autocast in every build of PyTorch."""
 
 
-def autocast_input(x: Tensor) -> Tensor:
-    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
-
-    The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
-    """
-    kind = x.device.type
-    if not ((kind in _WITH_AUTOCAST or _has_autocast(kind)) and torch.is_autocast_enabled(kind)):
-        return x
-    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
-@private_torch.constant_in_graphs  # torch 2.11 cannot trace it
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
-
-
-def checked_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
-    """Check the input of a module and cast it to the dtype of `torch.autocast`.
-
-    Raises:
-        ConfigurationError: the input is a DTensor or has no floating dtype.
-    """
-    if isinstance(x, DTensor):
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ConfigurationError if parameters cannot have this dtype."""
+    if dtype not in PARAMS_DTYPES:
         raise ConfigurationError(
+            f"{name} cannot be {dtype}: parameters stand for values of one of {', '.join(map(str, PARAMS_DTYPES))}; "
+            "build the module under quantized_model_init with a recipe to store weights in fewer bits"
+        )
+
+
+def check_cut(module: Any, name: str, shape: tuple[int, ...], cut: int | None) -> None:
+    """Raise ConfigurationError if tensor parallelism cannot cut the dim `cut` of a parameter into equal parts."""
+    if cut is not None and shape[cut] % module.tp_size:
+        raise ConfigurationError(
+            f"{type(module).__name__}.{name} {list(shape)}: tensor parallelism over {module.tp_size} ranks cuts dim "
+            f"{cut}, and {shape[cut]} is not a multiple of {module.tp_size}; choose sizes that tp_size divides"
+        )
+
+
+def wrong_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> ConfigurationError:
+    """The error for an input that is a DTensor or has no floating dtype."""
+    if isinstance(x, DTensor):
+        return ConfigurationError(
             f"{owner}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
             "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
         )
-    if not x.is_floating_point():
-        raise ConfigurationError(
-            f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
-        )
-    return autocast_input(x)
+    return ConfigurationError(
+        f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
+    )
 
 
 @private_torch.constant_in_graphs
@@ -70,15 +63,6 @@ def warn_of_wide_input(owner: str, given: torch.dtype, own: torch.dtype) -> None
     )
 
 
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigurationError if parameters cannot have this dtype."""
-    if dtype not in PARAMS_DTYPES:
-        raise ConfigurationError(
-            f"{name} cannot be {dtype}: parameters stand for values of one of {', '.join(map(str, PARAMS_DTYPES))}; "
-            "build the module under quantized_model_init with a recipe to store weights in fewer bits"
-        )
-
-
 def wrong_features(
     module: Any, name: str, features: int, x_shape: Sequence[int], mode: str | None
 ) -> ConfigurationError:
@@ -90,52 +74,39 @@ def wrong_features(
     )
 
 
-def check_place(name: str, param: Tensor | None, device: torch.device) -> None:
-    """Raise ConfigurationError if a parameter is still on the meta device."""
-    if param is not None and param.is_meta and device.type != "meta":
-        raise ConfigurationError(
-            f"{name} is on the meta device and holds no values; call to_empty(device=...) on the model and load them "
-            "(checkpoints.load_high_precision, checkpoints.load), or reset_parameters()"
-        )
+def no_values(name: str) -> ConfigurationError:
+    """The error for a parameter that is still on the meta device."""
+    return ConfigurationError(
+        f"{name} is on the meta device and holds no values; call to_empty(device=...) on the model and load them "
+        "(checkpoints.load_high_precision, checkpoints.load), or reset_parameters()"
+    )
 
 
-def check_weight(module: Any, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
-    """Check that a weight can be used in this call with an input on `device`.
+def wrong_format(name: str, spec: QuantSpec, recipe: Recipe) -> RecipeMismatchError:
+    """The error for a weight whose format is not the recipe's."""
+    expected = "high precision" if recipe.weight is None else str(recipe.weight)
+    return RecipeMismatchError(
+        f"{name} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; give it the one by which "
+        "the weights were made"
+    )
 
-    Raises:
-        RecipeMismatchError: the weight's format is not the recipe's.
-        ConfigurationError: the weight is stale, has no values, or was gathered before this CUDA graph's capture.
-        FallbackError: under strict, the weight's GEMMs would fall back.
-    """
-    recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
-    if storage is not None and storage.is_stale:
+
+def check_values(module: Any, name: str, storage: QuantizedStorage) -> None:
+    """Raise ConfigurationError if a weight that FSDP2 gathered is outdated, or a weight was never given values."""
+    if storage.is_stale:
         raise ConfigurationError(
             f"{module.label(name)} was gathered by FSDP before its last update, so this forward would use old values; "
             "let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or call reshard() "
             "on the FSDP-wrapped module after optimizer.step()"
         )
-    if storage is not None and storage.gathered:
+    if storage.gathered:
         storage.check_captured(f"{type(module).__name__}.{name}")
-    if storage is not None and storage.version == 0 and not weight.is_meta and storage.is_unwritten:
+    if storage.version == 0 and storage.device.type != "meta" and storage.is_unwritten:
         raise ConfigurationError(
             f"{module.label(name)} was never given values: to_empty took memory as it was, and nothing was loaded "
             "since; call checkpoints.load_high_precision(model, state_dict) or checkpoints.load before the first "
             "forward, or reset_parameters() for new values"
         )
-    spec = None if storage is None else storage.spec
-    if spec not in (recipe.weight, None) and recipe.table:
-        expected = "high precision" if recipe.weight is None else str(recipe.weight)
-        raise RecipeMismatchError(
-            f"{module.label(name)} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; give "
-            "it the one by which the weights were made"
-        )
-    if storage is None and recipe.weight is not None and module.training and torch.is_grad_enabled():
-        silencer = "warnings.filterwarnings('ignore', '.*requantized')"
-        limits.warn("quantized each forward", module.label(name), silencer)
-    if weight.is_meta:
-        check_place(module.label(name), weight, device)
-    if call.strict:
-        refuse_fallbacks(module.label(name), hardware.fallbacks(storage, recipe, device))
 
 
 def refuse_fallbacks(name: str, fallbacks: tuple[str, ...]) -> None:

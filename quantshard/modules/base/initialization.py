@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import numerics, private_torch, sharding
 from quantshard.collectives import flat_max
 from quantshard.distributed import module_meshes
+from quantshard.errors import ConfigurationError
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec
 from quantshard.tensor import components, moves, requantize
@@ -83,11 +84,7 @@ def empty_weight(
 
 @torch.no_grad()
 def fill(module: Any, names: Iterable[str]) -> None:
-    """Fill weights with their initial values. A collective call if they are sharded.
-
-    Raises:
-        RankMismatchError: the RNG keys differ between ranks, so their shards would belong to different weights.
-    """
+    """Fill weights with their initial values. A collective call if they are sharded."""
     for name in names:
         group = private_torch.mesh_group(module.get_parameter(name))
         flat_max.check_equal_on_ranks({name: module.weight_state(name)[KEY]}, group, "the random key")
@@ -135,6 +132,11 @@ def materialize(module: Any) -> None:
 @torch.no_grad()
 def reset(module: Any) -> None:
     """Materialize a module on the meta device, and fill all of its parameters and buffers."""
+    if private_torch.has_gathered_parameters(module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
+            "written to them is lost; call reshard() on the FSDP-wrapped module first"
+        )
     materialize(module)
     fill(module, module._weights)
     for name, value in module._vectors.items():

@@ -19,6 +19,7 @@ from quantshard.distributed import module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.gemm import hardware
 from quantshard.modules.base import assignment, checks, initialization, state_dict
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection
@@ -128,7 +129,7 @@ class QuantizedModule(nn.Module):
 
         `cut`: dim that tensor parallelism splits, or None.
         """
-        self._check_shape(name, spec.shape, cut)
+        checks.check_cut(self, name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         quant_spec = self._plan.recipe.weight
         state = storages.weight_state(quant_spec, self._device)
@@ -141,19 +142,12 @@ class QuantizedModule(nn.Module):
 
     def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
         """Register a 1-D high-precision parameter that is initialized to the constant `fill`."""
-        self._check_shape(name, (size,), cut)
+        checks.check_cut(self, name, (size,), cut)
         self._vectors[name], self._cuts[name] = fill, cut
         param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
         if self.tp_mesh is not None:
             param = module_meshes.shard_parameter(param, self.tp_mesh, cut)
         self.register_parameter(name, param)
-
-    def _check_shape(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
-        if cut is not None and shape[cut] % self.tp_size:
-            raise ConfigurationError(
-                f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "
-                f"{cut}, and {shape[cut]} is not a multiple of {self.tp_size}; choose sizes that tp_size divides"
-            )
 
     def reset_parameters(self) -> None:
         """Fill all parameters with their initial values, also after `fully_shard` and from the meta device.
@@ -164,11 +158,6 @@ class QuantizedModule(nn.Module):
         Raises:
             RankMismatchError: the RNG keys differ between ranks, so their shards would belong to different weights.
         """
-        if private_torch.has_gathered_parameters(self):
-            raise ConfigurationError(
-                f"{type(self).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
-                "written to them is lost; call reshard() on the FSDP-wrapped module first"
-            )
         initialization.reset(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
@@ -242,16 +231,9 @@ class QuantizedModule(nn.Module):
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """Live RNG key, RNG counter and amax history of a weight."""
-        return self._states((name,))[0]
-
-    def _states(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
-        """`weight_state` of several weights."""
-        params = private_torch.parameters_or_values(self, names)
-        states = []
-        for name, param in zip(names, params, strict=True):
-            local = param if isinstance(param, QuantizedTensor) else components.quantized_local(param)
-            states.append(self._born_states[name] if local is None else local.quantized_storage.state)
-        return states
+        (param,) = private_torch.parameters_or_values(self, (name,))
+        local = param if isinstance(param, QuantizedTensor) else components.quantized_local(param)
+        return self._born_states[name] if local is None else local.quantized_storage.state
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers; see `state_dict.component_buffers`."""
@@ -263,15 +245,9 @@ class QuantizedModule(nn.Module):
         state_dict.save_weights(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(
-        self,
-        entries: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+        self, entries: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         rest = state_dict.load_weights(self, entries, prefix, local_metadata, missing_keys, error_msgs)
         if rest is not None:
             missing: list[str] = []
@@ -365,10 +341,6 @@ class QuantizedModule(nn.Module):
             )
         return tensor_parallel.NONE
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        """Under sequence parallelism, gather the rows (dim 0) of all ranks; the gradient is whole on each rank."""
-        return tensor_parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
-
     def whole_on_rows(self, *names: str) -> list[Any]:
         """Return replicated parameters that each rank applies to its rows, such as norms; None if missing."""
         params = self._locals(names)
@@ -413,13 +385,15 @@ class QuantizedModule(nn.Module):
 
     def _input(self, x: Tensor) -> Tensor:
         """Check the input and cast it to the dtype that this module computes in."""
-        checked = checks.checked_input(type(self).__name__, x, self._dtype)
-        if checked.dtype.itemsize > 2 and self._weights:
+        if isinstance(x, DTensor) or not x.is_floating_point():
+            raise checks.wrong_input(type(self).__name__, x, self._dtype)
+        x = context.autocast_input(x)
+        if x.dtype.itemsize > 2 and self._weights:
             weight = private_torch.registered_parameter(self, next(iter(self._weights)))
             # not _dtype: casts of the module do not update it
-            if weight is not None and weight.dtype.itemsize < checked.dtype.itemsize:
-                checks.warn_of_wide_input(type(self).__name__, checked.dtype, weight.dtype)
-        return checked
+            if weight is not None and weight.dtype.itemsize < x.dtype.itemsize:
+                checks.warn_of_wide_input(type(self).__name__, x.dtype, weight.dtype)
+        return x
 
     def _prepare(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
@@ -442,12 +416,12 @@ class QuantizedModule(nn.Module):
         tensors = self._locals(layer.tensors if with_bias else layer.weights)
         weights, biases = tensors[: len(layer.weights)], tensors[len(layer.weights) :]
         quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
-        call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized, self.training)
+        call = recompute.linear_context((id(self), layer.weights), quantized, self.training)
         is_outside = quantized and not context.in_autocast() and self.training and torch.is_grad_enabled()
         if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
             limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
         for name, weight in zip(layer.weights, weights, strict=True):
-            checks.check_weight(self, name, weight, call, device)
+            self._check_weight(name, weight, call, device)
         if x_shape[-1] != weights[0].shape[1]:
             raise checks.wrong_features(self, layer.weights[0], weights[0].shape[1], x_shape, layer.mode)
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
@@ -464,11 +438,10 @@ class QuantizedModule(nn.Module):
         setting = context.current_setting()
         return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
 
-    def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
-        """Apply `normalize` to x with this module's parameters `{prefix}weight` and `{prefix}bias`."""
-        weight, bias = self.whole_on_rows(prefix + "weight", prefix + "bias")
-        checks.check_place(self.label(prefix + "weight"), weight, x.device)
-        return normalize(x, weight, bias)
+    @staticmethod
+    def _joined(outputs: Sequence[Tensor], separate: bool) -> Tensor | Sequence[Tensor]:
+        """The outputs of a layer in the form that its forward returns."""
+        return outputs if separate else outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=-1)
 
     def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
         """Bias of all parts of a layer, in `dtype`, for callers that add it themselves; None without a bias."""
@@ -478,10 +451,27 @@ class QuantizedModule(nn.Module):
         return (biases[0] if len(biases) == 1 else torch.cat(biases, dim=-1)).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """Check a weight for the GEMMs of `call` and return its local part; see `checks.check_weight`."""
+        """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
         weight: Tensor = self._local(name)
-        checks.check_weight(self, name, weight, call, device)
+        self._check_weight(name, weight, call, device)
         return weight
+
+    def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
+        """Check that a weight can be used in this call with an input on `device`."""
+        recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
+        if storage is None:
+            if recipe.weight is not None and self.training and torch.is_grad_enabled():
+                silencer = "warnings.filterwarnings('ignore', '.*requantized')"
+                limits.warn("quantized each forward", self.label(name), silencer)
+        else:
+            if storage.gathered or (storage.version == 0 and not weight.is_meta):
+                checks.check_values(self, name, storage)
+            if storage.spec != recipe.weight and recipe.table:
+                raise checks.wrong_format(self.label(name), storage.spec, recipe)
+        if weight.is_meta and device.type != "meta":
+            raise checks.no_values(self.label(name))
+        if call.strict:
+            checks.refuse_fallbacks(self.label(name), hardware.fallbacks(storage, recipe, device))
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """State of one linear layer of this module. Missing histories that the recipe needs are created."""

@@ -40,11 +40,7 @@ class Projection:
 
 
 def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
-    """Resolve TransformerEngine's `parameters_split` to {prefix of parameter names: out_features of the part}.
-
-    Raises:
-        ConfigurationError: the parts do not add up to `out_features`.
-    """
+    """Resolve TransformerEngine's `parameters_split` to {prefix of parameter names: out_features of the part}."""
     if split is None:
         return {"": out_features}
     sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))

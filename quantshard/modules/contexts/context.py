@@ -438,3 +438,25 @@ def autocast_by(recipe: str | Recipe) -> autocast:
     """Create an autocast with another recipe and the other arguments of the innermost one."""
     *_, group, strict = _thread.autocasts[-1]._arguments
     return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)
+
+
+# PyTorch's autocast ---------------------------------------------------------------------------------------------------
+
+_WITH_AUTOCAST = ("cuda", "cpu")
+"""Device types with autocast in every build of PyTorch."""
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
+
+    The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
+    """
+    kind = x.device.type
+    if not ((kind in _WITH_AUTOCAST or _has_autocast(kind)) and torch.is_autocast_enabled(kind)):
+        return x
+    return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+@private_torch.constant_in_graphs  # torch 2.11 cannot trace it
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from quantshard.modules.contexts import context
 from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
-Layer = tuple[int, str]
+Layer = tuple[int, Sequence[str]]
 """A linear layer: id of its module, and the names of its weights in the module."""
 
 _CALLS = "_quantshard_calls"
@@ -99,7 +99,9 @@ _running = _RunningRegions()
 
 def _regions() -> CheckpointedRegions:
     """Checkpointed regions around the calling code, from `quantshard.checkpoint` and from PyTorch."""
-    regions = private_torch.checkpointed_regions()
+    regions = private_torch.NO_REGIONS
+    if private_torch.may_be_checkpointed():
+        regions = private_torch.checkpointed_regions()
     if not _running.regions:
         return regions
     backward, entered = private_torch.current_backward(), list(regions.entered)
@@ -145,15 +147,15 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
             record=training and differentiated,
         )
     else:
-        first = _calls_of(regions.replayed).next(layer, regions.replay)
+        first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:
             raise UnsupportedOperationError(
-                f"activation recomputation called the layer of {layer[1]!r} more often than the first forward did; "
+                f"activation recomputation called the layer of {names!r} more often than the first forward did; "
                 "a checkpointed function must do the same each time"
             )
         if setting is not None and context.setting(setting).recipe != first.recipe:
             raise UnsupportedOperationError(
-                f"activation recomputation of a compiled function calls the layer of {layer[1]!r} outside of the "
+                f"activation recomputation of a compiled function calls the layer of {names!r} outside of the "
                 "autocast that its first forward ran in, and a graph is compiled for one recipe; enter autocast inside "
                 "the checkpointed function, or compile the function that checkpoints"
             )

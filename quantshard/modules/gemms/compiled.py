@@ -40,11 +40,7 @@ class TracedLinear(NamedTuple):
 
     @property
     def stored(self) -> bool:
-        """Whether the weights are stored quantized.
-
-        Raises:
-            UnsupportedOperationError: only some of the weights are quantized.
-        """
+        """Whether the weights are stored quantized."""
         is_quantized = [isinstance(weight, QuantizedTensor) for weight in self.weights]
         if any(is_quantized) and not all(is_quantized):
             raise UnsupportedOperationError(
@@ -81,9 +77,8 @@ def call_operator(
     """
     first, layer_fields = layers[0], []
     for layer, remake in zip(layers, remakes, strict=True):
-        needs_input = functional.needs_wgrad(layer.weights)
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
-        layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
+        layer_fields.append((layer.names, layer.prefix, dtypes, *functional.saved_input_policy(layer.weights, remake)))
     weights = [weight for layer in layers for weight in layer.weights]
     # Dynamo compiles again when an observer starts or stops
     facts["is_observed"] = observation.active is not None

@@ -36,7 +36,7 @@ from quantshard.modules.gemms.linear_operands import (
 )
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
-from quantshard.recipe import Gemm, Recipe, TensorRole
+from quantshard.recipe import Gemm, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import KEY, QuantizedStorage
@@ -107,8 +107,8 @@ def linear(
     keeps = needs_wgrad(weights)
     alone = recompute is None and keeps and state.tp.size == 1
     if alone and x.numel() >= operands.LARGE and private_torch.is_kept_output(x):
-        recompute = RecomputedInput(_as_it_is, (x,))
-    if recompute is not None and not can_reread(call.recipe):
+        recompute = RecomputedInput(lambda input: input, (x,))
+    if call.recipe.input_draws:  # a second quantization would draw other random bits
         recompute = None
     outputs: tuple[Tensor, ...] = _LinearFunction.apply(x, (layer, keeps, recompute, shared), *layer.tensors)
     return outputs
@@ -123,13 +123,17 @@ def needs_wgrad(weights: Sequence[Tensor]) -> bool:
     return False
 
 
-def can_reread(recipe: Recipe) -> bool:
-    """Return whether quantizing an input twice gives the same codes; false if input rounding draws random bits."""
-    return not recipe.input_draws
+class SavedInputPolicy(NamedTuple):
+    """Whether forward keeps wgrad's operand of the input, or backward quantizes the input again."""
+
+    keeps: bool
+    requantizes: bool
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+def saved_input_policy(weights: Sequence[Tensor], remakes: bool) -> SavedInputPolicy:
+    """The policy for an input of these weights. `remakes`: backward can quantize the input again."""
+    needs_input = needs_wgrad(weights)
+    return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -148,23 +152,27 @@ class _LinearFunction(torch.autograd.Function):
         ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, has_wgrad and recompute is not None)
         ctx.recompute = None if recompute is None else recompute.function
         ctx.save_for_backward(*saved_tensors, *(() if recompute is None else recompute.tensors))
-        ctx.saved = len(saved_tensors)
+        ctx.num_layer_tensors = len(saved_tensors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        refuse_second_derivative()
         tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
         saved: LinearBackward = ctx.layer
-        layer = saved.with_saved(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
+        layer_tensors, input_tensors = tensors[: ctx.num_layer_tensors], tensors[ctx.num_layer_tensors :]
+        layer = saved.with_saved(layer_tensors, ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
         x_wgrad = None
         if layer.requantizes:
-            x_wgrad = layer.requantize_input(
-                lambda: ctx.recompute(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1])
-            )
+            x_wgrad = layer.requantize_input(lambda: ctx.recompute(*input_tensors).reshape(-1, layer.x_shape[-1]))
         dx, tensor_grads = layer.backward(grads, x_wgrad)
         return dx, None, *tensor_grads
+
+
+def refuse_second_derivative() -> None:
+    """Raise UnsupportedOperationError in a backward that autograd records."""
+    if torch.is_grad_enabled():
+        raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
 def forward_gemms(
@@ -172,13 +180,13 @@ def forward_gemms(
     x_shape: Sequence[int] | None,
     layer: PreparedLinear,
     has_wgrad: bool,
-    x: GemmOperands | None = None,
+    x_operands: GemmOperands | None = None,
 ) -> tuple[list[Tensor], WgradOperand]:
     """Run fprop; return the outputs [..., out_features] and wgrad's operand of the input, empty unless `has_wgrad`.
 
-    `source`: the input [tokens, in_features] or its producer; any shape if `x` is given. `x_shape`: shape of the
-    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `x`: quantized operands of the
-    input, if they exist.
+    `source`: the input [tokens, in_features] or its producer; any shape if `x_operands` is given. `x_shape`: shape of
+    the input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `x_operands`: quantized
+    operands of the input, if they exist.
     """
     weights, biases, call, state = layer
     if call.repeated:
@@ -190,21 +198,20 @@ def forward_gemms(
     for index, weight in enumerate(weights):
         w_operands.append(weight_operand(weight, index, call, state))
     weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
-    if x is None:
+    if x_operands is None:
         usage = OperandUsage(True, has_wgrad, num_transient=1)
-        x = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
-    reads: Sequence[ReadOperand | None] = [None] * len(w_operands)
+        x_operands = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
+    x = x_operands.for_first_gemm
+    prepared_weights: Sequence[ReadOperand | None] = [None] * len(w_operands)
     if weight_operands.reads_together:
-        reads, _ = weight_operands.read([x.for_first_gemm] * len(w_operands))
-    for w, read, bias in zip(w_operands, reads, biases, strict=True):
-        y = backend.matmul(
-            x.for_first_gemm, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=read
-        )
+        prepared_weights, _ = weight_operands.read([x] * len(w_operands))
+    for w, prepared, bias in zip(w_operands, prepared_weights, biases, strict=True):
+        y = backend.matmul(x, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=prepared)
         y = y if x_shape is None else _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
-    return outputs, x.for_wgrad
+    return outputs, x_operands.for_wgrad
 
 
 # Backward ------------------------------------------------------------------------------------------------------------
@@ -299,7 +306,7 @@ class LinearBackward(NamedTuple):
             weight_operands = self.weight_operands()
         if any(need_weights):
             x_wgrad = x_wgrad.whole()
-        out_grads, rights, has_nan = self._dgrad_operands(out_grads, weight_operands)
+        out_grads, dgrad_weights, has_nan = self._dgrad_operands(out_grads, weight_operands)
         dx_terms: list[Tensor] = []
         dweights: list[Tensor | None] = []
         dbiases: list[Tensor | None] = []
@@ -307,10 +314,10 @@ class LinearBackward(NamedTuple):
         for index, weight in enumerate(weights):
             grad, dweight = next(out_grads), None
             if weight_operands is not None:
-                right, read = rights[index]
+                w, prepared = dgrad_weights[index]
                 dx = backend.matmul(
-                    grad.for_first_gemm, right, weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=self.dtype,
-                    fast=Gemm.DGRAD in fast, read=read,
+                    grad.for_first_gemm, w, weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=self.dtype,
+                    fast=Gemm.DGRAD in fast, read=prepared,
                 )  # fmt: skip
                 dx_terms.append(dx)
                 # only the list holds the term, which is freed before wgrad needs memory
@@ -335,17 +342,17 @@ class LinearBackward(NamedTuple):
         operands have their NaNs already."""
         if weight_operands is None:
             return out_grads, [], False
-        reads: Sequence[ReadOperand | None] = [None] * self.num_weights
+        prepared: Sequence[ReadOperand | None] = [None] * self.num_weights
         has_nan, first = False, next(out_grads)
         if not isinstance(first.for_first_gemm, QuantizedStorage):
             # each gradient is freed after its GEMMs, before the next is quantized
-            rights = emulated.values_together(first.for_first_gemm, weight_operands.operands, self.dtype)
-            return _all([first], out_grads), list(zip(rights, reads, strict=True)), False
+            values = emulated.values_together(first.for_first_gemm, weight_operands.operands, self.dtype)
+            return _all([first], out_grads), list(zip(values, prepared, strict=True)), False
         grads = [first, *out_grads]
         if weight_operands.reads_together:
-            nan_flags, seconds = [grad.nan_flag for grad in grads], [grad.for_wgrad.operand for grad in grads]
-            reads, has_nan = weight_operands.read([grad.for_first_gemm for grad in grads], nan_flags, seconds)
-        return iter(grads), list(zip(weight_operands.operands, reads, strict=True)), has_nan
+            nan_flags, wgrad_operands = [grad.nan_flag for grad in grads], [grad.for_wgrad.operand for grad in grads]
+            prepared, has_nan = weight_operands.read([grad.for_first_gemm for grad in grads], nan_flags, wgrad_operands)
+        return iter(grads), list(zip(weight_operands.operands, prepared, strict=True)), has_nan
 
     def _bias_gradient(self, sums: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The sum of an output gradient over all tokens, in the dtype of the bias."""

@@ -3,22 +3,25 @@
 The rows of all experts form one matrix, in which each expert's rows are contiguous. One launch quantizes all rows, to
 the same codes and scales as quantizing each expert's rows alone; another multiplies them with the weights, which stay
 separate tensors. `hardware.block_together` lists the supported recipes.
+
+Experts in high precision use PyTorch's grouped product. In both cases row counts can stay on the device; a loop over
+experts would copy them to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import ALL, Encoding, Orientation
+from quantshard.formats import ALL, Orientation
 from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
@@ -47,8 +50,8 @@ class ExpertsReader:
 
     def __init__(self) -> None:
         self._storages: list[ReferenceType[QuantizedStorage]] = []
-        self._cell: QuantSpec | None = None
-        self._found: ExpertWeights | None = None
+        self._weight_spec: QuantSpec | None = None
+        self._expert_weights: ExpertWeights | None = None
 
     def __reduce__(self) -> Any:
         return ExpertsReader, ()  # a copied module has other weights
@@ -56,12 +59,16 @@ class ExpertsReader:
     def read(self, weights: Sequence[QuantizedTensor], spec: QuantSpec | None) -> ExpertWeights | None:
         """Weights in the form that kernels read; None unless all are quantized by `spec`, split equally, resident."""
         storages = [weight.quantized_storage for weight in weights]
-        if self._found is not None and self._cell == spec and [reference() for reference in self._storages] == storages:
-            return self._found
-        self._found = None
+        if (
+            self._expert_weights is not None
+            and self._weight_spec == spec
+            and [reference() for reference in self._storages] == storages
+        ):
+            return self._expert_weights
+        self._expert_weights = None
         expert_weights = None if spec is None else _as_kernels_read(storages, spec)
         if not any([storage.gathered for storage in storages]):
-            self._storages, self._cell, self._found = list(map(ref, storages)), spec, expert_weights
+            self._storages, self._weight_spec, self._expert_weights = list(map(ref, storages)), spec, expert_weights
         return expert_weights
 
 
@@ -232,9 +239,6 @@ def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
     """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
 
     The result has x's dtype.
-
-    Raises:
-        ConfigurationError: amaxes would be reduced over ranks that run other pipeline stages.
     """
     if layer.record and (stage := private_torch.running_stage()) is not None:
         if layer.histories:
@@ -243,17 +247,6 @@ def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
     keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
     out: Tensor = _ExpertsFunction.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
     return out
-
-
-@dataclass(frozen=True)
-class _ExpertsBackward:
-    """State for backward other than tensors. `encoding`: encoding of the input. `bias_dtype`: None without biases."""
-
-    layer: ExpertsLayer
-    segments: ExpertSegments
-    encoding: Encoding
-    dtype: torch.dtype
-    bias_dtype: torch.dtype | None
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -267,10 +260,8 @@ class _ExpertsFunction(torch.autograd.Function):
         y = grouped_matmul.rows_times_weights(
             fprop_rows, layer.operands(), segments, x.dtype, transposed=True, biases=biases
         )
-        bias_dtype = layer.biases[0].dtype if layer.biases else None
-        ctx.saved = _ExpertsBackward(
-            layer._replace(weights=(), biases=()), segments, wgrad_rows.encoding, x.dtype, bias_dtype
-        )
+        ctx.layer, ctx.segments, ctx.dtype = layer._replace(weights=(), biases=()), segments, x.dtype
+        ctx.x_encoding, ctx.bias_dtype = wgrad_rows.encoding, layer.biases[0].dtype if layer.biases else None
         parts = (wgrad_rows.codes, wgrad_rows.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
         ctx.save_for_backward(*parts, *layer.weights)
         return y
@@ -280,37 +271,65 @@ class _ExpertsFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         codes, scale, *weights = ctx.saved_tensors
-        layer_backward: _ExpertsBackward = ctx.saved
-        x, needs = EncodedRows(codes, scale, layer_backward.encoding, layer_backward.layer.block), ctx.needs_input_grad
-        return _gradients(private_torch.plain(grads[0]), x, weights, layer_backward, needs[0], needs[3:])
+        layer: ExpertsLayer = ctx.layer._replace(weights=weights)
+        segments, count = ctx.segments, len(weights)
+        grad, (needs_x, _, _, *needs) = private_torch.plain(grads[0]), ctx.needs_input_grad
+        dgrad_rows, wgrad_rows = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, any(needs[:count]))
+        dx = None
+        if needs_x:
+            dx = grouped_matmul.rows_times_weights(dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=False)
+        param_grads: list[Tensor | None] = [None] * len(needs)
+        if any(needs[:count]):
+            x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
+            param_grads[:count] = grouped_matmul.weight_gradients(wgrad_rows, x, segments, weights[0].dtype).unbind()
+        if any(needs[count:]):
+            param_grads[count:] = grouped_kernel.expert_sums(grad, segments).to(ctx.bias_dtype).unbind()
+        return dx, None, None, *param_grads
 
 
-def _gradients(
-    grad: Tensor,
-    x: EncodedRows,
-    weights: Sequence[QuantizedTensor],
-    saved: _ExpertsBackward,
-    needs_x: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of all inputs of `_ExpertsFunction`, given the output gradient [tokens, out_features].
+# High precision -------------------------------------------------------------------------------------------------------
 
-    `needs_x`, `needs`: whether x, and each weight and bias, need gradients.
+
+def multiplies_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return whether the grouped product supports x [tokens, in_features] and these weights.
+
+    All must be plain bfloat16 tensors on one device, with rows of a multiple of 16 bytes.
     """
-    layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
-    needs_weights = any(needs[:count])
-    dgrad_rows, wgrad_rows = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
-    dx = None
-    if needs_x:
-        dx = grouped_matmul.rows_times_weights(dgrad_rows, layer.operands(), segments, saved.dtype, transposed=False)
-    param_grads: list[Tensor | None] = [None] * len(needs)
-    if needs_weights:
-        dws = grouped_matmul.weight_gradients(wgrad_rows, x, segments, weights[0].dtype)
-        param_grads[:count] = dws.unbind()
-    if any(needs[count:]):
-        param_grads[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
-    if not all(needs):
-        param_grads = [
-            param_grad if is_needed else None for param_grad, is_needed in zip(param_grads, needs, strict=True)
-        ]
-    return dx, None, None, *param_grads
+    kinds = {(isinstance(matrix, QuantizedTensor), matrix.dtype, matrix.device) for matrix in (x, *weights)}
+    return kinds == {(False, torch.bfloat16, x.device)} and not any(size * x.itemsize % 16 for size in weights[0].shape)
+
+
+def plain_grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
+
+    `counts`: number of rows of each expert, integer [experts] on the device of x.
+    """
+    out: Tensor = _PlainExpertsFunction.apply(x, counts, len(weights), *weights, *biases)
+    return out
+
+
+class _PlainExpertsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, experts: int, *tensors: Tensor) -> Tensor:
+        x, weights, biases = private_torch.plain(x), tensors[:experts], tensors[experts:]
+        segments = ExpertSegments.of_tensor(counts, x.shape[0])
+        ctx.segments, ctx.bias_dtype = segments, biases[0].dtype if biases else None
+        ctx.save_for_backward(x, *weights)
+        ctx.ends = ends = segments.spans[:, 2].to(torch.int32)
+        y = F.grouped_mm(x, torch.stack(weights).mT, offs=ends)
+        if not biases:
+            return y
+        rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+        return y + torch.stack(biases)[torch.searchsorted(ends, rows, right=True)].to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *weights), ends = ctx.saved_tensors, ctx.ends
+        dy, needs, experts = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad[3:], len(weights)
+        dx = F.grouped_mm(dy, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        param_grads: list[Tensor | None] = [None] * len(needs)
+        if any(needs[:experts]):
+            param_grads[:experts] = F.grouped_mm(dy.mT, x, offs=ends).unbind()
+        if any(needs[experts:]):
+            param_grads[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
+        return dx, None, None, *param_grads

@@ -92,7 +92,7 @@ def gemm_operands(
     `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
     """
     if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, usage, weight_index, values.like).run(values, weight_operands)
+        return OperandRequest(role, call, state, usage, weight_index, values.prototype).run(values, weight_operands)
     if type(values) is not Tensor:
         values = private_torch.plain(values)
     return OperandRequest(role, call, state, usage, weight_index, values).run_tensor(values, weight_operands)
@@ -152,37 +152,29 @@ def operands_together(
     requests: Sequence[OperandRequest], sources: Sequence[TensorSource], weight_operands: WeightOperands | None = None
 ) -> list[GemmOperands]:
     """Run equal requests on several matrices of equal layout by one kernel, or two if amaxes must be measured first."""
-    plan = requests[0].plan
-    sources[0].swizzle = plan.swizzle_request(weight_operands)
-    outputs = _measured_outputs(requests, sources)
-    all_targets = TensorSource.emit_all(sources, outputs)
-    value_sources: Sequence[TensorSource | None] = (
-        sources if plan.reads_values and not plan.by_amax else [None] * len(sources)
-    )
-    results = [
-        request.operands(kernel_outputs, targets, values)
-        for request, kernel_outputs, targets, values in zip(requests, outputs, all_targets, value_sources, strict=True)
-    ]
-    for request, source, result in zip(requests, sources, results, strict=True):
-        if request.watching is not None:
-            request.show(source, result)
-    return results
-
-
-def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[TensorSource]) -> list[KernelOutputs]:
-    """Kernel arguments for several matrices in memory; amaxes that the plan needs are measured here."""
-    plan = requests[0].plan
-    if not plan.reads_values:
-        return [request.outputs() for request in requests]
-    nan_flags = [
-        workspace.zero(request.device) if plan.has_scalar and source.nan_flag is None else source.nan_flag
-        for request, source in zip(requests, sources, strict=True)
-    ]
-    amaxes = plan.measure(sources, requests[0].known, nan_flags)
-    return [
+    first, plan = requests[0], requests[0].plan
+    amaxes: Sequence[producers.BothAmaxes | None] = [None] * len(sources)
+    nan_flags: Sequence[Tensor | None] = [None] * len(sources)
+    if plan.reads_values:
+        nan_flags = [
+            workspace.zero(first.device) if plan.has_scalar and source.nan_flag is None else source.nan_flag
+            for source in sources
+        ]
+        amaxes = plan.measure(sources, first.known, nan_flags)
+    outputs = [
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
     ]
+    swizzle = None if weight_operands is None else plan.swizzle_request(weight_operands)
+    all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
+    results = []
+    for request, source, kernel_outputs, targets in zip(requests, sources, outputs, all_targets, strict=True):
+        request.keep_amax(source)
+        result = request.operands(kernel_outputs, targets, source.prototype if plan.keeps_values else None)
+        if request.watching is not None:
+            request.show(source, result)
+        results.append(result)
+    return results
 
 
 class OperandRequest:
@@ -228,32 +220,25 @@ class OperandRequest:
     def run_tensor(self, values: Tensor, weight_operands: WeightOperands | None = None) -> GemmOperands:
         """Quantize values in memory, by kernels if they can."""
         if self.plan.on_kernels:
-            return self.run(TensorSource(values), weight_operands)
+            return operands_together([self], [TensorSource(values)], weight_operands)[0]
         return self.run_oracle(values)
 
     def run(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """Quantize a source by kernels, in one pass, or in two if an amax must be measured first."""
-        plan, amaxes, values = self.plan, None, None
-        if plan.reads_values:
-            amaxes = source.known(plan)
-            if amaxes is None:
-                source = values = source.measured(plan)
-        if values is not None:
-            nan_flag = values.nan_flag
-            if nan_flag is None and plan.has_scalar:
-                nan_flag = workspace.zero(self.device)
-            outputs = self.outputs(plan.measure([values], self.known, [nan_flag])[0], nan_flag)
-        else:
-            outputs = self.outputs(amaxes)
-        amax = source.amax
-        if amax is not None and plan.by_one_amax and self.delayed is None:
-            self.call.amaxes[self.role, 0] = amax.view(())
-        if weight_operands is not None and weight_operands.reads_together and isinstance(source, TensorSource):
-            source.swizzle = plan.swizzle_request(weight_operands)
-        result = self.operands(outputs, source.emit(outputs), values)
+        """Quantize a source by kernels. Its values are written only if a GEMM reads them, or to measure them first."""
+        amaxes = source.known_amaxes(self.plan)
+        if isinstance(source, TensorSource) or (self.plan.reads_values and amaxes is None):
+            return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
+        self.keep_amax(source)
+        outputs = self.outputs(amaxes)
+        result = self.operands(outputs, source.emit(outputs))
         if self.watching is not None:
             self.show(source, result)
         return result
+
+    def keep_amax(self, source: producers.OperandProducer) -> None:
+        """Keep the amax of an input for backward, which may quantize the input again."""
+        if source.amax is not None and self.plan.by_one_amax and self.delayed is None:
+            self.call.amaxes[self.role, 0] = source.amax.view(())
 
     def outputs(
         self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None
@@ -277,11 +262,10 @@ class OperandRequest:
         )  # fmt: skip
 
     def operands(
-        self, outputs: KernelOutputs, targets: producers.Targets, source: TensorSource | None = None
+        self, outputs: KernelOutputs, targets: producers.Targets, values: Tensor | None = None
     ) -> GemmOperands:
-        """Wrap a kernel's outputs as operands. `source`: the input values, for a GEMM in high precision."""
+        """Wrap a kernel's outputs as operands. `values`: the values themselves, for a GEMM in high precision."""
         plan, (target, transposed_target) = self.plan, targets
-        values = None if source is None else source.like
         first = second = None
         if target is not None:
             first = plan.rowwise.operand(target)
@@ -303,7 +287,7 @@ class OperandRequest:
     def show(self, source: producers.OperandProducer, result: GemmOperands) -> None:
         """Report the operands to the observer, which exists."""
         assert self.watching is not None
-        values = source.measured().like
+        values = source.in_memory().prototype
         self.watching.see_both(values, result.for_first_gemm, result.for_wgrad.operand, result.for_wgrad.transposed)
 
     def run_oracle(self, values: Tensor) -> GemmOperands:
@@ -338,7 +322,8 @@ class OperandRequest:
             self.watching.see(values, piece)
         first_operand = piece
         if token_split is not None and (usage.for_first_gemm or (plan.shared and plan.is_gradient)):
-            first_operand = _gathered(piece, token_split)
+            gather: Any = operands.gather_values if isinstance(piece, Tensor) else operands.gather
+            first_operand = gather(piece, token_split)
         if not usage.for_wgrad:
             # not values[:0]: a view keeps all values alive
             return first_operand, WgradOperand(values.new_empty(0), False)
@@ -367,10 +352,6 @@ class OperandRequest:
         if not operands.gathers_codes(spec, (values.shape[0], values.shape[1]), tokens):
             return WgradOperand(values, True, tokens, spec, words)
         return WgradOperand(self._quantized(values, spec, tokens, words), True, tokens)
-
-
-def _gathered(piece: Operand, split: OperandSplit) -> Operand:
-    return operands.gather_values(piece, split) if isinstance(piece, Tensor) else operands.gather(piece, split)
 
 
 def keeps_transposed(specs: SpecPair, values: Tensor) -> bool:

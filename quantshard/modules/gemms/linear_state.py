@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, RecipeMismatchError
 from quantshard.formats import ALL
-from quantshard.gemm import hardware, operands
+from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
@@ -38,13 +37,6 @@ MOST_PLANS: Final = 64
 """The most operand plans that a layer keeps. More than that are needed only if shapes vary, and are then remade."""
 
 
-class RecipePlans(NamedTuple):
-    """Operand plans by the shape and the uses of an operand, all for one recipe."""
-
-    recipe: Recipe | None
-    plans: dict[Any, OperandPlan]
-
-
 class LayerPlans:
     """How the layers of a module quantize and multiply under their current recipe, planned at the first use.
 
@@ -53,7 +45,7 @@ class LayerPlans:
 
     def __init__(self) -> None:
         # one attribute, because threads can run one module under different recipes
-        self.planned = RecipePlans(None, {})
+        self.planned: tuple[Recipe | None, dict[Any, OperandPlan]] = None, {}
 
     def __reduce__(self) -> Any:
         return LayerPlans, ()
@@ -70,7 +62,7 @@ class LayerPlans:
         if recipe is not planned_for:
             if recipe != planned_for:
                 plans = {}
-            self.planned = RecipePlans(recipe, plans)
+            self.planned = recipe, plans
         # `has_kernels` depends on the class, since tensors without values have no kernels
         key = (
             role is TensorRole.INPUT, usage, like.shape, like.dtype, type(like), delayed, stored, whole,
@@ -167,7 +159,7 @@ def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: st
     activations = {}
     for role, length in recipe.histories.items():
         activations[role] = activation_history(module, prefix + HISTORIES[role], length, weights[0], recipe)
-    states, spec = module._states(weights), recipe.weight
+    states, spec = [module.weight_state(weight) for weight in weights], recipe.weight
     if spec is not None and spec.scaling.history:
         for weight, state in zip(weights, states, strict=True):
             _check_weight_history(module, weight, state, spec.scaling.history, recipe)
@@ -232,22 +224,16 @@ class GradientRandomBits:
         self.group = state.tp.group if state.data_group is None else state.data_group
         self.drawn: tuple[int, int | Tensor] | None = None
 
-    @property
-    def by_rows(self) -> operands.RandomBitsFn:
-        """Random bits for any rectangle of dgrad's operand."""
-        return partial(self._words, False)
-
-    @property
-    def by_columns(self) -> operands.RandomBitsFn:
-        """Random bits for any rectangle of wgrad's operand, which is the transpose."""
-        return partial(self._words, True)
-
-    def _words(self, transposed: bool, shard: Shard) -> RandomBits:
+    def by_rows(self, shard: Shard, transposed: bool = False) -> RandomBits:
+        """Random bits for a rectangle of dgrad's operand."""
         if self.drawn is None:
             self.drawn = int(self.weight[KEY]), next_draw(self.weight)
-        base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-        stream = base + GRADIENT_STREAM
+        stream = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK + GRADIENT_STREAM
         return RandomBits(*self.drawn, stream, shard.global_shape, shard.origin, shard.shape, transposed)
+
+    def by_columns(self, shard: Shard) -> RandomBits:
+        """Random bits for a rectangle of wgrad's operand, which is the transpose."""
+        return self.by_rows(shard, transposed=True)
 
 
 AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
@@ -267,9 +253,6 @@ def check_same_stage(group: Groups, stage: RunningStage) -> None:
 
     Stages run backward once per micro-batch, at different times, so their collectives would wait for each other. A
     stage that infers shapes records no amaxes.
-
-    Raises:
-        ConfigurationError: `group` contains ranks of other stages.
     """
     pipeline = world() if stage.group is None else stage.group
     if pipeline is None or stage.infers:

@@ -155,11 +155,7 @@ def structure_key(layers: Sequence[Sequence[Any]], *others: Any, **facts: Any) -
 
 
 def structure_of(key: str) -> StepStructure:
-    """The structure that a graph was traced for.
-
-    Raises:
-        UnsupportedOperationError: this process has not traced the function, so the key is unknown.
-    """
+    """The structure that a graph was traced for."""
     if key not in _structures:
         raise UnsupportedOperationError(
             f"a compiled layer of structure {key} was traced by another process and not by this one; call here what "

@@ -103,7 +103,7 @@ def _ready(step: StepArguments) -> list[PreparedLinear]:
     if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
         limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
-        names = id(module), ",".join(layer.weights)
+        names = id(module), layer.weights
         call = recompute.linear_context(names, not step.plain, structure.record, structure.setting)
         for name in layer.weights:
             module.weight_operand(name, call, step.x.device)

@@ -7,9 +7,9 @@ input once: the next forward with the same tensor, which a CUDA graph can captur
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,19 +18,16 @@ from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.recipe import QuantSpec, Recipe, TensorRole
-
-Wanted = tuple[int, tuple[QuantSpec | None, QuantSpec | None], bool]
-"""Cache key: version counter of the input, its quantization, and whether wgrad's operand was made."""
+from quantshard.recipe import SpecPair, TensorRole
 
 
-@dataclass(frozen=True)
-class _QuantizedInput:
-    """An input [..., in_features] and its operands; `number`: serial number of the entry."""
+class _QuantizedInput(NamedTuple):
+    """An input [..., in_features] and its operands; `number`: serial number of the entry. `key`: version counter of the
+    input, its quantization, and whether wgrad's operand was made."""
 
     x: weakref.ReferenceType[Tensor]
     number: int
-    wanted: Wanted
+    key: tuple[int, SpecPair, bool]
     operands: GemmOperands
 
 
@@ -39,15 +36,10 @@ class SharedInput:
 
     def __init__(self) -> None:
         self.last: _QuantizedInput | None = None
-        self._made = 0
+        self.numbers = itertools.count(1)
 
-    def keep(self, x: Tensor, wanted: Wanted, operands: GemmOperands) -> int:
-        """Cache the operands of an input for the other layers and return the new serial number."""
-        self._made += 1
-        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, wanted, operands)
-        return self._made
-
-    def _forget(self, x: weakref.ReferenceType[Tensor]) -> None:
+    def forget(self, x: weakref.ReferenceType[Tensor]) -> None:
+        """Drop the entry of an input that was freed."""
         if self.last is not None and self.last.x is x:
             self.last = None
 
@@ -65,28 +57,20 @@ class InputReader:
     def operands(self, x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
         """Operands of a layer's input for fprop and, if `keeps`, for wgrad; from the cache if possible.
 
-        Under delayed scaling nothing is shared, because every layer scales by its own history.
+        Nothing is shared if layers would quantize to different codes: by histories or random bits of their own.
         """
-        pair = call.recipe.activations[TensorRole.INPUT]
-        if x.is_inference() or not is_shareable(call.recipe):
-            return _made(x, call, state, keeps)
-        last, key = self.shared.last, (private_torch.in_place_changes(x), pair, keeps)
-        is_new = last is not None and last.number != self._read
-        if last is not None and is_new and last.x() is x and last.wanted == key:
+        recipe, last = call.recipe, self.shared.last
+        key: tuple[int, SpecPair, bool] | None = None
+        pair = recipe.activations[TensorRole.INPUT]
+        is_own = None in pair or TensorRole.INPUT in recipe.histories or recipe.input_draws
+        if not (is_own or x.is_inference()):
+            key = private_torch.in_place_changes(x), pair, keeps
+        if last is not None and last.number != self._read and last.x() is x and last.key == key:
             self._read = last.number
             return last.operands
-        x_operands = _made(x, call, state, keeps)
-        self._read = self.shared.keep(x, key, x_operands)
+        rows, usage = x.reshape(-1, x.shape[-1]), OperandUsage(True, keeps)
+        x_operands = gemm_operands(rows, TensorRole.INPUT, call, state, usage)
+        if key is not None:
+            self._read = next(self.shared.numbers)
+            self.shared.last = _QuantizedInput(weakref.ref(x, self.shared.forget), self._read, key, x_operands)
         return x_operands
-
-
-def is_shareable(recipe: Recipe) -> bool:
-    """Return whether all layers quantize an input to the same codes: no histories and no random bits of their own."""
-    first, second = recipe.activations[TensorRole.INPUT]
-    quantized = first is not None and second is not None
-    return quantized and TensorRole.INPUT not in recipe.histories and not recipe.input_draws
-
-
-def _made(x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
-    rows = x.reshape(-1, x.shape[-1])
-    return gemm_operands(rows, TensorRole.INPUT, call, state, OperandUsage(True, keeps))
