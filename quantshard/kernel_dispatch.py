@@ -74,24 +74,15 @@ def has_float_kernels(*tensors: Tensor | None) -> bool:
 
 def kernels_read(*tensors: Tensor | None) -> bool:
     """Like `has_float_kernels`, but ignore tracing: predict the answer for the values that will be computed."""
-    device = None
-    for t in tensors:
-        if t is None:
-            continue
-        if t.dtype not in KERNEL_DTYPES or t.device != (device or t.device):
-            return False
-        device = t.device
-    return device is not None and kernels_on(device)
+    present = [t for t in tensors if t is not None]
+    devices = {t.device for t in present}
+    is_float = all([t.dtype in KERNEL_DTYPES for t in present])
+    return is_float and len(devices) == 1 and kernels_on(devices.pop())
 
 
 def is_capturing() -> bool:
     """True if a CUDA graph is being captured. Anything the host counts or reads now is frozen for every replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def lacks_kernels(device: torch.device) -> bool:
-    """True for a GPU on which the oracle runs because the kernels cannot be imported."""
-    return device.type in KERNEL_DEVICES and not kernels.USABLE
 
 
 def random_words(bits: RandomBits, device: torch.device) -> Tensor:
@@ -176,8 +167,8 @@ def dequantize_together(
 
 
 def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
-    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`) to the stored
-    layout. Components in the stored layout are returned unchanged."""
+    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`), if they have
+    it, to the stored layout."""
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     if codes.dtype is copy.codes.encoding.storage:
         return parts
@@ -197,13 +188,9 @@ def add_quantization_error(
     hadamard: bool = False,
     partial: bool = False,
 ) -> None:
-    """Call `quantization_error.add_error_` on `sums` and `extremes` [copies, columns].
+    """Call `quantization_error.add_error_` on any row of `sums` and `extremes` [copies, columns].
 
-    Any of the rows can be updated: rows are combined when they are read.
-
-    Args:
-        hadamard: x was quantized after `numerics.hadamard16`.
-        partial: let a kernel sample only a part of a large matrix.
+    `hadamard`: x was quantized after `numerics.hadamard16`. `partial`: a kernel may sample a part of a large matrix.
     """
     if _has_kernel(x, copy):
         error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, partial)
@@ -246,8 +233,8 @@ def by_columns(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Lay out the 8-bit codes [R, C] of several matrices by columns, viewed as `dtype`, an 8-bit dtype.
 
-    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns: the
-    float32 scalar `nan_flag`, if any, is added, and rows of zeros pad them to a multiple of 4.
+    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns, padded
+    with zeros to a multiple of 4, and increased by the float32 scalar `nan_flag`, if any.
     """
     if has_kernels(matrices[0][0]):
         return transpose_kernel.by_columns(matrices, dtype)
@@ -264,10 +251,8 @@ def by_columns(
 StoredMatrix = tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """(shape, codes, scales, amax, nan_flag, other) of one copy of a matrix [R, C].
 
-    codes, scales: uint8.
-    amax: amax of the second scale, or None.
-    nan_flag: float32 scalar; NaN makes the whole matrix NaN.
-    other: swizzled E8M0 scales of R rows, which also become NaN, or None.
+`amax`: of the second scale. `nan_flag`: float32 scalar; NaN makes the whole matrix NaN, and `other`, swizzled E8M0
+scales of R rows.
 """
 SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
 """(codes of the transpose [C, R] or None, flat swizzled scales, second scale or None), in PyTorch's dtypes."""
@@ -338,8 +323,5 @@ def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1)
 
 def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
     devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
-    return devices == {histories[0].get_device()} and histories[0].device == device and _are_contiguous(histories)
-
-
-def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, tensors))
+    is_on_device = devices == {histories[0].get_device()} and histories[0].device == device
+    return is_on_device and all(map(Tensor.is_contiguous, histories))

@@ -15,8 +15,9 @@ from torch import Tensor
 from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import storage as storages
-from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule, first_quantized
-from quantshard.tensor.storage import AMAX_HISTORY, Placeholder, QuantizedStorage
+from quantshard.tensor.placeholder import Placeholder
+from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
         return _handle(tensor, [numel])
     if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
         return _handle(tensor, shape)
-    raise _refuse("view", tensor, f"to {shape}; only the flat view(-1), a handle to the same components, is allowed")
+    raise _refuse("view", tensor, f"to {shape}; only the flat view(-1) is allowed")
 
 
 @rule(aten.as_strided.default, needed_by="FSDP2: the unsharded parameter, always the identity")
@@ -101,7 +102,7 @@ def _slice(
     tensor: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
     if step != 1:
-        raise _refuse("slice", tensor, f"with step {step}; a part of a quantized tensor has no grid of its own")
+        raise _refuse("slice", tensor, f"with step {step}; a part has no grid of its own")
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     shape = list(tensor.shape)
     shape[dim] = max(last - first, 0)
@@ -117,22 +118,16 @@ def _slice(
             return _handle(tensor, shape)
     elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
         return _handle(tensor, shape)
-    raise _refuse(
-        "slice", tensor, f"[{start}:{end}] along dim {dim}; a part of a quantized tensor has no grid of its own"
-    )
+    raise _refuse("slice", tensor, f"[{start}:{end}] along dim {dim}; a part has no grid of its own")
 
 
 @rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
-        raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: codes need their scales; use load_state_dict, or "
-            "checkpoints.load_from_rank0(model, state_dict) for set_model_state_dict(broadcast_from_rank0=True)"
-        )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r} needs amaxes of all ranks; call quantshard."
-            "checkpoints.load_high_precision(model, state_dict) on every rank, or quantize_ on an unsharded weight"
+            f"copy_ of a {source.dtype} tensor into {destination!r}; for values call quantshard.checkpoints."
+            "load_high_precision(model, state_dict) on every rank, for codes and scales load_state_dict or "
+            "load_from_rank0"
         )
     if not isinstance(destination, QuantizedTensor):
         raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
@@ -140,10 +135,7 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     if isinstance(target, Placeholder):
         target.fill(source.quantized_storage)
     elif target.gathered:
-        raise _refuse(
-            "copy_", destination, "the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and copy "
-            "into its sharded parameter"
-        )  # fmt: skip
+        raise _refuse("copy_", destination, "the copy that FSDP gathered; call reshard(), then copy into the shard")
     elif target is not source.quantized_storage:
         copy_bytes(target, source.quantized_storage)
     return destination
@@ -200,13 +192,6 @@ def _empty_like(
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 
 
-@rule(aten.is_set_to.default, needed_by="users who look for tied parameters")
-def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
-    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
-        return False
-    return tensor.quantized_storage is other.quantized_storage and tensor.shape == other.shape
-
-
 def plain_like(make: Callable[..., Tensor]) -> Rule:
     """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
 
@@ -238,12 +223,3 @@ def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
     if isinstance(tensor.quantized_storage, Placeholder):
         return tensor  # still empty
     return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
-
-
-@rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
-def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
-    raise UnsupportedOperationError(
-        f"cat or broadcast of {first_quantized(tensors)!r} would treat its codes as values; for "
-        "DistributedDataParallel(model, init_sync=False), without join(), call quantshard.broadcast_(model) or "
-        "check_replicas(model) on every rank first"
-    )

@@ -23,7 +23,8 @@ from quantshard.recipe import QuantSpec
 from quantshard.tensor import all_gather, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.all_gather import GatherMetadata
-from quantshard.tensor.storage import Placeholder, QuantizedStorage
+from quantshard.tensor.placeholder import Placeholder
+from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -31,20 +32,28 @@ RULES: dict[Any, Rule] = {}
 
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
-_OF_AVERAGES = {
-    getattr(torch.ops.aten, of + name) for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")
-}
-_AVERAGE = "; average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
-"""Hint in the error of operations that compute averages of weights out-of-place."""
+_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
+_FUSED = (
+    "torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for AdamW: "
+    "weight_decay=0.01) or MasterWeights, and with transformers' Trainer integrations.transformers.QuantizedTraining"
+)
+_AVERAGE = "average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
+
+HINTS: dict[Any, str] = {
+    **dict.fromkeys((torch.ops.aten.cat, torch.ops.c10d.broadcast_), _DDP),
+    **{getattr(torch.ops.aten, f"_fused_{name}_"): _FUSED for name in ("adam", "adamw", "sgd", "adagrad")},
+    **{getattr(torch.ops.aten, f"{of}{name}"): _AVERAGE for name in ("add", "sub", "mul", "lerp")
+       for of in ("", "_foreach_")},
+}  # fmt: skip
+"""What to do instead, by an ATen operation without a rule that popular code calls."""
 
 
 class QuantizedTensor(Tensor):
     """A 2-D tensor stored as codes and scales of a number format.
 
-    Modules create it under `quantized_model_init`, as do `quantize_weight` and FSDP2's cuts and gathers; do not call
-    the constructor. `shape` and `dtype` describe the values. `dtype` is nominal: `dequantize` and gradients have it,
-    and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those of a plain tensor
-    with that dtype; `explain` shows the stored bytes.
+    Modules create it under `quantized_model_init`; do not call the constructor. `dtype` is nominal: `dequantize` and
+    gradients have it, and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those
+    of a plain tensor with that dtype; `explain` shows the stored bytes.
     """
 
     quantized_storage: QuantizedStorage
@@ -65,23 +74,19 @@ class QuantizedTensor(Tensor):
         self.requires_grad_(requires_grad)
         return self
 
-    # Values ----------------------------------------------------------------------------------------------------------
-
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
-        """Quantize a high-precision tensor of the same shape into this one, in place.
+        """Quantize a high-precision tensor of the same shape, on any device, into this one, in place.
 
         Args:
-            tensor: the new values, any floating dtype, on any device.
             noop_flag: a one-element tensor; if it is not zero, nothing is written.
 
         Raises:
             ConfigurationError: new values are infinite or NaN; nothing is written.
-            UnsupportedOperationError: blocks of this shard straddle ranks. Their scales need a collective, which
-                `requantize_` runs once for all weights of a model.
+            UnsupportedOperationError: blocks of this shard straddle ranks; call `requantize_`.
         """
         self.check_filled("quantize_")
         storage = self.quantized_storage
@@ -116,11 +121,7 @@ class QuantizedTensor(Tensor):
             )
 
     def data_ptr(self) -> int:
-        """Address of the codes: equal for all handles to a storage, 0 on the meta device.
-
-        An empty shard or a placeholder returns a number that is unique among living tensors, because some libraries
-        identify parameters by their addresses.
-        """
+        """Address of the codes, 0 on the meta device, or for an empty shard a number that no other tensor has."""
         if self.is_meta:
             return 0
         codes = next(iter(self.quantized_storage.components.values()), None)
@@ -148,8 +149,6 @@ class QuantizedTensor(Tensor):
         private_torch.set_data(self, value)
         self.quantized_storage = value.quantized_storage
 
-    # Python protocol -------------------------------------------------------------------------------------------------
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if isinstance(self.quantized_storage, Placeholder):
             return f"QuantizedTensor(placeholder, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -172,8 +171,6 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOperationError(limits.refusal("pickle", self))
-
-    # torch.compile ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Tensor:
         # only for the names in __tensor_flatten__, which PyTorch reads with getattr
@@ -209,15 +206,14 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            hint = _AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else ""
-            raise UnsupportedOperationError(
-                f"{func} on {first_quantized((*args, *(kwargs or {}).values()))!r} would dequantize or change it; "
+            hint = HINTS.get(
+                getattr(func, "overloadpacket", None),
                 "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), a quantshard module to "
-                f"multiply, requantize_() to write it, or convert(filter=...) to leave its layer out{hint}"
+                "multiply, requantize_() to write it, or convert(filter=...) to leave its layer out",
             )
+            quantized = first_quantized((*args, *(kwargs or {}).values()))
+            raise UnsupportedOperationError(f"{func} on {quantized!r} would dequantize or change it; {hint}")
         return rule(*args, **(kwargs or {}))
-
-    # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """The tensors that this rank sends; see `all_gather`.
@@ -293,8 +289,6 @@ def quantize_weight(
     """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
 
     Args:
-        values: the high-precision values.
-        spec: the format row and scaling, e.g. `recipe.weight`.
         dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.gemms import functional, operators
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
@@ -55,7 +55,7 @@ class TracedLinear(NamedTuple):
 
 def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
     """`functional.linear` as an operator of the graph that is being traced."""
-    if not context.quantizes(layer.setting) and not layer.stored:
+    if not settings.quantizes(layer.setting) and not layer.stored:
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
     return call_operator("linear", x, [layer], [False])
@@ -85,7 +85,7 @@ def call_operator(
         layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
     weights = [weight for layer in layers for weight in layer.weights]
     key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
-    full_name = f"{name}_recording" if context.counts_calls(first.setting) else name
+    full_name = f"{name}_recording" if settings.counts_calls(first.setting) else name
     outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(
         weights, [], first.module, key, [weight.shape[0] for weight in weights], norm_weight, norm_bias, eps,
         x, residual, [bias for layer in layers for bias in layer.biases if bias is not None],
