@@ -27,7 +27,8 @@ from quantshard.modules import (
 )
 from quantshard.private_torch import lookup as _lookup
 from quantshard.tensor import arithmetic as _arithmetic
-from quantshard.tensor import aten_rules as _ops
+from quantshard.tensor import aten_rules as _aten_rules
+from quantshard.tensor import copy_rules as _copy_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
 from quantshard.tools.observe import explain
@@ -78,4 +79,4 @@ __all__ = [
 
 _lookup.warn_of_untested_torch()
 
-del _arithmetic, _lookup, _ops
+del _arithmetic, _aten_rules, _copy_rules, _lookup

@@ -110,11 +110,6 @@ def takes_data(tensor: Tensor, value: Tensor) -> bool:
     return bool(_takes_data(tensor, value))
 
 
-def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Set the `.data` of a tensor (dtype, device and shape) past the property of its class."""
-    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-
-
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
     """A DTensor of a global shape around this local tensor itself.
 

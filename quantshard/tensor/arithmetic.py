@@ -33,7 +33,8 @@ from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
 from quantshard.tensor import requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.aten_rules import plain_like, rule
+from quantshard.tensor.aten_rules import rule
+from quantshard.tensor.copy_rules import plain_like
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -145,12 +146,7 @@ def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dic
     _check_writable(target)
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
-    result = formula(x, *map(_operand, operands), **options)
-    if result.shape != x.shape:
-        raise UnsupportedOperationError(
-            f"in-place arithmetic on {target!r}: the operands broadcast to shape {tuple(result.shape)}"
-        )
-    return result.float().reshape(shape)
+    return formula(x, *map(_operand, operands), **options).float().reshape(shape)
 
 
 def _operand(operand: Any) -> Any:

@@ -87,7 +87,8 @@ def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tenso
     """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor."""
     if not isinstance(owner, DTensor):
         return dict(storage.components)
-    whole, tensors = sharding.whole(storage.shard.global_shape), {}
+    tensors: dict[str, Tensor] = {}
+    whole = sharding.whole(storage.shard.global_shape)
     for name, part in storage.components.items():
         component = storage.spec.format.by_name[name]
         placements = component_placements(storage.shard, component, owner.placements)

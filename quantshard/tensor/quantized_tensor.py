@@ -2,8 +2,8 @@
 
 To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so views never dequantize. `aten_rules` and `arithmetic` list the allowed ATen operations and the
-callers that need them; every other operation raises. `all_gather` is what FSDP2's two hooks do.
+the same storage, so views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen
+operations and their callers; every other operation raises. `all_gather` is what FSDP2's two hooks do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""ATen operation -> its implementation for quantized tensors. `aten_rules` and `arithmetic` fill the table."""
+"""ATen operation -> its implementation for quantized tensors. `aten_rules`, `copy_rules` and `arithmetic` fill it."""
 
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
@@ -146,7 +146,7 @@ class QuantizedTensor(Tensor):
         if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
             description = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
             raise UnsupportedOperationError(limits.refusal("assigned data", f"{description} as .data of {self!r}"))
-        private_torch.set_data(self, value)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # dtype, device and shape
         self.quantized_storage = value.quantized_storage
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -16,20 +16,21 @@ from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 @dataclass(frozen=True)
 class AutocastSetting:
-    """Settings of one autocast. `amax_reduction_group`: None for all ranks. `strict`: whether fallbacks raise."""
+    """Settings of one autocast. They outlive it, but not the process group, which they reference weakly.
 
-    recipe: Recipe
-    amax_reduction_group: dist.ProcessGroup | None = None
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class _RegisteredSetting:
-    """A setting that outlives its autocast, but not its process group, which it references weakly."""
+    `group`: None for all ranks. `strict`: whether fallbacks raise.
+    """
 
     recipe: Recipe
     group: weakref.ReferenceType[dist.ProcessGroup] | None = None
     strict: bool = False
+
+    @property
+    def amax_reduction_group(self) -> dist.ProcessGroup | None:
+        """The ranks to reduce amaxes over; None without delayed scaling or without process groups."""
+        if not self.recipe.is_delayed:
+            return None
+        return world() if self.group is None else self.group()
 
 
 _SettingKey = tuple[str | int | None, int, bool]
@@ -39,7 +40,7 @@ Objects that are identified by id stay alive as long as the key is in a dict."""
 
 NO_AUTOCAST = "no autocast"
 _HIGH_PRECISION = HighPrecision()
-_settings: dict[str, _RegisteredSetting] = {NO_AUTOCAST: _RegisteredSetting(_HIGH_PRECISION)}
+_settings: dict[str, AutocastSetting] = {NO_AUTOCAST: AutocastSetting(_HIGH_PRECISION)}
 _names: dict[_SettingKey, str] = {}
 _numbers = itertools.count(1)
 
@@ -61,13 +62,13 @@ def setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Process
     return name
 
 
-def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
-    new_setting = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
+def _registered_name(recipe: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
+    new_setting = AutocastSetting(recipe, None if group is None else weakref.ref(group), strict)
     for name, registered in list(_settings.items()):  # a copy, because other threads can add entries
         if registered == new_setting and name != NO_AUTOCAST:
             return name
-    content = repr((asked, list(asked.table.items()), sorted(gemm.value for gemm in asked.fast_gemms), strict))
-    name = f"{asked.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
+    content = repr((recipe, list(recipe.table.items()), sorted(gemm.value for gemm in recipe.fast_gemms), strict))
+    name = f"{recipe.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
     if group is not None or name in _settings:  # a custom recipe can have the same content as another
         name += f" {next(_numbers)}"
     if group is not None:
@@ -77,7 +78,7 @@ def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: boo
                 _names.pop(key, None)
             _settings.pop(name, None)
 
-        new_setting = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
+        new_setting = AutocastSetting(recipe, weakref.ref(group, forget), strict)
     _settings[name] = new_setting
     return name
 
@@ -114,8 +115,5 @@ def counts_backwards(name: str) -> bool:
 
 
 def setting(name: str) -> AutocastSetting:
-    """The setting with its group resolved. The group is None without delayed scaling or without process groups."""
-    registered, group = _settings[name], None
-    if registered.recipe.is_delayed:
-        group = world() if registered.group is None else registered.group()
-    return AutocastSetting(registered.recipe, group, registered.strict)
+    """The setting with this name."""
+    return _settings[name]
