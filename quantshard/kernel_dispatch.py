@@ -103,15 +103,15 @@ def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
 
 
 def quantize_codes(
-    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
+    x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
         spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
-        request = QuantizeRequest(spec, encode_scales[copy.scale.name], words=words)
+        request = QuantizeRequest(spec, multipliers[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
     word_tensor = words.tensor(x.device) if isinstance(words, RandomBits) else words
-    return numerics.quantize_codes(x, copy, encode_scales, origin, word_tensor)
+    return numerics.quantize_codes(x, copy, multipliers, origin, word_tensor)
 
 
 def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:

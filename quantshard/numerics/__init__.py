@@ -387,15 +387,15 @@ def unswizzled(flat: Tensor, shape: Pair) -> Tensor:
 
 
 def quantize_codes(
-    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+    x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> Tensor:
     """Quantize x [R, C], floating point, to the stored codes of one copy: uint8 [R, C] or packed [R, ceil(C / 2)].
 
     Args:
-        encode_scales: the touched grids of multipliers.
+        multipliers: the touched grids, from `scales_and_multipliers`.
         words: int64 [R, C], from `random_words`, for stochastic rounding. None: round to nearest even.
     """
-    encoding, grid = copy.codes.encoding, encode_scales[copy.scale.name]
+    encoding, grid = copy.codes.encoding, multipliers[copy.scale.name]
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)
     return pack(codes, encoding)
