@@ -89,7 +89,7 @@ def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
 
 @private_torch.constant_in_graphs
 def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
-    return _recipe_fits(settings.setting(setting).recipe, dtype)
+    return _recipe_fits(settings.registered[setting].recipe, dtype)
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -165,7 +165,7 @@ def _remakes(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
 
 @private_torch.constant_in_graphs
 def _remakes_in_graph(setting: str, recomputes: bool, cheap: bool) -> bool:
-    return _remakes(settings.setting(setting).recipe, recomputes, cheap)
+    return _remakes(settings.registered[setting].recipe, recomputes, cheap)
 
 
 def _traced(

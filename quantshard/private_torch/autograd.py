@@ -79,8 +79,10 @@ def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor |
 
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     """Each parameter, None, or the result of a parametrization, as fast as `registered_parameter`."""
-    registered = module._parameters
-    return [registered[name] if name in registered else getattr(module, name) for name in names]
+    registered, values = module._parameters, []
+    for name in names:  # a loop is faster than a comprehension, and each layer calls this
+        values.append(registered[name] if name in registered else getattr(module, name))
+    return values
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -190,7 +192,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def is_traced(*tensors: Tensor | None) -> bool:
     """True while a graph is traced, or if one of the tensors has a shape but no values, as in tracing."""
-    return torch.compiler.is_compiling() or any([isinstance(tensor, _fake_tensor) for tensor in tensors])
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:  # a loop is faster than any(), and each layer calls this
+        if isinstance(tensor, _fake_tensor):
+            return True
+    return False
 
 
 def constant_in_graphs(function: Any) -> Any:

@@ -84,10 +84,6 @@ class QuantizedStorage:
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
     _views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.high_precision is not None:
-            self.seen_version()  # from now on, notice in-place writes that outdate the initial values
-
     def mark_written(self) -> None:
         """Record that the components have new values, and drop the initial values."""
         self.version, self._in_place, self.high_precision = next(_versions), None, None
@@ -110,6 +106,13 @@ class QuantizedStorage:
         """Set the values that `initial_values` returns until the next write."""
         self.seen_version()
         self.high_precision = values
+
+    def _watched(self) -> QuantizedStorage:
+        """Start to watch for in-place writes that would outdate the initial values, and return self."""
+        # not in __post_init__, which would run for every operand
+        if self.high_precision is not None:
+            self.seen_version()
+        return self
 
     def forget_amaxes(self) -> None:
         """Zero the amax history, before or after a write of values that do not derive from the present ones."""
@@ -184,12 +187,13 @@ class QuantizedStorage:
             self.mark_written()
         version = self.version if self._in_place is None else self.seen_version()
         components = {name: change(part) for name, part in self.components.items()}
-        return replace(self, components=components, version=version)
+        return replace(self, components=components, version=version)._watched()
 
     def clone(self) -> QuantizedStorage:
         """An independent copy, including the state."""
         state = {name: value.clone() for name, value in self.state.items()}
-        return replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        new = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        return new._watched()
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
         """An independent copy on `device` (None: the same one). The key stays on the CPU, where the host reads it."""
@@ -198,7 +202,7 @@ class QuantizedStorage:
             state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
         move_draws(state, device)
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
-        return replace(moved, state=state, source=ref(self))
+        return replace(moved, state=state, source=ref(self))._watched()
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""
@@ -215,7 +219,7 @@ class QuantizedStorage:
         if initial is not None:
             # min: for an empty piece past the end
             initial = initial.narrow(dim, min(start, initial.shape[dim]), shard.shape[dim])
-        return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)
+        return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)._watched()
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
         """Every `piece` of a cut, made together because a cut over a thousand ranks has a thousand pieces."""
@@ -231,7 +235,7 @@ class QuantizedStorage:
         initial = self.initial_values()
         initial_pieces = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
         return [
-            QuantizedStorage(self.spec, shard, part, self.state, values, self.version)
+            QuantizedStorage(self.spec, shard, part, self.state, values, self.version)._watched()
             for shard, part, values in zip(shards, parts, initial_pieces, strict=True)
         ]
 

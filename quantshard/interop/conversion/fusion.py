@@ -314,7 +314,7 @@ class FusedGatedMLP(nn.Module):
 
 @private_torch.constant_in_graphs
 def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
-    if settings.setting(setting).strict:
+    if settings.registered[setting].strict:
         raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
     storage_note = "" if storage == HIGH_PRECISION else f", without activation_storage={storage!r}"
     warn_once(

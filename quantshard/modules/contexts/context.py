@@ -83,12 +83,12 @@ def in_autocast() -> bool:
 
 def runs_by(recipe: str | Recipe) -> bool:
     """Return whether the innermost autocast uses this recipe object; false while compiling."""
-    return not torch.compiler.is_compiling() and settings.setting(current_setting()).recipe is resolve(recipe)
+    return not torch.compiler.is_compiling() and settings.registered[current_setting()].recipe is resolve(recipe)
 
 
 def is_strict() -> bool:
     """Return whether the innermost autocast turns fallbacks into errors."""
-    return settings.setting(current_setting()).strict
+    return settings.registered[current_setting()].strict
 
 
 def flush_after_backward() -> None:

@@ -122,7 +122,7 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
     """
     regions = _regions()
     if regions.replayed is None:
-        autocast_setting = settings.setting(setting or context.current_setting())
+        autocast_setting = settings.registered[setting or context.current_setting()]
         if regions.unknown is not None and (quantized or settings.has_quantized()):
             raise regions.unknown
         if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
@@ -130,12 +130,9 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         # As in TransformerEngine, only a differentiated forward records: in generation, ranks can run different numbers
         # of forwards. The first forward of a reentrant region, and compiled code, run under no_grad.
         differentiated = torch.is_grad_enabled() or bool(regions.entered) or setting is not None
-        current = LinearContext(
-            autocast_setting.recipe,
-            autocast_setting.amax_reduction_group,
-            autocast_setting.strict,
-            record=training and differentiated,
-        )
+        recipe, strict = autocast_setting.recipe, autocast_setting.strict
+        group = autocast_setting.amax_reduction_group if recipe.is_delayed else None
+        current = LinearContext(recipe, group, strict, record=training and differentiated)
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
         if first is None:
@@ -143,7 +140,7 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
                 f"activation recomputation called the layer of {layer[1]!r} more often than the first forward did; "
                 "a checkpointed function must do the same each time"
             )
-        if setting is not None and settings.setting(setting).recipe != first.recipe:
+        if setting is not None and settings.registered[setting].recipe != first.recipe:
             raise UnsupportedOperationError(
                 f"activation recomputation of a compiled function calls the layer of {layer[1]!r} outside of the "
                 "autocast that its first forward ran in, and a graph is compiled for one recipe; enter autocast inside "

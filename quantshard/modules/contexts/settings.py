@@ -40,7 +40,9 @@ Objects that are identified by id stay alive as long as the key is in a dict."""
 
 NO_AUTOCAST = "no autocast"
 _HIGH_PRECISION = HighPrecision()
-_settings: dict[str, AutocastSetting] = {NO_AUTOCAST: AutocastSetting(_HIGH_PRECISION)}
+registered: dict[str, AutocastSetting] = {NO_AUTOCAST: AutocastSetting(_HIGH_PRECISION)}
+"""The settings by name."""
+
 _names: dict[_SettingKey, str] = {}
 _numbers = itertools.count(1)
 
@@ -57,63 +59,58 @@ def setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Process
     if (name := _names.get(key, "")) != "":
         return name
     name = _registered_name(resolved, group, strict)
-    if not isinstance(key[0], int) or _settings[name].recipe is resolved:
+    if not isinstance(key[0], int) or registered[name].recipe is resolved:
         _names[key] = name
     return name
 
 
 def _registered_name(recipe: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
     new_setting = AutocastSetting(recipe, None if group is None else weakref.ref(group), strict)
-    for name, registered in list(_settings.items()):  # a copy, because other threads can add entries
-        if registered == new_setting and name != NO_AUTOCAST:
+    for name, old_setting in list(registered.items()):  # a copy, because other threads can add entries
+        if old_setting == new_setting and name != NO_AUTOCAST:
             return name
     content = repr((recipe, list(recipe.table.items()), sorted(gemm.value for gemm in recipe.fast_gemms), strict))
     name = f"{recipe.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
-    if group is not None or name in _settings:  # a custom recipe can have the same content as another
+    if group is not None or name in registered:  # a custom recipe can have the same content as another
         name += f" {next(_numbers)}"
     if group is not None:
 
         def forget(_: weakref.ReferenceType[dist.ProcessGroup]) -> None:
             for key in [key for key, setting_name in _names.items() if setting_name == name]:
                 _names.pop(key, None)
-            _settings.pop(name, None)
+            registered.pop(name, None)
 
         new_setting = AutocastSetting(recipe, weakref.ref(group, forget), strict)
-    _settings[name] = new_setting
+    registered[name] = new_setting
     return name
 
 
 @private_torch.constant_in_graphs
 def quantizes(name: str) -> bool:
     """Return whether the setting quantizes any operand."""
-    return bool(_settings[name].recipe.table)
+    return bool(registered[name].recipe.table)
 
 
 def has_quantized() -> bool:
     """Return whether any autocast that this process has created quantizes."""
-    return any(registered.recipe.table for registered in list(_settings.values()))
+    return any(setting.recipe.table for setting in list(registered.values()))
 
 
 @private_torch.constant_in_graphs
 def is_delayed(name: str) -> bool:
     """Return whether the setting uses delayed scaling."""
-    return _settings[name].recipe.is_delayed
+    return registered[name].recipe.is_delayed
 
 
 @private_torch.constant_in_graphs
 def counts_calls(name: str) -> bool:
     """Return whether a forward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = _settings[name].recipe
+    recipe = registered[name].recipe
     return recipe.is_delayed or recipe.input_draws
 
 
 def counts_backwards(name: str) -> bool:
     """Return whether a backward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = _settings[name].recipe
+    recipe = registered[name].recipe
     specs = recipe.activations[TensorRole.GRAD_OUTPUT]
     return recipe.is_delayed or any(spec and spec.scaling.stochastic_rounding for spec in specs)
-
-
-def setting(name: str) -> AutocastSetting:
-    """The setting with this name."""
-    return _settings[name]

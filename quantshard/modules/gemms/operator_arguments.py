@@ -110,7 +110,7 @@ class StepStructure:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the autocast setting."""
-        return settings.setting(self.setting).recipe
+        return settings.registered[self.setting].recipe
 
     @property
     def is_trained(self) -> bool:

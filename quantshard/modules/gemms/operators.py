@@ -209,7 +209,7 @@ def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
     structure, like, saved_tensors = step.structure, step.grads[0], iter(step.saved)
     is_traced = kernels.tracing.on
     module, states = (None, []) if is_traced else step.states()
-    setting, saved_layers = settings.setting(structure.setting), []
+    setting, saved_layers = settings.registered[structure.setting], []
     need_weights, need_biases = structure.by_layer(step.need_weights), structure.by_layer(step.need_biases)
     for index, weights in enumerate(step.weights_of(module)):
         layer, saved_input = structure.layers[index], SavedInput.of(step, index, like)
@@ -272,7 +272,7 @@ def _traced(body: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor] 
 
 
 def _traced_call(structure: StepStructure) -> LinearContext:
-    setting = settings.setting(structure.setting)
+    setting = settings.registered[structure.setting]
     return LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict, record=False)
 
 

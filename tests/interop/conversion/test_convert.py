@@ -212,7 +212,7 @@ def test_recipes_by_name(recipes: object) -> None:
 
 def noted(seen: dict[str, str], name: str, project: Callable[..., object], *args: object, **kwargs: object) -> object:
     """A call of a layer, and by which recipe."""
-    seen[name] = settings.setting(context.current_setting()).recipe.name
+    seen[name] = settings.registered[context.current_setting()].recipe.name
     return project(*args, **kwargs)
 
 

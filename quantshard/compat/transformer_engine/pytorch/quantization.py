@@ -136,7 +136,7 @@ class FP8GlobalStateManager:
     def get_fp8_recipe() -> Recipe:
         """Return the recipe of the innermost autocast, or the default recipe."""
         inside = context.in_autocast()
-        return settings.setting(context.current_setting()).recipe if inside else get_default_recipe()
+        return settings.registered[context.current_setting()].recipe if inside else get_default_recipe()
 
     is_fp8_available = staticmethod(partial(is_fp8_available, return_reason=True))
     is_mxfp8_available = staticmethod(partial(is_mxfp8_available, return_reason=True))
