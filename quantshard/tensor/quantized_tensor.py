@@ -32,20 +32,20 @@ RULES: dict[Any, Rule] = {}
 
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
-_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
+_DDP = "; for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
 _FUSED = (
-    "torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for AdamW: "
-    "weight_decay=0.01) or MasterWeights, and with transformers' Trainer integrations.transformers.QuantizedTraining"
+    "; torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for "
+    "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
+    "quantshard.integrations.transformers.QuantizedTraining"
 )
-_AVERAGE = "average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
+_AVERAGE = "; average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
 
-HINTS: dict[Any, str] = {
-    **dict.fromkeys((torch.ops.aten.cat, torch.ops.c10d.broadcast_), _DDP),
-    **{getattr(torch.ops.aten, f"_fused_{name}_"): _FUSED for name in ("adam", "adamw", "sgd", "adagrad")},
-    **{getattr(torch.ops.aten, f"{of}{name}"): _AVERAGE for name in ("add", "sub", "mul", "lerp")
-       for of in ("", "_foreach_")},
-}  # fmt: skip
-"""What to do instead, by an ATen operation without a rule that popular code calls."""
+HINTS: dict[str, str] = {
+    **dict.fromkeys(("cat", "broadcast_"), _DDP),
+    **dict.fromkeys([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")], _FUSED),
+    **dict.fromkeys([f"{of}{name}" for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")], _AVERAGE),
+}
+"""What else to do instead, by the name of an operation without a rule that popular code calls."""
 
 
 class QuantizedTensor(Tensor):
@@ -206,13 +206,12 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            hint = HINTS.get(
-                getattr(func, "overloadpacket", None),
-                "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), a quantshard module to "
-                "multiply, requantize_() to write it, or convert(filter=...) to leave its layer out",
-            )
             quantized = first_quantized((*args, *(kwargs or {}).values()))
-            raise UnsupportedOperationError(f"{func} on {quantized!r} would dequantize or change it; {hint}")
+            raise UnsupportedOperationError(
+                f"{func} on {quantized!r} would dequantize or change it; use .dequantize() for its values (of a "
+                "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
+                f"convert(filter=...) to leave its layer out{HINTS.get(func.__name__.partition('.')[0], '')}"
+            )
         return rule(*args, **(kwargs or {}))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
