@@ -229,8 +229,8 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
     for weight, bad in zip(weights, non_finite.tolist(), strict=True):
         if bad:
             raise NonFiniteGradientError(
-                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; use "
-                "optimizers.MasterWeights or FusedAdam, which skip such a step"
+                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; lower the "
+                "learning rate, or use optimizers.MasterWeights or FusedAdam, which skip such a step"
             )
 
 
@@ -255,8 +255,8 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
     if storage not in _places:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a shard that is not a parameter of a fully_shard-ed module; change "
-            "the module's own parameter, or average weights by ema_decay=0.999 of quantshard's optimizers or in the "
-            "parameters of a second fully_shard-ed model (docs/optimizers.md)"
+            "the module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
+            "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
     return private_torch.dtensor_around(weight, *_places[storage])
 
