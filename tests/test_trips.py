@@ -21,8 +21,8 @@ LIMITS = {
     "forward, mxfp8": (20, 92),
     "backward, mxfp8": (17, 105),
     "step": (18, 210),
-    "save": (22, 360),
-    "load": (27, 1100),
+    "save": (16, 325),
+    "load": (23, 1045),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

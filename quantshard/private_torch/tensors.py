@@ -45,6 +45,9 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
 """The implementation of the public `torch.nn.functional.scaled_mm`, which builds lists of numbers in every call."""
 
+scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compiled graph")
+"""The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
+
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of class `cls` with a shape, dtype and device but no data of its own.

@@ -292,7 +292,7 @@ def test_gate_and_up_may_be_kept_as_codes() -> None:
 
 def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
     for arguments, says in (
-        ({}, "pass modules='fused'"),
+        ({}, "and modules='fused'"),
         ({"modules": "fused", "filter": "q_proj"}, r"model.layers.0.mlp: its gate_proj is not converted"),
         ({"modules": "fused", "activation_storage": "fp4"}, "use one of: high_precision, fp8"),
     ):

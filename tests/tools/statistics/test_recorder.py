@@ -221,6 +221,23 @@ def test_compiled_layers_are_seen():
     assert seen >= {(f"{name}.weight", role) for name in (1, 2) for role in ("input", "grad_output")}
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_compiled_layers_are_seen_in_sampled_steps():
+    """Graphs with the insides of layers are used in the other steps."""
+    pytest.importorskip("triton")
+    model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
+    compiled = torch.compile(model, backend="aot_eager")
+    torch._dynamo.reset()
+    with kernel_dispatch.kernels_only_on("cpu"), Statistics(model, None, every=2) as statistics:
+        for step in range(4):
+            with qs.autocast(recipe="current"):
+                compiled(tokens(step)).float().square().mean().backward()
+            statistics.step()
+        (sample,) = statistics.close()
+    assert sample.step == 4
+    assert {row.role for row in sample.rows if row.error.sqnr_db} >= {"input", "grad_output"}
+
+
 @pytest.mark.exhaustive
 def test_compiled_layers_in_high_precision_are_not_seen():
     """As docs/command-line.md#statistics-and-alarms says, and the warning of a step that shows nothing."""
