@@ -1,14 +1,5 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-import os as _os
-import sys as _sys
-
-if _os.path.basename("".join(_sys.argv[:1])) in ("quantshard", "-m"):  # the command
-    try:
-        _os.getcwd()
-    except FileNotFoundError:  # torch's MKL would end the process with a message that does not name the cause
-        _sys.exit("quantshard: the working directory was deleted; change to one that exists")
-
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, statistics, transformer_engine
 from quantshard.determinism import deterministic
 from quantshard.distributed.replicas import broadcast_, check_replicas
@@ -36,7 +27,8 @@ from quantshard.modules import (
 )
 from quantshard.private_torch import lookup as _lookup
 from quantshard.tensor import arithmetic as _arithmetic
-from quantshard.tensor import aten_rules as _ops
+from quantshard.tensor import aten_rules as _aten_rules
+from quantshard.tensor import copy_rules as _copy_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
 from quantshard.tools.observe import explain
@@ -87,4 +79,4 @@ __all__ = [
 
 _lookup.warn_of_untested_torch()
 
-del _arithmetic, _lookup, _ops, _os, _sys
+del _arithmetic, _aten_rules, _copy_rules, _lookup

@@ -1,9 +1,7 @@
 """Deterministic mode: on the same software and hardware, the same inputs give the same bits in every run.
 
-quantshard's kernels are always deterministic: only shapes decide their order of summation, they are not autotuned, and
-their atomics take maxima of integers. The mode covers what surrounds them: attention's backward, gradients of indexing,
-autotuning in torch.compile, and NCCL's choice of an algorithm. `docs/distributed.md#determinism` lists what can differ
-without the mode.
+quantshard's kernels are always deterministic. The mode covers what surrounds them: attention's backward, gradients of
+indexing, autotuning in torch.compile, and NCCL's choice of an algorithm (`docs/distributed.md#determinism`).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class _TorchSettings(NamedTuple):
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            _deterministic().fill_uninitialized_memory,
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             torch.backends.cudnn.deterministic,
             torch.backends.cudnn.benchmark,
         )
@@ -48,7 +46,7 @@ class _TorchSettings(NamedTuple):
     def put(self) -> None:
         # also turns off Inductor's autotuning
         torch.use_deterministic_algorithms(self.enabled, warn_only=self.warn_only)
-        _deterministic().fill_uninitialized_memory = self.fill
+        torch.utils.deterministic.fill_uninitialized_memory = self.fill  # type: ignore[attr-defined]
         torch.backends.cudnn.deterministic = self.cudnn
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
@@ -58,10 +56,6 @@ ON: Final = _TorchSettings(enabled=True, warn_only=False, fill=False, cudnn=True
 
 OFF: Final = _TorchSettings(enabled=False, warn_only=False, fill=True, cudnn=False, cudnn_benchmark=False)
 """PyTorch's defaults."""
-
-
-def _deterministic() -> Any:
-    return torch.utils.deterministic  # type: ignore[attr-defined]  # a module with settable attributes
 
 
 def deterministic(mode: bool = True) -> AbstractContextManager[Any]:
@@ -110,14 +104,9 @@ def _check_variables() -> None:
             f"deterministic mode needs {NCCL}={VARIABLES[NCCL]} before a process group on NCCL is made; call "
             "quantshard.deterministic() before init_process_group, or set the variable"
         )
-    if nccl is not None and _may_be_nvls(nccl):
+    # a leading `^` excludes the listed algorithms
+    if nccl is not None and ("nvls" in nccl.lower()) != nccl.startswith("^"):
         raise ConfigurationError(
             f"deterministic mode: {NCCL}={nccl} allows NVLS, whose sums differ between runs; unset it, or make it "
             f"{VARIABLES[NCCL]}"
         )
-
-
-def _may_be_nvls(algorithms: str) -> bool:
-    """True if a value of NCCL_ALGO lets NCCL sum in the switch. A leading `^` excludes the listed algorithms."""
-    names = algorithms.lower()
-    return ("nvls" in names) != names.startswith("^")

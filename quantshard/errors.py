@@ -1,7 +1,6 @@
 """The exceptions that quantshard raises on purpose.
 
-Each message states what happened, to which tensor, with which numbers, and what to do next. Messages can contain names
-from untrusted files and are printed to terminals, so all errors escape control characters here.
+Messages can contain names from untrusted files and are printed to terminals, so errors escape control characters.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ _warned_topics: set[str] = set()
 def printable(text: str, but: str = "") -> str:
     """Escape all non-printable characters of a text, as `repr` does, so that it fits on one line of a terminal.
 
-    This covers control characters (so also escape sequences), line ends, surrogates, and characters that reorder or
-    hide text. Backslashes are not escaped, so applying the function twice is safe. Brackets are not escaped either:
-    pass the result to libraries that parse markup, such as rich, as a `rich.text.Text`.
+    Backslashes are not escaped, so applying the function twice is safe. Brackets are not escaped either: pass the
+    result to libraries that parse markup, such as rich, as a `rich.text.Text`.
 
     Args:
         but: characters to leave unescaped.
@@ -116,14 +114,8 @@ def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: b
     warnings.warn_explicit(printable(text), category, *location, names.get("__name__", "sys"), registry)
 
 
-def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known word that is most similar to `name`, or None."""
-    by_lowercase = {word.lower(): word for word in known}
-    matches = get_close_matches(name[:80].lower(), by_lowercase, 1) if isinstance(name, str) else []
-    return by_lowercase[matches[0]] if matches else None
-
-
 def meant(name: Any, known: Iterable[str]) -> str:
     """Return a hint such as "did you mean 'x'? " for an unknown name, or "". It precedes the list of known words."""
-    near = nearest(name, known)
-    return f"did you mean {near!r}? " if near else ""
+    by_lowercase = {word.lower(): word for word in known}
+    matches = get_close_matches(name[:80].lower(), by_lowercase, 1) if isinstance(name, str) else []
+    return f"did you mean {by_lowercase[matches[0]]!r}? " if matches else ""

@@ -1,8 +1,7 @@
 """Reading untrusted files: the one place that opens them and parses their text.
 
-Only regular files are opened, because links could lead anywhere. Links in the Hugging Face cache that lead to its own
-`blobs` are the only exception. Every caller that reads a whole file passes a maximum length, which is checked before
-reading, so that memory is bounded.
+Only regular files are opened, because links could lead anywhere, except those of the Hugging Face cache to its own
+`blobs`. Callers pass a maximum length, which is checked before reading, so that memory is bounded.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ FILE_BYTES: Final = {
 """Maximum bytes of whole files, far above what honest files need.
 
 DCP's `.metadata` has about 140 bytes per chunk of a tensor, `manifest.json` 90 per file, a safetensors index 130 per
-tensor, and a run's `config.toml` 150 per data file. `config.json` and similar files, and a user's TOML, are written by
-hand. The largest tokenizers have 256,000 tokens and 35 MB.
+tensor, and a run's `config.toml` 150 per data file. The largest tokenizers have 35 MB.
 """
 
 _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
@@ -51,9 +49,7 @@ _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
 
-    Args:
-        limit: maximum bytes.
-        follow: follow links, as for a path that the user named. Paths inside an untrusted folder are not followed.
+    `limit`: maximum bytes. `follow`: follow links, as for a path that the user named.
     """
     real_path, size = _regular(path, follow)
     if limit is not None and size > limit:
@@ -101,12 +97,7 @@ def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
 def read_regular(
     path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
 ) -> bytes:
-    """Read a regular file of at most `limit` bytes.
-
-    Args:
-        raising: class of the error to raise.
-        follow: follow links, as for a path that the user named.
-    """
+    """Read a regular file of at most `limit` bytes, or raise `raising`; see `open_regular`."""
     try:
         return regular_content(path, limit, follow=follow)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
@@ -135,56 +126,46 @@ class FieldReader:
     """Typed access to the fields of a mapping from a file. A missing or null field is None.
 
     Each method raises an error with the field's name and value if it has another type or is out of range.
-
-    Args:
-        content: the mapping.
-        where: the file, for error messages.
-        raising: class of the errors.
     """
 
-    def __init__(
-        self, content: Mapping[str, Any], where: str, raising: type[QuantshardError] = ConfigurationError
-    ) -> None:
-        self.content, self.where, self.raising = content, where, raising
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self.content, self.where = content, where
 
     def integer(self, name: str, least: int, most: int) -> int | None:
         """Return an integer in a range."""
-        value = self.content.get(name)
-        if value is not None and (type(value) is not int or not least <= value <= most):
-            raise self.wrong(name, f"an integer from {least} to {most}")
+        value = self._typed(name, (int,), wanted := f"an integer from {least} to {most}")
+        if value is not None and not least <= value <= most:
+            raise self.wrong(name, wanted)
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:
         """Return an integer or float in a range."""
-        value = self.content.get(name)
-        if value is not None and (type(value) not in (int, float) or not least <= value <= most):
-            raise self.wrong(name, f"a number from {least:g} to {most:g}")
+        value = self._typed(name, (int, float), wanted := f"a number from {least:g} to {most:g}")
+        if value is not None and not least <= value <= most:
+            raise self.wrong(name, wanted)
         return None if value is None else float(value)
 
     def flag(self, name: str) -> bool:
         """Return a boolean; False if it is missing."""
-        value = self.content.get(name)
-        if value is not None and type(value) is not bool:
-            raise self.wrong(name, "true or false")
-        return bool(value)
+        return bool(self._typed(name, (bool,), "true or false"))
 
     def text(self, name: str) -> str | None:
         """Return a string."""
-        value = self.content.get(name)
-        if value is not None and type(value) is not str:
-            raise self.wrong(name, "a text")
-        return value
+        return self._typed(name, (str,), "a text")
 
     def table(self, name: str) -> dict[str, Any] | None:
         """Return a mapping."""
+        return self._typed(name, (dict,), "an object")
+
+    def _typed(self, name: str, types: tuple[type, ...], wanted: str) -> Any:
         value = self.content.get(name)
-        if value is not None and type(value) is not dict:
-            raise self.wrong(name, "an object")
+        if value is not None and type(value) not in types:
+            raise self.wrong(name, wanted)
         return value
 
-    def wrong(self, name: str, wanted: str) -> QuantshardError:
+    def wrong(self, name: str, wanted: str) -> ConfigurationError:
         """Return the error for a field: its value and what it must be."""
-        return self.raising(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
+        return ConfigurationError(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -193,19 +174,17 @@ def shown(value: object, most: int = 80) -> str:
     return printable(text if len(text) <= most else text[: most - 3] + "...")
 
 
-def read_toml(
-    path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
-) -> dict[str, Any]:
+def read_toml(path: Path_, limit: int, *, follow: bool = False) -> dict[str, Any]:
     """Read a TOML file; see `read_regular`."""
-    return toml_table(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
+    return toml_table(read_regular(path, limit, follow=follow), os.fspath(path))
 
 
-def toml_table(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
+def toml_table(content: bytes, where: str) -> dict[str, Any]:
     """Parse the content of a TOML file. `where`: source of the content, for error messages."""
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise raising(f"{where} is not TOML: {_line(error)}") from None
+        raise ConfigurationError(f"{where} is not TOML: {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:

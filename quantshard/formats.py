@@ -2,9 +2,8 @@
 
 A row lists the components that are stored for a 2-D tensor. `block_shape` gives, for each component, how many logical
 elements of each dim one stored entry covers. Everything structural is arithmetic over `block_shape`: component shapes,
-how to cut a shard, what to gather, where amaxes are reduced, bytes per element and checkpoint keys. Only this file, the
-oracle (`numerics`), the recipe tables and kernels that specialize on a row may name a format. To add a format, add one
-call of `_row` at the end of this file.
+how to cut a shard, what to gather, where amaxes are reduced, bytes per element and checkpoint keys. To add a format,
+add one call of `_row` at the end of this file.
 
 Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0
 (E2M1, E8M0), IEEE 754 (FP16, FP32). UE5M3 is E4M3 with an exponent bit in place of the sign: all ones is NaN, and there
@@ -32,16 +31,12 @@ FORMAT_NAME_BYTES: Final = 14
 class Encoding:
     """How the bits of one stored entry map to a number.
 
-        bits: bits per value.
-        max: the largest finite value.
-        storage: dtype of the tensor that holds the values. FP8 and E8M0 are stored as uint8, because gloo cannot gather
-            float8. E2M1 packs two values into a byte, the element of lower index in the low nibble.
-        native: the torch dtype with the same bits, or None.
-        is_signed: whether the encoding has negative values. If not, negative inputs become zero.
-        magnitude: mask of all bits of a code except the sign. In encodings with a NaN and no infinity, that code is
-            NaN.
-
-    `is_signed` and `magnitude` are stored rather than computed because every launch reads them.
+    max: the largest finite value.
+    storage: dtype of the tensor that holds the values. FP8 and E8M0 are stored as uint8, because gloo cannot gather
+        float8. E2M1 packs two values into a byte, the element of lower index in the low nibble.
+    native: the torch dtype with the same bits, or None.
+    is_signed: whether the encoding has negative values. If not, negative inputs become zero.
+    magnitude: mask of all bits of a code except the sign; as a code it is NaN, if there is a NaN and no infinity.
     """
 
     name: str
@@ -72,8 +67,7 @@ class Encoding:
     @property
     def extended(self) -> Encoding:
         """The 16-bit encoding with 8 more mantissa bits than this 8-bit one. Its high byte, rounded, is a code of this
-        encoding (`numerics.split_codes.split`). Its largest value is the last one that has the code of `max` as its
-        high byte."""
+        encoding (`numerics.split_codes.split`)."""
         assert self.bits == 8 and self.mantissa_bits > 0 and self.is_signed, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)
@@ -123,10 +117,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: plans of kernels are looked up by it
 class OrientedCodes:
-    """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any.
-
-    A format makes each of its copies once.
-    """
+    """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any."""
 
     codes: Component
     scale: Component
@@ -201,8 +192,7 @@ class Format:
 
 
 _SCALE_NAME: Final = "scale_inv"
-_E8M0_STATE_SCALE: Final = "scale_e8m0"
-"""A separate key, because earlier versions stored second moments as E4M3 with scales under `scale_inv`."""
+_E8M0_STATE_SCALE: Final = "scale_e8m0"  # tells second moments from other 8-bit states
 FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""
 
@@ -245,8 +235,7 @@ FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
 UE5M3_1X128: Final = _row("ue5m3_1x128", UE5M3, E8M0, (1, 128), scale_name=_E8M0_STATE_SCALE)
 
 # An E8M0 scale is the smallest power of two for which no amax saturates: TransformerEngine's rule for MXFP8, torchao's
-# RCEIL. The simplest rule of the OCP specification, floor(log2(amax)) minus the exponent of the largest code, gives
-# half that scale, and saturates, if the amax exceeds the largest code times a power of two.
+# RCEIL, not the simplest rule of the OCP specification, floor(log2(amax)) minus the exponent of the largest code.
 MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))
 MXFP8_32X1: Final = _row("mxfp8_32x1", E4M3, E8M0, (32, 1))
 MXFP8_32X32: Final = _row("mxfp8_32x32", E4M3, E8M0, (32, 32))

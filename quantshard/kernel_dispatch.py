@@ -75,7 +75,7 @@ def has_float_kernels(*tensors: Tensor | None) -> bool:
 def kernels_read(*tensors: Tensor | None) -> bool:
     """Like `has_float_kernels`, but ignore tracing: predict the answer for the values that will be computed."""
     device = None
-    for t in tensors:
+    for t in tensors:  # a loop is faster than comprehensions, and each layer calls this
         if t is None:
             continue
         if t.dtype not in KERNEL_DTYPES or t.device != (device or t.device):
@@ -87,11 +87,6 @@ def kernels_read(*tensors: Tensor | None) -> bool:
 def is_capturing() -> bool:
     """True if a CUDA graph is being captured. Anything the host counts or reads now is frozen for every replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def lacks_kernels(device: torch.device) -> bool:
-    """True for a GPU on which the oracle runs because the kernels cannot be imported."""
-    return device.type in KERNEL_DEVICES and not kernels.USABLE
 
 
 def random_words(bits: RandomBits, device: torch.device) -> Tensor:
@@ -112,15 +107,15 @@ def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
 
 
 def quantize_codes(
-    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
+    x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
         spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
-        request = QuantizeRequest(spec, encode_scales[copy.scale.name], words=words)
+        request = QuantizeRequest(spec, multipliers[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
     word_tensor = words.tensor(x.device) if isinstance(words, RandomBits) else words
-    return numerics.quantize_codes(x, copy, encode_scales, origin, word_tensor)
+    return numerics.quantize_codes(x, copy, multipliers, origin, word_tensor)
 
 
 def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
@@ -176,8 +171,8 @@ def dequantize_together(
 
 
 def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
-    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`) to the stored
-    layout. Components in the stored layout are returned unchanged."""
+    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`), if they have
+    it, to the stored layout."""
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     if codes.dtype is copy.codes.encoding.storage:
         return parts
@@ -197,13 +192,9 @@ def add_quantization_error(
     hadamard: bool = False,
     partial: bool = False,
 ) -> None:
-    """Call `quantization_error.add_error_` on `sums` and `extremes` [copies, columns].
+    """Call `quantization_error.add_error_` on any row of `sums` and `extremes` [copies, columns].
 
-    Any of the rows can be updated: rows are combined when they are read.
-
-    Args:
-        hadamard: x was quantized after `numerics.hadamard16`.
-        partial: let a kernel sample only a part of a large matrix.
+    `hadamard`: x was quantized after `numerics.hadamard16`. `partial`: a kernel may sample a part of a large matrix.
     """
     if _has_kernel(x, copy):
         error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, partial)
@@ -246,8 +237,8 @@ def by_columns(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Lay out the 8-bit codes [R, C] of several matrices by columns, viewed as `dtype`, an 8-bit dtype.
 
-    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns: the
-    float32 scalar `nan_flag`, if any, is added, and rows of zeros pad them to a multiple of 4.
+    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns, padded
+    with zeros to a multiple of 4, and increased by the float32 scalar `nan_flag`, if any.
     """
     if has_kernels(matrices[0][0]):
         return transpose_kernel.by_columns(matrices, dtype)
@@ -264,10 +255,8 @@ def by_columns(
 StoredMatrix = tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """(shape, codes, scales, amax, nan_flag, other) of one copy of a matrix [R, C].
 
-    codes, scales: uint8.
-    amax: amax of the second scale, or None.
-    nan_flag: float32 scalar; NaN makes the whole matrix NaN.
-    other: swizzled E8M0 scales of R rows, which also become NaN, or None.
+`amax`: of the second scale. `nan_flag`: float32 scalar; NaN makes the whole matrix NaN, and `other`, swizzled E8M0
+scales of R rows.
 """
 SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
 """(codes of the transpose [C, R] or None, flat swizzled scales, second scale or None), in PyTorch's dtypes."""
@@ -338,8 +327,5 @@ def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1)
 
 def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
     devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
-    return devices == {histories[0].get_device()} and histories[0].device == device and _are_contiguous(histories)
-
-
-def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, tensors))
+    is_on_device = devices == {histories[0].get_device()} and histories[0].device == device
+    return is_on_device and all(map(Tensor.is_contiguous, histories))

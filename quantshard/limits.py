@@ -149,16 +149,6 @@ REFUSALS: Final[dict[str, Limit]] = {
         "random draws are counted on the host, so every replay would round with the same bits",
         "call quantshard.capturable_(model), run a step, then capture; or round to nearest",
     ),
-    "captured arithmetic": Limit(
-        "in-place arithmetic on quantized weights, as of stock optimizers, is not captured in a CUDA graph",
-        "the host reads whether values change and are finite before it writes any",
-        "keep optimizer.step() outside of the graph, or use FusedAdam(capturable=True, weight_decay=0.01)",
-    ),
-    "captured values": Limit(
-        "quantize_ and requantize_ of a quantized weight are not captured in a CUDA graph",
-        "the host reads whether the new values are finite before it writes any",
-        "write weights outside of the graph, or by FusedAdam with capturable=True",
-    ),
     "captured shards": Limit(
         "make_graphed_callables does not take parameters that FSDP2 shards",
         "FSDP2 gathers them at another address in each pass",

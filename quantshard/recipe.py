@@ -7,10 +7,10 @@ high precision.
     dgrad   dx = dy @ w        grad_output weight
     wgrad   dw = dy^T @ x      grad_output input
 
-Every operand is quantized along the dim that its GEMM sums over. The rows of a format refer to the operand as it
-appears in the table above, with the summed dim last, so the operands of wgrad are quantized from the transposed
-tensors. A weight is stored once, so its two entries are the same row: a row with square blocks (its own transpose), a
-row with two copies, or a row with blocks along its rows only (the fallback "dgrad dequantizes").
+Every operand is quantized along the dim that its GEMM sums over, which is the last one in the table above, so the
+operands of wgrad are quantized from the transposed tensors. A weight is stored once, so its two entries are the same
+row: with square blocks (its own transpose), with two copies, or with blocks along its rows only (the fallback "dgrad
+dequantizes").
 
 The named recipes have the numerics and argument names of TransformerEngine (its `common/recipe`). `MixedRecipe` takes
 the operands of some GEMMs from another recipe, and `TableRecipe` accepts any table.
@@ -56,10 +56,9 @@ Format = ElementFormats
 class MMParams:
     """How one GEMM accumulates.
 
-    use_split_accumulator: accumulate in float32, as far as the result can show. If False, FP8 GEMMs with one scale
-        per tensor accumulate only in the tensor cores of a Hopper GPU, which is faster and loses bits: at K = 4096
-        the error is 1.3e-3 of the norm instead of 1.3e-4 (quantization itself costs 4e-2). GEMMs with float32
-        results and emulated GEMMs are not affected.
+    use_split_accumulator: accumulate in float32. If False, FP8 GEMMs with one scale per tensor accumulate in the
+        tensor cores of a Hopper GPU, which is faster and loses bits: at K = 4096 the error is 1.3e-3 of the norm
+        instead of 1.3e-4. GEMMs with float32 results and emulated GEMMs are not affected.
     """
 
     use_split_accumulator: bool = True
@@ -91,8 +90,8 @@ _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 class MixedRecipe(Recipe):
     """A recipe that takes inputs and gradients of some GEMMs from others: `MixedRecipe("nvfp4", wgrad="current")`.
 
-    The name of this example is "nvfp4/wgrad:current". Weights always follow the first recipe. "bf16" keeps the operands
-    of a GEMM in high precision: torchao's "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
+    The name of this example is "nvfp4/wgrad:current". "bf16" keeps the operands of a GEMM in high precision: torchao's
+    "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
 
     Args:
         recipe: the recipe of the weights, and of GEMMs that have no recipe of their own.
@@ -108,22 +107,13 @@ class MixedRecipe(Recipe):
         for name in ("recipe", *_GEMM_NAMES):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None and name != "recipe" else resolve(value))
-        self._flatten()
+        if any(isinstance(recipe, MixedRecipe) for recipe in (self._first, *self._others.values())):
+            raise ConfigurationError(f"recipe {self.name!r} is a mixture of mixtures; name the recipe of each GEMM")
         if self._first.weight is None:
             raise ConfigurationError(
                 f"recipe {self.name!r}: {self._first.name!r} does not quantize weights; begin with a recipe that does"
             )
         check_scalings(self.name, self.table)
-
-    def _flatten(self) -> None:
-        """Flatten nested mixtures: each GEMM uses the recipe that the inner mixture would use."""
-        first = self._first
-        recipes = {gemm: _of_gemm(recipe, gemm) for gemm, recipe in self._others.items()}
-        if isinstance(first, MixedRecipe):
-            recipes = first._others | recipes
-            object.__setattr__(self, "recipe", first.recipe)
-        for gemm, recipe in recipes.items():
-            object.__setattr__(self, gemm.value, recipe)
 
     @property
     def _first(self) -> Recipe:
@@ -152,10 +142,6 @@ class MixedRecipe(Recipe):
         return frozenset(gemm for gemm in Gemm if gemm in self._others.get(gemm, self._first).fast_gemms)
 
 
-def _of_gemm(recipe: Recipe, gemm: Gemm) -> Recipe:
-    return recipe._others.get(gemm, recipe._first) if isinstance(recipe, MixedRecipe) else recipe
-
-
 @dataclass(frozen=True)
 class HighPrecision(Recipe):
     """No quantization: the "bf16" recipe."""
@@ -177,17 +163,20 @@ def _check_element_formats(name: str, fp8_format: str) -> None:
         )
 
 
-def _gradient_row(fp8_format: str) -> formats.Format:
-    return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
+def _per_tensor_table(fp8_format: str, scaling: Scaling) -> Table:
+    is_hybrid = ElementFormats(fp8_format) is ElementFormats.HYBRID
+    forward = QuantSpec(formats.FP8_E4M3, scaling)
+    gradient = QuantSpec(formats.FP8_E5M2 if is_hybrid else formats.FP8_E4M3, scaling)
+    return _table(forward, forward, forward, gradient, gradient)
 
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, computed from the last `amax_history_len` amaxes of that tensor.
 
-    `amax_compute_algo` is "max" or "most_recent". Amaxes of activations are always reduced over
-    `autocast(amax_reduction_group=)`. The first quantization of a stored weight uses the weight's own amax. For
-    TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
+    `amax_compute_algo` is "max" or "most_recent". Amaxes of activations are reduced over
+    `autocast(amax_reduction_group=)`. For TransformerEngine's accumulation in forward, pass
+    `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
     """
 
     margin: int = 0
@@ -213,8 +202,7 @@ class DelayedScaling(Recipe):
     def table(self) -> Table:
         most_recent = self.amax_compute_algo == "most_recent"
         scaling = Scaling(margin=self.margin, history=self.amax_history_len, most_recent=most_recent)
-        forward, gradient = QuantSpec(formats.FP8_E4M3, scaling), QuantSpec(_gradient_row(self.fp8_format), scaling)
-        return _table(forward, forward, forward, gradient, gradient)
+        return _per_tensor_table(self.fp8_format, scaling)
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
@@ -241,9 +229,7 @@ class Float8CurrentScaling(Recipe):
 
     @cached_property
     def table(self) -> Table:
-        scaling = Scaling(power_of_two=self.use_power_2_scales)
-        forward, gradient = QuantSpec(formats.FP8_E4M3, scaling), QuantSpec(_gradient_row(self.fp8_format), scaling)
-        return _table(forward, forward, forward, gradient, gradient)
+        return _per_tensor_table(self.fp8_format, Scaling(power_of_two=self.use_power_2_scales))
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
@@ -389,12 +375,11 @@ def _recipes_of_gemms(text: str, parts: list[str]) -> dict[str, str]:
     """Parse the GEMM:NAME parts that follow the first name of a `MixedRecipe`."""
     names: dict[str, str] = {}
     for part in parts:
-        gemm, colon, name = part.partition(":")
-        if gemm in names or gemm not in _GEMM_NAMES or not colon:
-            reason = "is there twice" if gemm in names else "is not fprop:NAME, dgrad:NAME or wgrad:NAME"
-            meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in names else ""
+        gemm, _, name = part.partition(":")
+        if gemm in names or gemm not in _GEMM_NAMES:
             raise ConfigurationError(
-                f"unknown recipe {text!r}: {part!r} {reason}; {meant_gemm}write it as in current/wgrad:bf16"
+                f"unknown recipe {text!r}: {part!r}; {meant(gemm, _GEMM_NAMES)}write each GEMM once, as in "
+                "current/wgrad:bf16"
             )
         if name not in NAMES:
             raise ConfigurationError(

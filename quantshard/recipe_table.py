@@ -113,10 +113,7 @@ class Recipe:
     def _check_weight(self, spec: QuantSpec) -> None:
         scaling = spec.scaling
         if scaling.stochastic_rounding or scaling.random_hadamard:
-            raise ConfigurationError(
-                f"recipe {self.name!r}: stochastic_rounding and random_hadamard are for activations and gradients, not "
-                "for weights"
-            )
+            raise ConfigurationError(f"recipe {self.name!r}: weights take no stochastic_rounding or random_hadamard")
         if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in spec.format.copies.values()):
             raise ConfigurationError(
                 f"recipe {self.name!r}: {spec.format.name} has blocks, and an amax history needs a per-tensor format"
@@ -159,10 +156,7 @@ class TableRecipe(Recipe):
         object.__setattr__(self, "cells", dict(self.cells))  # a copy: the caller may change the original
         for role, gemm in self.cells:
             if role not in OPERANDS[gemm]:
-                raise ConfigurationError(
-                    f"recipe {self.label!r}: {gemm.value} reads no {role.value}, but "
-                    f"{' and '.join(operand.value for operand in OPERANDS[gemm])}; leave the entry out"
-                )
+                raise ConfigurationError(f"recipe {self.label!r}: {gemm.value} reads no {role.value}")
         check_scalings(self.label, self.cells)
 
     @property
@@ -187,13 +181,7 @@ def check_scalings(label: str, table: Table) -> None:
             f"recipe {label!r}: set random_hadamard for both operands of wgrad or for neither, and in no other GEMM"
         )
     for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT):
-        histories = {gemm: (s.history, s.most_recent) for (other, gemm), s in activations.items() if other is role}
-        if len(set(histories.values())) > 1:
-            described = ", ".join(f"{gemm.value} {_history(*history)}" for gemm, history in histories.items())
-            raise ConfigurationError(
-                f"recipe {label!r}: role {role.value} has one amax history or none; here are {described}"
-            )
-
-
-def _history(length: int, most_recent: bool) -> str:
-    return f"with a history of {length}{' (the most recent)' * most_recent}" if length else "without a history"
+        histories = {(s.history, s.most_recent) for (other, _), s in activations.items() if other is role}
+        if len(histories) > 1:
+            described = " and ".join(f"history={length}, most_recent={newest}" for length, newest in sorted(histories))
+            raise ConfigurationError(f"recipe {label!r}: role {role.value} needs one amax history, not {described}")

@@ -1,8 +1,8 @@
 """Sharding arithmetic: which part of the global tensor, and of each component's grid, a rank holds.
 
 A `Shard` is a rectangle of the global tensor together with the cuts that produced it. These determine which entries of
-each component are resident, which entries the rectangle touches, what an all-gather must carry and where amaxes must be
-reduced. This file uses no process group and no tensor.
+each component are resident, what an all-gather must carry and where amaxes must be reduced. This file uses no process
+group and no tensor.
 
 One rule decides everything: *a cut that crosses blocks leaves the grid whole*. If every boundary of a cut falls on a
 block boundary, each rank keeps the entries of its own rows, so the component is sharded like the weight. If any
@@ -183,22 +183,15 @@ def stored_bytes(fmt: Format, shard: Shard) -> dict[str, int]:
 
 def pieces_outermost_first(shard: Shard) -> list[Shard]:
     """Return the results of the cuts that led to `shard`, in the order of the cuts. The last one is `shard`."""
-    pieces: list[Shard] = []
-    while shard.cut is not None:
-        pieces.insert(0, shard)
-        shard = shard.cut.parent
-    return pieces
+    return [] if shard.cut is None else [*pieces_outermost_first(shard.cut.parent), shard]
 
 
 def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -> list[int]:
-    """Return the mesh axes whose cuts left the component's grid whole.
+    """Return the mesh axes whose cuts left the component's grid whole: entries are replicated, and amaxes reduced, over
+    exactly these.
 
-    The component's entries are replicated, and their amaxes reduced, over exactly these axes. Along the other axes,
-    ranks hold different entries. Axes cut from the last to the first: the tensor-parallel axes, which are last in the
-    mesh, cut before FSDP.
-
-    Args:
-        dims: the dim that each mesh axis cuts, or None.
+    Axes cut from the last to the first: the tensor-parallel axes, which are last in the mesh, cut before FSDP. `dims`:
+    the dim that each mesh axis cuts, or None.
     """
     pieces = pieces_outermost_first(shard)
     axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]
@@ -229,8 +222,7 @@ def gather_slots(
 ) -> list[GatherSlot]:
     """Return the all-gather inputs of one rank, for a pass that reads the copies `this_pass`.
 
-    FSDP2 fixes the number and sizes of its all-gather buffers at the first all-gather. Each slot is therefore padded to
-    the largest component that any of `passes` sends in it.
+    FSDP2 fixes its buffers at the first all-gather, so each slot is padded to the largest component of any pass.
     """
 
     def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:

@@ -1,7 +1,5 @@
 """How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, presets; and which
 options of a saved parameter group an optimizer takes.
-
-`optimizers.state` allocates, reads and writes states by these rules; checkpoints recognize them.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
 from quantshard.recipe_table import QuantSpec
 
-# Formats ----------------------------------------------------------------------------------------------------------
+# Formats
 
 FP8_STATE = QuantSpec(FP8_1X128, Scaling(power_of_two=True))
 """8-bit format of a moment: E4M3 with one float32 scale per 128 elements of a row.
 
-FSDP cuts no row, so these scales need a reduction only under tensor parallelism along the columns. The scale is a power
-of two, so that an unchanged value keeps its bits when the scale changes.
+The scale is a power of two, so that an unchanged value keeps its bits when the scale changes.
 """
 
 FP16_STATE = QuantSpec(FP16_1X128, Scaling(power_of_two=True))
@@ -36,8 +33,7 @@ FP16_STATE = QuantSpec(FP16_1X128, Scaling(power_of_two=True))
 FP8_NONNEGATIVE_STATE = QuantSpec(UE5M3_1X128)
 """8-bit format of a second moment, which is a mean of squares: 5 exponent bits instead of a sign and 4.
 
-Under one scale it resolves gradients within a factor of 120,000 (E4M3 would give 480), and the first moment within
-229,000. Its scale is a power of two, stored in one byte.
+Under one scale it resolves gradients within a factor of 120,000 (E4M3 would give 480). Its scale is a power of two.
 """
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -48,12 +44,10 @@ STATE_QUANT_SPECS: Final[dict[torch.dtype, QuantSpec | None]] = {
 }  # fmt: skip
 """State dtypes, spelled as in TransformerEngine (`torch.uint8` means FP8), and the format of the scaled ones."""
 
-_NONNEGATIVE_CELLS: Final = {**STATE_QUANT_SPECS, torch.uint8: FP8_NONNEGATIVE_STATE}
-
 
 def state_quant_spec(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
     """Return the format of a state of this dtype, or None for plain numbers. `nonnegative`: see `StateSpec`."""
-    return (_NONNEGATIVE_CELLS if nonnegative else STATE_QUANT_SPECS)[dtype]
+    return FP8_NONNEGATIVE_STATE if nonnegative and dtype is torch.uint8 else STATE_QUANT_SPECS[dtype]
 
 
 _SCALED_STATES = (FP8_STATE, FP16_STATE, FP8_NONNEGATIVE_STATE)
@@ -88,10 +82,7 @@ def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
 
 
 def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
-    """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
-
-    0 if every element has its own exponent. See `Encoding.relative_min`. `nonnegative`: see `StateSpec`.
-    """
+    """Return `Encoding.relative_min` of a matrix state of this dtype, or 0 if every element has its own exponent."""
     spec = state_quant_spec(dtype, nonnegative)
     return 0.0 if spec is None else spec.format.copies[Orientation.ROWWISE].codes.encoding.relative_min
 
@@ -110,15 +101,14 @@ def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bo
     """Whether a master can be stored as only the bits that its parameter lacks (`store_param_remainders`).
 
     A bfloat16 parameter lacks 16 bits of a float32, whatever the dtype of other masters; an 8-bit quantized weight
-    lacks the low 8 bits of a 16-bit master. `weight`: format of the parameter; None if it is not quantized and has
-    `dtype`.
+    lacks the low 8 bits of a 16-bit master. `weight`: its format, or None for a parameter of `dtype`.
     """
     if weight is None:
         return dtype is torch.bfloat16
     return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 
-# Options ----------------------------------------------------------------------------------------------------------
+# Options
 
 ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
 """Optimizer algorithms, as named by `quantshard train`, `plan` and the groups of `Muon`."""
@@ -133,10 +123,7 @@ UNUSED_OPTIONS: Final = {
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers' arguments.
-
-    Only Muon uses `momentum_buffer_dtype`, and Lion ignores `exp_avg_sq_dtype`.
-    """
+    """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers'."""
 
     master_weights: bool = True
     master_weight_dtype: torch.dtype = torch.float32
@@ -160,11 +147,9 @@ class StateOptions:
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
 
-OPTION_NAMES: Final = tuple(field.name for field in fields(StateOptions) if field.name != "momentum_buffer_dtype")
-"""The options of `FusedAdam` that a preset sets."""
-
 STATE_ARGUMENTS: Final = (
-    "preset", *OPTION_NAMES, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
+    "preset", *(field.name for field in fields(StateOptions)), "state_dtypes", "use_decoupled_grad",
+    "max_skipped_in_a_row",
 )  # fmt: skip
 """The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
 so parameter groups cannot override them."""
@@ -190,12 +175,10 @@ PRESETS: Final = {
 lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
 stored. For a BF16 parameter the master is float32, and 16 bits are stored.
 
-lean6: one more byte, for a second moment in BF16, where every value has its own exponent. With one scale per 128
-values, the second moment is the first state that a large neighbor spoils, because it holds squares of gradients.
+lean6: one more byte, for a second moment in BF16, where every value has its own exponent.
 
-Muon's momentum, the only moment of a matrix, is BF16 in both presets: orthogonalization amplifies the smallest singular
-values to the size of the largest, and with them the error of rounding to FP8. Lion has only a first moment, so both
-presets store it the same way.
+Muon's momentum is BF16 in both presets: orthogonalization amplifies the smallest singular values to the size of the
+largest, and with them the error of rounding to FP8.
 """
 
 
@@ -216,20 +199,9 @@ def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None
 
 
 def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str, Any]) -> StateOptions:
-    """Combine a preset with explicit options. Without a preset, missing options get their defaults.
-
-    Args:
-        where: the optimizer that received the arguments, for error messages.
-        preset: a name in `PRESETS`, or None.
-        options_by_name: option -> value, for names in `OPTION_NAMES`. None means not set.
-    """
+    """Combine a preset, if any, with explicit options by name; None means not set. `where`: for error messages."""
     explicit = {name: value for name, value in options_by_name.items() if value is not None}
     if preset is None:
-        dtype = explicit.get("master_weight_dtype", torch.float32)
-        if explicit.get("master_weights") is False and dtype is not torch.float32:
-            raise ConfigurationError(
-                f"{where}(master_weights=False, master_weight_dtype={dtype}): leave one of the two out"
-            )
         return StateOptions(**explicit)
     options = check_preset(f"{where}(preset={preset!r})", preset)
     for name, value in explicit.items():
@@ -244,8 +216,7 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
 def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> str:
     """Return the preset that stores a quantized weight with exactly these states, "lean8 or lean6" if both do, or "".
 
-    Args:
-        split: for an 8-bit weight, whether its master is stored as low bytes only. None for other weights.
+    `split`: for an 8-bit weight, whether its master is stored as low bytes only. None for other weights.
     """
     return " or ".join(
         name
@@ -255,29 +226,23 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
     )
 
 
-# Parameter groups -------------------------------------------------------------------------------------------------
+# Parameter groups
 
 PARAMETER_ENTRIES = ("params", "param_names")
-"""Entries of an optimizer's group that list its parameters. A load compares them and does not change them. All other
-entries are options."""
+"""Entries of an optimizer's group that list its parameters. All other entries are options."""
 
 _LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
 
 
 def own_settings(optimizer: Optimizer) -> set[str]:
-    """Names of the options that the optimizer itself puts into a group, as defaults or as `group_entries`.
-
-    Others come from elsewhere: an LR scheduler adds `initial_lr`, and users may add any entry.
-    """
+    """Names of the options that the optimizer itself puts into a group; an LR scheduler adds `initial_lr`, say."""
     return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
 
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`.
+    """Whether a saved option can replace this optimizer's `own`, which it has the type of.
 
-    A number or bool replaces a number or bool, a list a list of the same length, None a bool or a string, and any
-    value replaces None. Any value also replaces an option that the optimizer did not add itself (`is_own` is False),
-    unless `own` is a number.
+    Any value replaces None, and an option that the optimizer did not add itself (`is_own` is False), except numbers.
     """
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 

@@ -26,6 +26,7 @@ from triton.runtime.jit import KernelInterface
 
 from quantshard.gemm import producers
 from quantshard.kernels import launch
+from tests import oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled kernels read no tensors of the CPU
@@ -106,7 +107,7 @@ def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str
         FORMATS["fp16_1x128"],
     )
     words = RandomBits(5, 1, 2, (5, 7))
-    grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
+    grids = oracle.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
     expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE))
     assert torch.equal(kernel_dispatch.quantize_codes(x, row, grids, (0, 0), words), expected)
     used = on_kernels()

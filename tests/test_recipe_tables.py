@@ -35,7 +35,7 @@ def transformed(cell: QuantSpec) -> QuantSpec:
 
 @pytest.mark.parametrize("at", [(INPUT, Gemm.WGRAD), (GRADIENT, Gemm.DGRAD)])
 def test_one_history_scales_both_operands_or_none(at):
-    with pytest.raises(ConfigurationError, match=f"role {at[0].value} .*{at[1].value} without"):
+    with pytest.raises(ConfigurationError, match=f"role {at[0].value} needs one amax history, not history=0"):
         TableRecipe("mixed", {**DELAYED, at: CURRENT[at]})
 
 
@@ -49,11 +49,8 @@ def test_a_transform_that_does_not_cancel(at):
 
 def test_an_entry_of_an_operand_that_no_gemm_reads():
     """Which would do nothing."""
-    for at, says in (
-        ((TensorRole.WEIGHT, Gemm.WGRAD), "grad_output and input"),
-        ((INPUT, Gemm.DGRAD), "grad_output and"),
-    ):
-        with pytest.raises(ConfigurationError, match=f"'mine': {at[1].value} reads no {at[0].value}, but {says}"):
+    for at in ((TensorRole.WEIGHT, Gemm.WGRAD), (INPUT, Gemm.DGRAD)):
+        with pytest.raises(ConfigurationError, match=f"'mine': {at[1].value} reads no {at[0].value}"):
             TableRecipe("mine", {**CURRENT, at: CURRENT[INPUT, Gemm.FPROP]})
 
 
@@ -118,10 +115,10 @@ def test_a_mixture_of_recipes_that_have_no_name_has_none(first):
     assert model[0].weight.grad.eq(4).all()
 
 
-def test_a_mixture_of_mixtures_is_one():
-    inner = MixedRecipe("current", dgrad="bf16", wgrad="mxfp8")
-    recipe = MixedRecipe(MixedRecipe("nvfp4", dgrad="rowwise", wgrad="bf16"), fprop=inner, wgrad=inner)
-    assert recipe == resolve("nvfp4/fprop:current/dgrad:rowwise/wgrad:mxfp8") and stock_name(recipe) == recipe.name
+def test_a_mixture_of_mixtures_is_refused():
+    for recipe, wgrad in (("nvfp4/dgrad:bf16", "current"), ("nvfp4", "current/dgrad:bf16")):
+        with pytest.raises(ConfigurationError, match=r"mixture of mixtures; name the recipe of each GEMM"):
+            MixedRecipe(recipe, wgrad=wgrad)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +127,7 @@ def test_a_mixture_of_mixtures_is_one():
 def test_one_history_is_read_in_one_way(other):
     """Which else both operands of a role would follow, as the first has it."""
     with pytest.raises(
-        ConfigurationError, match=r"one amax history or none; here are fprop with a history of 1024, wgrad "
+        ConfigurationError, match=r"role input needs one amax history, not .*history=1024, most_recent="
     ):
         MixedRecipe("delayed", wgrad=other)
     assert MixedRecipe("delayed", wgrad=DelayedScaling(margin=1)).is_delayed
@@ -147,10 +144,10 @@ def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
     [
         ("nvpf4/wgrad:bf16", "unknown recipe 'nvpf4/wgrad:bf16'; did you mean 'nvfp4'"),
         ("nvfp4/wgrad:curent", "unknown recipe 'nvfp4/wgrad:curent': 'curent'; did you mean 'current'"),
-        ("nvfp4/wgrad", "'wgrad' is not fprop:NAME, dgrad:NAME or wgrad:NAME"),
+        ("nvfp4/wgrad", "unknown recipe 'nvfp4/wgrad': ''; choose one of"),
         ("nvfp4/wgard:bf16", "did you mean 'wgrad'"),
-        ("nvfp4/backward:bf16", "'backward:bf16' is not fprop:NAME"),
-        ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16' is there twice"),
+        ("nvfp4/backward:bf16", "'backward:bf16'; .*write each GEMM once, as in current/wgrad:bf16"),
+        ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16'; .*write each GEMM once"),
         ("bf16/wgrad:current", "'bf16' does not quantize weights"),
         (["current"], r"unknown recipe \['current'\]; choose one of"),
         ("delayed/wgrad:current", r"recipe 'delayed/wgrad:current': .* one amax history"),

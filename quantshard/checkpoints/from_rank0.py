@@ -18,7 +18,7 @@ from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
 BUCKET_BYTES = 2**25
@@ -138,8 +138,8 @@ def _check_weights(
             values = {s: described[name + s] for s in components.suffixes(param) if name + s in described}
             if tag is None:
                 values.pop(FORMAT_SUFFIX, None)
-            components.fitting_pairs(param, values, name)
-            components.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
+            component_loading.fitting_pairs(param, values, name)
+            component_loading.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(
                 f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "

@@ -27,7 +27,7 @@ from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.safe_read import SafeReader, decoded, empty, warn_without_manifest
 from quantshard.checkpoints.saving import EXTRA, RANDOM, keys_by_rank
 from quantshard.errors import CheckpointError, warn_user
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 
 _TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
@@ -200,7 +200,7 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
     weight_names = {
         f"model.{name}{suffix}": name
         for name, param in params.items()
-        for suffix in components.power_of_two_scales(param)
+        for suffix in component_loading.power_of_two_scales(param)
         if tags.get(name) == components.storage_of(param).spec.tag
     }
     float32 = [key for key in sorted(weight_names) if conversions.dtype_of(reader.entries.get(key)) == torch.float32]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
-from functools import reduce
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -65,11 +63,9 @@ _MOST_ORDERS = 64
 
 
 class PendingHistory(NamedTuple):
-    """A history with pending amaxes of this pass.
+    """A history with pending amaxes of this pass, and the ranks to reduce them over.
 
-    history: the history.
     key, number: the name by which ranks identify the history; see `PendingAmaxes`.
-    group: the ranks to reduce over.
     slots: float32 scalars that hold the amaxes.
     """
 
@@ -80,31 +76,16 @@ class PendingHistory(NamedTuple):
     slots: list[Tensor]
 
 
-class FlatHistory(NamedTuple):
-    """Histories with pending amaxes in common tensors [histories], one per call of `note_all`; see `PendingHistory`."""
-
-    histories: Sequence[Tensor]
-    keys: Sequence[Tensor]
-    number: int
-    group: Groups
-    amaxes: list[Tensor]
-
-
 class PendingAmaxes:
-    """The amaxes of one forward or backward pass under delayed scaling.
+    """Amaxes of one forward or backward pass under delayed scaling: past ones that the pass scales by, and new ones.
 
-    Holds the past amaxes that the pass scales by, and the new amaxes that are not recorded yet, each with its history
-    and the group to reduce it over. Each new amax has a name that is equal on all ranks: the `key` of a weight, int64
-    [1] on the CPU, and a number below 3.
-
-    New amaxes are reduced in the order of their names. A digest of all names is reduced with them, so that ranks that
-    used different modules detect it instead of mixing amaxes. The reduced vector is padded, so that most such ranks
-    still meet in one collective.
+    Each new amax has a name that is equal on all ranks: the `key` of a weight, int64 [1] on the CPU, and a number below
+    3. New amaxes are reduced in the order of their names, together with a digest of all names, so that ranks that used
+    different modules detect it instead of mixing amaxes.
     """
 
     def __init__(self) -> None:
         self._noted: dict[int, PendingHistory] = {}  # by id of the history
-        self._joint: dict[tuple[int, ...], FlatHistory] = {}  # by ids of the histories
         self._slots: dict[Hashable, Tensor] = {}
         self._free: dict[Hashable, list[Tensor]] = {}
         self._past: dict[Hashable, tuple[Tensor, Tensor, int]] = {}  # history, its amax, its count of in-place changes
@@ -112,18 +93,13 @@ class PendingAmaxes:
         self._first: Hashable = None
 
     def __bool__(self) -> bool:
-        return bool(self._noted or self._joint)
-
-    # Past amaxes -----------------------------------------------------------------------------------------------------
+        return bool(self._noted)
 
     def past(self, history: Tensor, most_recent: bool, queue: LaunchQueue) -> Tensor:
         """Return `history_amax`. With kernels, one launch reads all histories that the pass will read.
 
-        These histories are predicted from the last pass that began with the same history. While a CUDA graph is
-        captured, each history is read separately, because the graph can be replayed without earlier launches.
-
-        Args:
-            queue: a launch queue on the history's device.
+        They are predicted from the last pass that began with the same history. While a CUDA graph is captured, each
+        history is read separately, because the graph can be replayed without earlier launches.
         """
         cached = self._past.get((queue, most_recent, id(history)))
         if cached is not None and cached[2] == private_torch.count_in_place_changes((history,)):
@@ -150,15 +126,12 @@ class PendingAmaxes:
             self._past[queue, most_recent, id(past)] = past, amax, changes
         return amaxes[0]
 
-    # New amaxes ------------------------------------------------------------------------------------------------------
-
     def slot(
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], group: Groups, queue: LaunchQueue
     ) -> Tensor:
         """Return the slot in which the kernels of a queue record a tensor's amax for several different histories.
 
-        The slot is a float32 scalar, 0 until the first amax of a pass; kernels update it by an atomic maximum of its
-        bits.
+        It is a float32 scalar, 0 until the first amax of a pass; kernels update it by an atomic maximum of its bits.
         """
         name = queue, *map(id, histories)
         slot = self._slots.get(name)
@@ -172,8 +145,7 @@ class PendingAmaxes:
         return slot
 
     def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
-        """Keep the slot alive as long as the histories. A captured CUDA graph holds its address, and no graph is
-        replayed without its histories. One pass can capture several graphs."""
+        """Keep the slot alive as long as the histories, without which no captured CUDA graph is replayed."""
         for history in histories:
             private_torch.keep_with(history, slot)
 
@@ -181,11 +153,7 @@ class PendingAmaxes:
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], amaxes: Tensor, group: Groups
     ) -> None:
         """Record amaxes [n] for n different histories. Takes ownership of the tensor."""
-        name = tuple(map(id, histories))
-        pending = self._joint.get(name)
-        if pending is None:
-            pending = self._joint[name] = FlatHistory(histories, keys, number, group, [])
-        pending.amaxes.append(amaxes.detach())
+        self._add(keys, number, histories, amaxes.detach().unbind(), group)
 
     def _add(
         self,
@@ -203,40 +171,19 @@ class PendingAmaxes:
                 pending.slots.append(slot)
 
     def histories(self) -> list[PendingHistory]:
-        """Return all histories that have pending amaxes, one by one."""
-        for joint in self._joint.values():
-            for amaxes in joint.amaxes:
-                self._add(joint.keys, joint.number, joint.histories, amaxes.unbind(), joint.group)
-        self._joint.clear()
+        """Return all histories that have pending amaxes."""
         return list(self._noted.values())
-
-    def take_joint(self) -> list[FlatHistory]:
-        """Remove and return the histories that have amaxes from `note_all` only, merged by MAX. `histories` has the
-        rest."""
-        ids = [*self._noted, *chain.from_iterable(self._joint)]
-        if len(set(ids)) < len(ids):
-            return []
-        joint = [flat._replace(amaxes=[reduce(torch.maximum, flat.amaxes)]) for flat in self._joint.values()]
-        self._joint.clear()
-        return joint
-
-    # The end of a pass -----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Reduce all pending amaxes with one collective per group, and append each to its history.
 
-        On a GPU, flush does not wait for the result of the check that ranks agree. If they disagree, nothing is
-        recorded, and the next flush, optimizer step or save raises (`MISMATCHES`). Flush waits for the result of the
-        previous pass, but not for work that was queued after it.
+        If ranks disagree, nothing is recorded; on a GPU the next flush, optimizer step or save raises (`MISMATCHES`).
         """
         by_group: dict[Groups, list[PendingHistory]] = {}
-        joint = self.take_joint() if all([pending.group is None for pending in self._joint.values()]) else []
         for pending in self.histories():
             by_group.setdefault(pending.group, []).append(pending)
         self._end(is_whole=True)
         MISMATCHES.check()
-        for flat in joint:
-            record_amaxes_(flat.histories, flat.amaxes[0])
         for group, members in by_group.items():
             identities: list[tuple[int, int]] = []
             if group is not None:
@@ -257,7 +204,7 @@ class PendingAmaxes:
             by_id = {id(history): history for history, _, _ in self._past.values()}
             self._orders[self._first] = [weakref.ref(history) for history in by_id.values()]
         self._first = None
-        for part in (self._noted, self._joint, self._slots, self._free, self._past):
+        for part in (self._noted, self._slots, self._free, self._past):
             part.clear()
 
 
@@ -271,8 +218,8 @@ def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]], list[PendingHistory]]:
-    """Sort pending histories by identities that are equal on all ranks. Modules that share a weight share its key, so
-    the order in which they were recorded distinguishes them."""
+    """Sort pending histories by identities that are equal on all ranks. Modules that share a weight, and so its key,
+    are distinguished by their order."""
     keys = torch.cat([member.key for member in members]).tolist()
     by_identity: dict[tuple[int, int], PendingHistory] = {}
     counts: dict[int, int] = {}
@@ -285,8 +232,7 @@ def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]],
 
 
 def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Groups) -> Tensor:
-    """Reduce amaxes [n] with these identities by MAX over the group. Return zeros, which are never recorded, and note
-    the mismatch in `MISMATCHES` if the identities differ between ranks."""
+    """Reduce amaxes [n] by MAX over the group. Return zeros, which are never recorded, if identities differ."""
     flat = torch.cat([rank_digest(identities, amaxes.device), amaxes])
     reduction = FlatMax(padded=True)
     reduction.add(flat, group)

@@ -36,12 +36,9 @@ def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 class MismatchRecord:
     """Records whether ranks disagree, and raises on all of them at the same `check`, however far each host has got.
 
-    A mismatch on a CPU is raised by the next `check`, a mismatch on a GPU by the next `check` that waits. All ranks of
-    a group make the same calls in the same order, and no rank may raise while others wait for it in a collective. There
-    is a `check` before every such collective.
-
-    A captured CUDA graph records mismatches in each replay. They are raised by the first `check` after the next `add`
-    outside a capture, and by `settle`.
+    A mismatch on a CPU is raised by the next `check`, on a GPU by the next one that waits, and in a captured CUDA graph
+    by the first one after an `add` outside a capture, or by `settle`. No rank may raise while others wait for it, so
+    there is a `check` before every collective.
     """
 
     def __init__(self, message: str) -> None:

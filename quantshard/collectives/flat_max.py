@@ -21,8 +21,8 @@ _SMALLEST = 1024  # sending 4 KiB takes no longer than 4 bytes
 class FlatMax:
     """Replaces tensors by their maxima over process groups, with one flat collective per group.
 
-    Values are nonnegative float32 and are compared as the integers with the same bits. The order is the same, and NaN,
-    which a floating-point MAX can lose, compares above infinity and survives.
+    Values are nonnegative float32 and are compared as integers, so that NaN, which a floating-point MAX can lose,
+    compares above infinity and survives.
 
     Args:
         padded: pad each collective to a power of two. Ranks that are out of step then mostly meet in a collective of
@@ -39,10 +39,9 @@ class FlatMax:
             self._pending.append((tensor, spanned(group)))
 
     def reduce(self) -> None:
-        """Run the collectives.
+        """Run the collectives, in the order of registration.
 
-        Every rank of a group must have registered the same shapes in the same order, empty tensors too. Groups are
-        reduced in the order of registration, so ranks with another order would deadlock.
+        Every rank of a group must have registered the same shapes in the same order, empty tensors too.
         """
         pending, self._pending = self._pending, []
         for group in dict.fromkeys(group for _, groups in pending for group in groups):

@@ -32,10 +32,7 @@ class _SpreadGroup:
 
 
 def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of a parameter's sharding axes.
-
-    Replicating axes are left out, because replicas compute the same values.
-    """
+    """Return the process groups of a parameter's sharding axes, without replicating ones."""
     if not isinstance(tensor, DTensor):
         return ()
     axes = [axis for axis, dim in enumerate(private_torch.cut_dims(tensor.placements)) if dim is not None]
@@ -43,10 +40,7 @@ def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
-    """Mark a parameter as expert-parallel: other ranks of the group hold other parameters in its place.
-
-    Call it again after replacing the parameter by another tensor.
-    """
+    """Mark a parameter as expert-parallel: other ranks of the group hold other parameters in its place."""
     setattr(param, _OTHERS, _SpreadGroup(group))
 
 
@@ -56,17 +50,14 @@ def is_expert_parallel(param: Tensor) -> bool:
 
 
 def expert_axis(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh axis over which a module's parameters are expert-parallel, or None.
-
-    The axis is stored on the module, because `fully_shard` replaces the parameters and their attributes are lost.
-    """
+    """Return the mesh axis over which a module's parameters are expert-parallel, or None."""
     axis: DeviceMesh | None = getattr(module, "_spread_axis", None)
     return axis
 
 
 def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the ranks that must take or skip a step together: the ranks of the parameter's mesh, and the ranks that
-    hold other experts in its place, because the parameters that all of them share must stay equal."""
+    """Return the ranks that must take or skip a step together: those of the parameter's mesh, and those that hold other
+    experts in its place."""
     return united([private_torch.mesh_group(param), _others(param)])
 
 

@@ -1,8 +1,7 @@
 """Parameters on a tensor-parallel mesh, cut along one dim or replicated; of a module, or one by one.
 
-A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, with this rank's shard as its local tensor. A
-quantized shard knows its place in the global tensor, so new values, states and checkpoints have the bits of the whole
-tensor. `fully_shard` on other axes of the same mesh then cuts the shards again.
+A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, with this rank's shard as its local tensor.
+`fully_shard` on other axes of the same mesh then cuts the shards again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class TensorParallelConfig:
     """Tensor-parallel arguments of a module, with TransformerEngine's meaning.
 
     tp_mesh: tensor-parallel axis of a device mesh.
-    tp_group: its process group, as an alternative.
-    tp_size: required size of either. If both are None, the size that `set_device_mesh` or
-        `set_tensor_parallel_group` will provide.
+    tp_group: its process group, used without a `tp_mesh`.
+    tp_size: the size that `set_device_mesh` or `set_tensor_parallel_group` will provide, if both are None.
     sequence_parallel: outside of the GEMMs, activations are cut along dim 0.
     """
 
@@ -46,17 +44,11 @@ class TensorParallelConfig:
     sequence_parallel: bool = False
     tp_mesh: DeviceMesh | None = None
 
-    def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
         """Return the mesh that is known at construction, or None."""
-        mesh = self.tp_mesh
-        if mesh is None and self.tp_group is not None:
-            mesh = mesh_of_group(self.tp_group, device)
-        if mesh is None:
-            return None
-        check_meshes(owner, mesh, None, self.tp_size)
-        if self.tp_group is not None and dist.get_process_group_ranks(self.tp_group) != mesh.mesh.tolist():
-            raise ConfigurationError(f"{owner}: tp_group and tp_mesh are of different ranks; give one of them")
-        return mesh
+        if self.tp_mesh is None and self.tp_group is not None:
+            return mesh_of_group(self.tp_group, device)
+        return self.tp_mesh
 
 
 def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
@@ -65,25 +57,6 @@ def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(AXIS,))
-
-
-def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, tp_size: int) -> None:
-    """Check that these can be the meshes of a module."""
-    if tp_mesh.ndim != 1:
-        raise ConfigurationError(
-            f'{owner}: tp_mesh has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass one, such as mesh["tp"]'
-        )
-    if tp_size not in (1, tp_mesh.size()):
-        raise ConfigurationError(
-            f"{owner}: the tensor-parallel mesh has {tp_mesh.size()} ranks, but tp_size is {tp_size}; leave one out"
-        )
-    if weight_mesh is not None:
-        lacking = sorted(set(tp_mesh.mesh.flatten().tolist()) - set(weight_mesh.mesh.flatten().tolist()))
-        if lacking:
-            raise ConfigurationError(
-                f"{owner}: weight_mesh lacks the ranks {lacking} of tp_mesh; pass all axes that weights are sharded "
-                "over, flattened, or leave it out"
-            )
 
 
 def put_on_mesh(module: Any, tp_mesh: DeviceMesh) -> None:
@@ -143,21 +116,15 @@ def _cut_otherwise(module: Any, name: str, actual: str) -> str:
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
     """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard.
 
-    There is no collective. A shard has its own memory; only the random key, draws and amax history are shared with
-    `param`, so that cutting a tied weight twice is detected. A replicated parameter shares its memory with `param`.
+    There is no collective. A shard shares with `param` only the random key, draws and amax history, so that cutting a
+    tied weight twice is detected. A replicated parameter shares its memory with `param`.
 
     Args:
         param: quantized or not, with any number of dims, on any device including meta.
         mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
         dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
     """
-    subject = f"a parameter {tuple(param.shape)}"
-    if isinstance(param, DTensor):
-        raise ConfigurationError(
-            f"{subject} is a DTensor already ({param.placements} of {param.device_mesh}); shard it once, and before "
-            "fully_shard"
-        )
-    start, chunk = _place(tuple(param.shape), mesh, dim, subject)
+    start, chunk = _place(tuple(param.shape), mesh, dim)
     quantized = components.quantized_local(param)
     if dim is None:
         local = param.detach()
@@ -181,18 +148,14 @@ def empty_parameter(
 ) -> nn.Parameter:
     """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
 
-    Fill a quantized parameter with `quantshard.requantize_([(parameter, local_values)])`, on every rank.
-
     Args:
-        shape: global shape.
-        mesh, dim: as in `shard_parameter`.
         dtype: dtype of the parameter; nominal for a quantized one.
         device: device of the shard. "meta" allocates nothing.
         spec: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
         state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
     """
     shape = torch.Size(shape)
-    start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")
+    start, chunk = _place(tuple(shape), mesh, dim)
     if spec is None:
         local = torch.empty([chunk if d == dim else size for d, size in enumerate(shape)], dtype=dtype, device=device)
         return _parameter(local, mesh, dim, shape)
@@ -216,21 +179,19 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(placed, requires_grad=param.requires_grad)
 
 
-def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: str) -> tuple[int, int]:
+def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None) -> tuple[int, int]:
     """Return the start and length of this rank's shard along `dim`."""
     if mesh.ndim != 1:
-        raise ConfigurationError(f'{subject}: pass one axis of the mesh, e.g. mesh["tp"], not all of {mesh}')
+        raise ConfigurationError(
+            f'the tensor-parallel mesh has the axes {mesh.mesh_dim_names}; pass one, such as mesh["tp"]'
+        )
     if dim is None:
         return 0, 0
-    if not 0 <= dim < len(shape):
-        raise ConfigurationError(f"{subject} has no dim {dim} to shard; use one of its dims or None")
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
+    assert coordinate is not None
     if shape[dim] % ranks:
-        raise ConfigurationError(
-            limits.refusal("uneven axis", f"{subject}, dim {dim} of {shape[dim]} over {ranks} ranks")
-        )
-    if coordinate is None:
-        raise ConfigurationError(f"{subject}: this rank is not in the mesh {mesh}")
+        problem = f"a parameter {shape}, dim {dim} of {shape[dim]} over {ranks} ranks"
+        raise ConfigurationError(limits.refusal("uneven axis", problem))
     chunk = shape[dim] // ranks
     return coordinate[0] * chunk, chunk
 

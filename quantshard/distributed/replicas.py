@@ -30,7 +30,6 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
     Raises:
         RankMismatchError: on every rank, naming the first tensor that differs.
-        ConfigurationError: the model is sharded, or on the meta device.
     """
     group = process_group or process_groups.world()
     live = _live_tensors(model)
@@ -57,7 +56,6 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
 
     Raises:
         RankMismatchError: on every rank, if ranks built different models.
-        ConfigurationError: the model is sharded, or on the meta device.
     """
     group = process_group or process_groups.world()
     live = _live_tensors(model)
@@ -69,11 +67,10 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         sent = tensor.detach().to(process_groups.collective_device(group)).contiguous()
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src, group=group)
         tensor.copy_(sent)
-    for name, param in model.named_parameters():
-        quantized = components.quantized_local(param)
-        if quantized is not None:
-            quantized.quantized_storage.mark_written()
-            quantized.quantized_storage.keep_initial_values(initial_values.get(name))
+    for name, param in components.quantized_parameters(model).items():
+        storage = components.storage_of(param)
+        storage.mark_written()
+        storage.keep_initial_values(initial_values.get(name))
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -93,8 +90,8 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _initial_values(model: nn.Module) -> dict[str, Tensor | None]:
     """Return the kept initial values of each quantized weight, which seed masters, or None."""
-    weights = ((name, components.quantized_local(param)) for name, param in model.named_parameters())
-    return {name: weight.get_high_precision_init_val() for name, weight in weights if weight is not None}
+    weights = components.quantized_parameters(model)
+    return {name: components.storage_of(param).initial_values() for name, param in weights.items()}
 
 
 def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -103,19 +100,17 @@ def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[s
     if not initial_values:
         return {}
     device = process_groups.collective_device(group)
-    everywhere = torch.tensor(
-        [int(values is not None) for values in initial_values.values()], dtype=torch.int32, device=device
-    )
+    are_kept = [int(values is not None) for values in initial_values.values()]
+    everywhere = torch.tensor(are_kept, dtype=torch.int32, device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-    return {name: values for (name, values), is_kept in zip(initial_values.items(), everywhere.tolist(), strict=True)
-            if is_kept and values is not None}  # fmt: skip
+    kept_names = {name for name, is_kept in zip(initial_values, everywhere.tolist(), strict=True) if is_kept}
+    return {name: values for name, values in initial_values.items() if name in kept_names and values is not None}
 
 
 def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    specs = [components.storage_of(param).spec for param in components.quantized_parameters(model).values()]
     described = [f"{name} {tensor.dtype} {tuple(tensor.shape)};" for name, tensor in live.items()]
-    described += [
-        f"{components.storage_of(p).spec};" for p in model.parameters() if components.quantized_local(p) is not None
-    ]
+    described += [f"{spec};" for spec in specs]
     digest = _digest(text.encode() for text in described)
     flat_max.check_equal_on_ranks(
         {type(model).__name__: digest}, group, "the structure", "build the same model on all ranks"

@@ -10,13 +10,9 @@ pairs that are each other's backward (Megatron-LM: Shoeybi et al., 2019, and Kor
     split_rows   forward keeps this rank's rows   backward joins the ranks' rows
     join_rows    forward joins the ranks' rows    backward keeps this rank's rows
 
-Operations after `copy_to_group` and `gather_rows` differ between ranks, because their weights are cut. Operations after
-`reduce_from_group` and `join_rows` are the same on every rank.
-
 Rows are the entries of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank
-holds sequence / ranks consecutive rows, in the order of the group. A sum is computed in the dtype of its tensor, as
-NCCL users expect. The communication backend decides its order: the result is equal on all ranks, but changes with their
-number. Gradients of replicated parameters, which are small, are summed in float32.
+holds sequence / ranks consecutive rows, in the order of the group. A sum is computed in the dtype of its tensor, in an
+order that the communication backend decides. Gradients of replicated parameters are summed in float32.
 """
 
 from __future__ import annotations
@@ -36,10 +32,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.gemm.operands import OperandSplit
 from quantshard.tensor import storage as storages
 
-_SEED_GROUP_ALIKE = (
-    "bring torch's CPU generator into one state on the ranks of a tensor-parallel group (torch.manual_seed)"
-)
-
 MODES = (None, "column", "row")
 """How a layer's weight is cut: not at all, along its output features, or along its input features."""
 
@@ -48,9 +40,7 @@ MODES = (None, "column", "row")
 class TensorParallel:
     """A layer's part in a tensor-parallel group, created by `TensorParallel.of`.
 
-    size, rank: of `group`; 1 and 0 without a group.
-    mode: one of `MODES`.
-    sequence_parallel: activations outside of the layer's GEMMs are split along dim 0.
+    `mode`: one of `MODES`. `sequence_parallel`: activations outside of the layer's GEMMs are split along dim 0.
     """
 
     group: Group = None
@@ -62,7 +52,6 @@ class TensorParallel:
     @classmethod
     def of(cls, group: Group, mode: str | None = None, sequence_parallel: bool = False) -> TensorParallel:
         """Return the part of this rank in `group`, which must include this rank."""
-        check_mode("a layer", mode, False)
         if group is None:
             return cls(None, 1, 0, mode, sequence_parallel)
         rank = dist.get_rank(group)
@@ -98,11 +87,7 @@ def stream_base(group: Groups) -> int:
     """Return a number for the data of a tensor-parallel group, equal on its ranks, to separate random streams.
 
     If the groups form the same mesh axes on all ranks, the number is the index among them, which is the data-parallel
-    rank. Random streams are then equal to those in a run without these axes. Two other groups can get the same number;
-    their gradients are then rounded with the same random words. Without a group, the number is the rank itself.
-
-    Args:
-        group: the group, or the groups of several mesh axes that process one batch together.
+    rank. Random streams are then equal to those in a run without these axes. Without a group, it is the rank itself.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
@@ -125,8 +110,7 @@ def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
 def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
     """Return a replicated parameter that each rank applies to its own rows; backward sums its gradient over the ranks.
 
-    For the weights of norms and the biases of row-parallel layers under sequence parallelism. Uses one collective per
-    parameter, so pass only small ones. A 16-bit parameter is returned in float32, so that its gradient is rounded only
+    Makes one collective per parameter. A 16-bit parameter is returned in float32, so that its gradient is rounded only
     once, after the sum.
     """
     return copy_to_group(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
@@ -143,15 +127,12 @@ def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather [rows, ...] of each rank to [rows * ranks, ...], in rank order. `rows` must be equal on all ranks.
-
-    Backward sums the ranks' partial gradients, as needed before a column-parallel weight.
-    """
+    """Gather [rows, ...] of each rank to [rows * ranks, ...], in rank order; backward sums partial gradients."""
     return cast(Tensor, _Collective.apply(x, tp, _all_rows, scatter_rows)) if tp.size > 1 else x
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather rows like `gather_rows`. Every rank has the whole gradient, so backward only selects this rank's rows."""
+    """Gather rows like `gather_rows`; backward selects this rank's rows, since every rank has the whole gradient."""
     return cast(Tensor, _Collective.apply(x, tp, _all_rows, split_rows)) if tp.size > 1 else x
 
 
@@ -180,13 +161,15 @@ def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
 def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     """Drop elements of x [rows, ..., features] with probability p, and divide the others by 1 - p.
 
-    Over several ranks, the mask is generated for the whole activation by global index, with a counter generator and a
-    key drawn from torch's CPU generator. Ranks that have the same rows therefore drop the same elements.
+    Over several ranks, the mask is generated by global index with a key from torch's CPU generator, so ranks that have
+    the same rows drop the same elements.
     """
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)
     key = storages.random_key()
-    flat_max.check_equal_on_ranks({"dropout": key}, tp.group, "the random key", _SEED_GROUP_ALIKE)
+    flat_max.check_equal_on_ranks(
+        {"dropout": key}, tp.group, "the random key", "call torch.manual_seed alike on the group"
+    )
     values = x.reshape(-1, x.shape[-1])
     shape = (values.shape[0], values.shape[1])
     whole, origin = shape, (0, 0)

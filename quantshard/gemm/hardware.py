@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch, numerics
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Format, Orientation, OrientedCodes
 from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe, TensorRole
 from quantshard.tensor.storage import QuantizedStorage
@@ -217,7 +217,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         return () if stored is None else ("dequantized",)
     spec = stored.spec if stored is not None else recipe.weight if recipe is not None else None
     names = ["emulated"] if gemm_path(spec, device, recipe)[0] == "emulated" else []
-    if spec is not None and kernel_dispatch.lacks_kernels(device):
+    if spec is not None and device.type in kernel_dispatch.KERNEL_DEVICES and not kernels.USABLE:
         names.append("no kernels")
     if stored is None:
         return (*names, "quantized each forward") if spec is not None else ()

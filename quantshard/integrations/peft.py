@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from quantshard.checkpoints.disk import agreement
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import Linear
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 from quantshard.tensor.storage import DRAWS
 
 __all__ = ["load_adapter", "register", "save_adapter"]
@@ -201,7 +201,7 @@ class QuantizedLoraLinear(lora.Linear):
         weight, bias = self._before
         draws = components.storage_of(base.weight).state[DRAWS]
         components.storage_of(weight).state[DRAWS].copy_(draws)  # never reuse random bits
-        components.load_components(base.weight, components.state_of(weight), "weight")
+        component_loading.load_components(base.weight, components.state_of(weight), "weight")
         if bias is not None:
             base.bias.copy_(bias)
         self._before = None

@@ -1,4 +1,4 @@
-"""Scales from amaxes, on tiles of amaxes: the oracle's `numerics.scales` in Triton."""
+"""Scales from amaxes, on tiles of amaxes: the oracle's `numerics.scales_and_multipliers` in Triton."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decode_e8m0(codes):
 
 
 class ScaleRule(NamedTuple):
-    """The rule that derives scales from amaxes (`numerics.scales`); a constant of a kernel.
+    """The rule that derives scales from amaxes (`numerics.scales_and_multipliers`); a constant of a kernel.
 
     `kind`: encoding of the stored scale: 0 for float32, 1 for E8M0, 2 for FP8 under a second scale of the whole tensor.
     `element`, `stored`: encodings of codes and of scales. `top`: largest code, reduced by the margin. `largest`:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
 from quantshard.collectives.process_groups import Group
-from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
+from quantshard.distributed.module_meshes import mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import norm as norms
 from quantshard.modules import rotary
@@ -168,7 +168,6 @@ class DotProductAttention(nn.Module):
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Divide the heads over the tensor-parallel axis of a mesh; its size must divide both kinds of heads."""
         if tp_mesh is not None:
-            check_meshes("DotProductAttention", tp_mesh, weight_mesh, self.tp_size)
             self.tp_size = tp_mesh.size()
             self._check_heads()
 

@@ -24,7 +24,7 @@ from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.gemm import operands
 from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.fused_operands import (
     NO_NORM,
     ActivationInputs,
@@ -88,7 +88,7 @@ def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
 
 @private_torch.constant_in_graphs
 def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
-    return _recipe_fits(context.setting(setting).recipe, dtype)
+    return _recipe_fits(settings.registered[setting].recipe, dtype)
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -153,7 +153,7 @@ def _remakes_by(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
 
 @private_torch.constant_in_graphs
 def _remakes_in_graph(setting: str, recomputes: bool, cheap: bool) -> bool:
-    return _remakes_by(context.setting(setting).recipe, recomputes, cheap)
+    return _remakes_by(settings.registered[setting].recipe, recomputes, cheap)
 
 
 def _traced(

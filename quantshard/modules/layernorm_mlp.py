@@ -26,7 +26,7 @@ from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGE
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import Projection, split_sizes
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
@@ -389,7 +389,7 @@ class LayerNormMLP(_NormedModule):
             hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, prepared=fc1))
             recomputed = recomputed_input if self.recompute_activation else None
             reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
-            if reads_codes and isinstance(fc2, TracedLinear) and (context.quantizes(fc2.setting) or fc2.stored):
+            if reads_codes and isinstance(fc2, TracedLinear) and (settings.quantizes(fc2.setting) or fc2.stored):
                 _refuse_codes_in_graph(type(self).__name__)
             (out,) = self._project(
                 hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=recomputed

@@ -10,11 +10,11 @@ Every operation works on a *rectangle* of the global tensor: `x` [R, C] with its
 it touches. Quantization has three steps:
 
     amaxes                   x -> one amax per block    (reduce with MAX over the ranks that share a block)
-    scales / encode_scales   amaxes -> the stored scales / the multipliers of x
-    quantize_codes           x, encode_scales -> codes
+    scales_and_multipliers   amaxes -> the stored scales, and the multipliers of x
+    quantize_codes           x, multipliers -> codes
 
-`encode_scales` is a separate step because TransformerEngine multiplies by the forward scale and stores its reciprocal:
-the forward scale cannot be recovered from the reciprocal bit for bit.
+There are two results because TransformerEngine multiplies by the forward scale and stores its reciprocal, from which
+the forward scale cannot be recovered bit for bit.
 
 Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
 for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox).
@@ -45,9 +45,8 @@ _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of a float32 tensor.
 
-    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL. The root of a float32 is itself a float32 or at least
-    4 float64 ulps away from any tie between float32s. A float64 root with an error of an ulp or two therefore rounds to
-    the right float32.
+    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL. The root of a float32 is at least 4 float64 ulps away
+    from any tie between float32s, so a float64 root with an error of an ulp or two rounds to the right float32.
     """
     return torch.sqrt(x.double()).float()
 
@@ -64,7 +63,7 @@ def exceeds(x: Tensor, largest: float) -> Tensor:
     return beyond.float() + (~(top <= finite)).float()
 
 
-# ---------------------------------------------------------------------------------------------------------- encodings
+# Encodings
 
 
 def encode(x: Tensor, encoding: Encoding) -> Tensor:
@@ -89,9 +88,8 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
     """Encode like `encode`, but round to either neighbor with a probability proportional to the distance to the other.
 
     The float32 bits that the encoding lacks, n = 23 - mantissa_bits of them, are the fraction of the way to the
-    neighbor of larger magnitude. The highest n bits of the random word are another fraction, and that neighbor is
-    chosen if the sum of both is at least 1. The expectation is therefore exact. Below the normal range, where a float32
-    has more bits, the fraction is first rounded to n bits, with an error of at most 2**-(n + 1) of the gap.
+    neighbor of larger magnitude, which is chosen if this fraction and the highest n bits of the random word add up to
+    at least 1. Below the normal range, the fraction is first rounded to n bits.
 
     Representable values never change, magnitudes above max saturate, and -x rounds like x.
 
@@ -122,8 +120,7 @@ def _round(x: Tensor, encoding: Encoding) -> Tensor:
     """Round to nearest even by arithmetic, for any encoding.
 
     The gap between neighbors is 2**(k - mantissa_bits), where k is the exponent of |x| or, below the normal range, the
-    lowest normal exponent. |x| / gap is exact because it is a product with a power of two. Within a binade, codes are
-    linear in it.
+    lowest normal exponent. |x| / gap is exact, and within a binade codes are linear in it.
     """
     x = _encodable(x, encoding).clamp(-encoding.max, encoding.max)
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
@@ -141,7 +138,7 @@ def _encodable(x: Tensor, encoding: Encoding) -> Tensor:
 
 def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
     """Add the sign of x to the int32 codes of |x| and convert them to the storage dtype. NaN becomes all ones except
-    the sign, which is a NaN in every encoding but E2M1, where it is the largest number."""
+    the sign (in E2M1, the largest number)."""
     if encoding.is_signed:
         code |= (x.view(torch.int32) >> 31).bitwise_and_(encoding.magnitude + 1)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
@@ -171,8 +168,7 @@ def decode(codes: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
-    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m if e = 0, for an encoding without infinity. Encodings
-    without a sign have one NaN, all ones; the others have none."""
+    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m if e = 0. Encodings without a sign have a NaN, all ones."""
     mantissa = encoding.mantissa_bits
     e = (code >> mantissa) & ((1 << encoding.exponent_bits) - 1)
     m = (code & ((1 << mantissa) - 1)) + (e > 0).int() * (1 << mantissa)
@@ -185,8 +181,8 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
 def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
     """Split float32 into the nearest bfloat16 and the low 16 bits (int16). `join_bfloat16` restores the same float32.
 
-    Ties are rounded away from zero, as in TransformerEngine's masters. With ties to even, an even bfloat16 would stand
-    for 2**16 + 1 float32s, one more than 16 bits can distinguish. A NaN stays a NaN.
+    Ties are rounded away from zero: with ties to even, an even bfloat16 would stand for 2**16 + 1 float32s, one more
+    than 16 bits can distinguish. A NaN stays a NaN.
     """
     bits = values.view(torch.int32)
     high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
@@ -202,8 +198,7 @@ def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
     """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble.
 
-    An odd last element is paired with code zero. Other encodings are stored unchanged. Pairs are counted from the first
-    column, so a rectangle must start at an even global column to be a slice of the packed tensor.
+    An odd last element is paired with code zero. Other encodings are stored unchanged.
     """
     if encoding.bits >= 8:
         return codes
@@ -219,7 +214,7 @@ def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
     return torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(-2)[..., :num_cols]
 
 
-# ------------------------------------------------------------------------------------------------------ amax and scale
+# Amaxes and scales
 
 
 def _touched(origin: int, size: int, block_shape: int) -> tuple[int, int]:
@@ -255,9 +250,8 @@ def _amax_along(x: Tensor, dim: int, block_shape: int, origin: int) -> Tensor:
 def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """Return the largest |x| of each block of `block_shape` elements that the rectangle touches: float32.
 
-    x is a floating-point [R, C]. Along dim d the grid is range(origin // covers, ceil((origin + size) / covers)), where
-    covers is block_shape[d]. If covers is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none.
-    NaN propagates.
+    x is a floating-point [R, C]. Along dim d the grid is range(origin // block, ceil((origin + size) / block)). If the
+    block is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none. NaN propagates.
     """
     along_cols = _amax_along(x.abs(), 1, block_shape[1], origin[1])
     return _amax_along(along_cols, 0, block_shape[0], origin[0]).float()
@@ -279,31 +273,14 @@ def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
     return {c.name: block_amax(x, c.block_shape, origin) for c in fmt.components if c.role is not Role.CODES}
 
 
-def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Compute the stored SCALE and AMAX components from amax grids, in each component's storage dtype.
-
-    FP32 scales are 1 / (encode scale); E8M0 and E4M3 scales are codes.
-
-    Args:
-        input_dtype: dtype of the tensor to quantize, which bounds the scale of a tiny block (see `_fp32_encode_scale`).
-    """
-    return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[0]
-
-
-def encode_scales(
-    amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """Compute the float32 multipliers of x from amax grids, by name of the SCALE component.
-
-    A delayed recipe that keeps its previous scale passes that scale to `quantize_codes` instead.
-    """
-    return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[1]
-
-
 def scales_and_multipliers(
     amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the results of `scales` and `encode_scales` together."""
+    """Compute from amax grids the stored SCALE and AMAX components, and the float32 multipliers of x by scale name.
+
+    FP32 scales are 1 / multiplier; E8M0 and E4M3 scales are codes. The dtype of the tensor to quantize bounds the scale
+    of a tiny block (see `_fp32_encode_scale`).
+    """
     components = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
     multipliers = {}
     for copy in fmt.copies.values():
@@ -349,9 +326,8 @@ def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
     assert copy.amax is not None
     amax = amaxes[copy.amax.name]
     scale = torch.full_like(amax, copy.scale.encoding.max * copy.codes.encoding.max) / amax
-    scale = torch.fmin(
-        scale, torch.full_like(amax, _FLOAT32_MAX)
-    )  # drops NaN: the stored amax already makes values NaN
+    # fmin drops NaN: the stored amax already makes values NaN
+    scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
@@ -364,7 +340,7 @@ def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
 
-# ----------------------------------------------------------------------------------------------- transforms and layouts
+# Transforms and layouts
 
 
 HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -377,9 +353,8 @@ HADAMARD_NEGATIVE: Final = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) i
 def hadamard16(x: Tensor) -> Tensor:
     """Multiply each group of 16 elements along the last dim by diag(HADAMARD_SIGNS) @ H16 / 4, an orthogonal matrix.
 
-    x is a floating-point [..., C]. The result is [..., C'] of x.dtype, where C' is C rounded up to a multiple of 16:
-    the last group is padded with zeros, which does not change dot products of two such rows. Sums are computed in
-    float32 in four butterfly stages (strides 1, 2, 4, 8), then rounded once.
+    x is a floating-point [..., C]. The last group is padded with zeros, which does not change dot products of two such
+    rows. Sums are computed in float32 in four butterfly stages (strides 1, 2, 4, 8), then rounded once.
     """
     out = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
     negative = HADAMARD_NEGATIVE >> torch.arange(16, device=x.device) & 1
@@ -408,19 +383,19 @@ def unswizzled(flat: Tensor, shape: Pair) -> Tensor:
     return tiles.reshape(tiles.shape[0] * 128, -1)[: shape[0], : shape[1]]
 
 
-# ------------------------------------------------------------------------------------------------------------ quantize
+# Quantization
 
 
 def quantize_codes(
-    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+    x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> Tensor:
     """Quantize x [R, C], floating point, to the stored codes of one copy: uint8 [R, C] or packed [R, ceil(C / 2)].
 
     Args:
-        encode_scales: the touched grids, as returned by the function `encode_scales`.
+        multipliers: the touched grids, from `scales_and_multipliers`.
         words: int64 [R, C], from `random_words`, for stochastic rounding. None: round to nearest even.
     """
-    encoding, grid = copy.codes.encoding, encode_scales[copy.scale.name]
+    encoding, grid = copy.codes.encoding, multipliers[copy.scale.name]
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)
     return pack(codes, encoding)
@@ -466,13 +441,3 @@ def quantize(
         copy_words = words[orientation] if words is not None and scaling.stochastic_rounding else None
         parts[copy.codes.name] = quantize_codes(x, copy, multipliers, origin, copy_words)
     return parts
-
-
-def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> dict[str, Tensor]:
-    """Return the components of the transposed tensor, [C, R] from [R, C], of a transposable format. The values do not
-    change. For a rectangle, the caller must swap the origin too."""
-    assert fmt.transposable, fmt.name
-    codes = fmt.copies[Orientation.ROWWISE].codes
-    transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
-    unpacked = unpack(parts[codes.name], codes.encoding, shape[1])
-    return transposed | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}

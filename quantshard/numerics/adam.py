@@ -29,8 +29,7 @@ SMALL_EPS = 2.0**-60
 class Hyperparameters:
     """The numbers of one step.
 
-    step: counts from 1. An int64 scalar tensor is not read back from its device.
-    lr: learning rate. A float32 scalar tensor is not read back from its device.
+    step: counts from 1. Tensors of `step` (int64) and `lr` (float32) are not read back from their device.
     decoupled: AdamW. If False, weight decay is added to the gradient (L2).
     ema_decay: decay of the average of the weights, if there is one (`average_share`).
     """
@@ -69,9 +68,6 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     gives
 
         m^2 <= (1 - b1)^2 (sum b1^2i / b2^i) (sum b2^i g_i^2) <= C^2 v
-
-    An update, m c1 / (sqrt(v c2) + eps), therefore stays below C c1 / sqrt(c2). Section 2.1 of Kingma and Ba, 2015,
-    states this for a gradient that is zero in all steps but one.
     """
     beta1, beta2 = float32(beta1), float32(beta2)
     if beta1 == 0:
@@ -98,13 +94,10 @@ def adam(
         w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
     Sources: Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is that
-    in TransformerEngine (common/multi_tensor/adam.cu), with float32 b, also in 1 - b and c. TransformerEngine divides
-    each element by 1 - b^step; here each element is multiplied by the inverse, computed in float64, which saves two
-    divisions.
+    in TransformerEngine (common/multi_tensor/adam.cu), except that c is an inverse, computed in float64, where
+    TransformerEngine divides each element.
 
     Only operations that IEEE 754 rounds correctly are used, so every device and every shard computes the same bits.
-    `torch.sqrt` is avoided because it is sometimes an ulp off on CPUs, and so is division by a Python number, which
-    multiplies by its inverse on GPUs.
 
     If v is 0 and eps is below `SMALL_EPS`, only weight decay is applied: the gradients were zero or their squares
     underflowed, so the quotient would be NaN or meaningless.
@@ -134,10 +127,7 @@ def adam(
 
 
 def power(base: float, exponent: int | Tensor) -> float | Tensor:
-    """`base ** exponent` in float64 by squaring, for 0 <= exponent < 2**32. An int64 tensor is processed on its device.
-
-    The result is a sequence of multiplications, with the same bits on every device, unlike `pow`.
-    """
+    """`base ** exponent` in float64 by squaring, for 0 <= exponent < 2**32: unlike `pow`, the same bits everywhere."""
     result: float | Tensor = 1.0
     if isinstance(exponent, Tensor):
         result = torch.ones((), dtype=torch.float64, device=exponent.device)
@@ -161,12 +151,8 @@ def average_share(decay: float, step: int | Tensor) -> float | Tensor:
 
         a = a + share (w - a),   share = (1 - decay) / (1 - decay^step)
 
-    Adam's bias correction is already applied: after n steps from the first on, w_i has the weight
-    decay^(n - i) (1 - decay) / (1 - decay^n). An average that starts after step n starts with the values of that time,
-    which count for all n steps.
-
-    The result is a float32 number, or a float32 scalar on the device of `step` if `step` is an int64 tensor, computed
-    in float64 with operations that give the same bits on every device.
+    Adam's bias correction is already applied. An average that starts after step n starts with the values of that time,
+    which count for all n steps. The result is a float32 number, or a float32 scalar on the device of `step`.
     """
     rest = 1.0 - power(decay, step)
     if isinstance(rest, Tensor):
@@ -177,7 +163,6 @@ def average_share(decay: float, step: int | Tensor) -> float | Tensor:
 def moved_average(average: Tensor, values: Tensor, share: float | Tensor) -> Tensor:
     """Return the average after a step, in float32, out of place.
 
-    `lerp` and `add(alpha=)` would fuse these three operations on some devices. An average that equals a weight that no
-    longer changes keeps its bits.
+    `lerp` and `add(alpha=)` would fuse these three operations on some devices.
     """
     return average + (values - average) * share

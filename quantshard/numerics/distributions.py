@@ -46,8 +46,7 @@ _LN2_LOW: Final = 1.90821492927058770002e-10
 def normal(words: Tensor) -> Tensor:
     """Map words int64 in [0, 2**32) to float32 standard normal numbers: the quantile of `uniform(words)`, rounded.
 
-    AS241 in float64, from single exact operations, so the result is the same on every device. Complementary words give
-    opposite numbers. |z| is at most 6.34.
+    AS241 in float64, from single exact operations, so the result is the same on every device. |z| is at most 6.34.
     """
     return in_chunks(lambda w: _normal_quantile(uniform(w)).float(), words)
 

@@ -37,8 +37,7 @@ def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) 
         m = b2 m + (1 - b2) g
 
     Algorithm 2 of Chen et al., 2023 (arXiv:2302.06675), with decoupled weight decay. b is float32, also in 1 - b, as in
-    `adam`. The sign of 0 is 0. Each operation is correctly rounded on its own, so every device and every shard computes
-    the same bits.
+    `adam`. The sign of 0 is 0. Each operation is correctly rounded on its own.
     """
     grad = grad.float()
     beta1, beta2 = float32(settings.beta1), float32(settings.beta2)

@@ -30,8 +30,7 @@ RATE_FACTORS = {
 """Factor of the learning rate by the shape of a matrix, for each `adjust_lr_fn`.
 
     original: by Jordan et al. (2024).
-    match_rms_adamw: by Liu et al. (2025, arXiv:2502.16982). The root mean square of an update equals AdamW's, 0.2 to
-        0.4 of a learning rate.
+    match_rms_adamw: by Liu et al. (2025, arXiv:2502.16982), with AdamW's root mean square of an update.
 """
 
 
@@ -70,8 +69,7 @@ def momentum(grad: Tensor, buffer: Tensor, settings: MuonSettings) -> MuonMoment
 
         m = m + (1 - mu) (g - m)        u = g + mu (m - g) with Nesterov's momentum, else m
 
-    Products and sums are rounded separately, so every shard computes the same bits. `torch.lerp`, which
-    `torch.optim.Muon` uses, fuses them in vectorized loops but not in the remaining elements.
+    Products and sums are rounded separately, which `torch.lerp` does not do in vectorized loops.
     """
     grad = grad.float()
     buffer = _lerp(buffer, grad, 1 - settings.momentum)
@@ -89,12 +87,8 @@ def orthogonalized(matrix: Tensor, settings: MuonSettings) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix U V^T of a bfloat16 matrix U S V^T: bfloat16 [rows, columns].
 
     Runs `ns_steps` Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, from X / |X|, on the matrix or,
-    if it has more rows than columns, on its transpose. Singular values end near 1, between about 0.7 and 1.2. The
-    operations are those in `torch.optim.Muon`, except that the norm sums squares in float64: the norm of a large
-    gradient does not overflow and hardly depends on the order of the sum.
-
-    The bits of matrix products depend on their shapes, so pass whole matrices on every mesh. A matrix of zeros stays
-    zero.
+    if it has more rows than columns, on its transpose. Singular values end between about 0.7 and 1.2. The operations
+    are those in `torch.optim.Muon`, except that the norm sums squares in float64, so that it does not overflow.
     """
     a, b, c = settings.ns_coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]

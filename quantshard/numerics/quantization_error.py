@@ -1,7 +1,6 @@
 """Statistics of quantizing a matrix: how many values saturated or became zero, and the size of the error.
 
-Results accumulate in a row of sums and a row of extremes, so that several matrices count as one. Counts and squares are
-float64, which represents integers up to 2**53 exactly; squares neither overflow nor underflow.
+Results accumulate in a row of sums and a row of extremes, so that several matrices count as one.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from quantshard.numerics import Pair, dequantize, expand, stored_scales
 SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "underflowed", "signal", "noise")
 """Columns of the sums, float64.
 
-    elements: all elements.
-    nonfinite: infinite or NaN elements.
     nonzero: finite elements other than zero.
     quantized: finite elements that were quantized to a finite value. The columns below count only these.
     saturated: elements beyond the largest code by more than rounding.
     underflowed: nonzero elements that became zero.
-    signal: sum of squares.
-    noise: sum of squared errors.
+    signal, noise: sums of squares and of squared errors.
 """
 
 EXTREMES: Final = ("amax", "scale", "smallest_scale")

@@ -48,8 +48,7 @@ class RandomBits(NamedTuple):
     """The arguments of `random_words`, for code that generates the words where they are used.
 
     transposed: element [i, j] of the rectangle has the word of [j, i] in a global matrix [C, R], with its halves
-        swapped. A matrix and its transpose then share the generator calls but round independently, because the
-        highest bits decide.
+        swapped: a matrix and its transpose share generator calls but round independently.
     """
 
     key: int

@@ -42,10 +42,10 @@ def decode(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
 
 
 def quantize(
-    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+    x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_codes` in 16 bits: the codes of one copy, and their low bytes (`split`)."""
-    encoding, grid = copy.codes.encoding.extended, encode_scales[copy.scale.name]
+    encoding, grid = copy.codes.encoding.extended, multipliers[copy.scale.name]
     scaled = x.float() * numerics.expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     return split(
         numerics.encode(scaled, encoding) if words is None else numerics.encode_stochastic(scaled, encoding, words)

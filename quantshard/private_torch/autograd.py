@@ -13,7 +13,7 @@ import torch.fx.traceback
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from quantshard.private_torch.lookup import MissingName, missing, needs_attributes, private_name, private_name_later
+from quantshard.private_torch.lookup import MissingName, missing, private_name, private_name_later
 
 _task_id = private_name("torch._C._current_graph_task_id", "telling forward from backward, and so every layer,")
 top_saved_tensor_hooks = private_name(
@@ -35,20 +35,13 @@ _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a hook sees, or changes, the inputs or outputs of a module's forward: a user's hook, or FSDP2's, which
-    casts inputs under a `MixedPrecisionPolicy`.
-
-    The public API registers hooks, but does not list them.
-    """
+    """True if a hook sees, or changes, the inputs or outputs of a module's forward, as under FSDP2."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def has_call_hooks(module: nn.Module) -> bool:
     """True if a module has hooks on its forward or its backward."""
-    for name in HOOKS:
-        if getattr(module, name):
-            return True
-    return False
+    return any(getattr(module, name) for name in HOOKS)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -69,40 +62,32 @@ def has_gradient_hooks(param: Tensor) -> bool:
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module runs only the forward of its class: no hook of the module or of all modules, no
     forward set on the object, and no compiled call."""
-    for name in _GLOBAL_HOOKS:
-        if getattr(torch_modules, name):
-            return False
-    return not (has_call_hooks(module) or is_compiled(module) or "forward" in vars(module))
+    global_hooks = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
+    return not (global_hooks or has_call_hooks(module) or is_compiled(module) or "forward" in vars(module))
 
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """A parameter by name, or None. Reading the attribute takes ten times as long."""
+    """A parameter by name, or None; ten times as fast as reading the attribute."""
     return module._parameters.get(name)
 
 
 def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter | None]:
-    """`registered_parameter` of each name, in one call, which is faster for a layer with many experts."""
-    registered = module._parameters
-    return [registered.get(name) for name in names]
+    """`registered_parameter` of each name, for layers with many experts."""
+    return [module._parameters.get(name) for name in names]
 
 
 def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
     """`registered_buffer` of each name."""
-    registered = module._buffers
-    return [registered.get(name) for name in names]
+    return [module._buffers.get(name) for name in names]
 
 
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
-    """Values of a module's attributes with the names of parameters: the parameter, None, or the result of a
-    parametrization.
-
-    Reading `_parameters` first is as fast as `registered_parameter`, and each layer calls this function.
-    """
+    """Each parameter, None, or the result of a parametrization, as fast as `registered_parameter`."""
     registered, values = module._parameters, []
-    for name in names:
+    for name in names:  # a loop is faster than a comprehension, and each layer calls this
         values.append(registered[name] if name in registered else getattr(module, name))
     return values
 
@@ -149,10 +134,7 @@ def take_hooks(module: nn.Module, other: nn.Module) -> None:
 
 @contextmanager
 def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
-    """Replace a module's own parameters of a tensor class by None, which `nn.Module._apply` skips, and yield them.
-
-    The public API can remove parameters, but not restore them in their order.
-    """
+    """Replace a module's own parameters of a tensor class by None, which `nn.Module._apply` skips, and yield them."""
     params = {name: param for name, param in module._parameters.items() if isinstance(param, kind)}
     module._parameters.update(dict.fromkeys(params))
     try:
@@ -161,7 +143,6 @@ def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
         module._parameters.update(params)
 
 
-@needs_attributes("the backward of fused layers")
 def take_saved(ctx: Any) -> tuple[Any, ...]:
     """`ctx.saved_tensors` in the backward of an autograd function, released by the graph so that the caller can free
     them.
@@ -177,9 +158,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 def is_kept_output(x: Tensor) -> bool:
     """True if the operation that computed x, or the tensor that x is a view of, saved its output for its own backward.
 
-    Attention does. A graph's nodes and their names are public, but saved tensors are private attributes
-    (`_saved_...`). Only the class of a node is inspected, since reading the attribute of a node would unpack the saved
-    tensor.
+    Attention does. Only the class of a node is inspected, since reading its attribute would unpack the saved tensor.
     """
     node: Any = x.grad_fn
     output = x.output_nr
@@ -203,7 +182,7 @@ def mark_recomputed(x: Tensor) -> None:
 
 
 def in_backward() -> bool:
-    """True while autograd runs a backward pass on this thread. There is no public API for this."""
+    """True while autograd runs a backward pass on this thread."""
     return current_backward() is not None
 
 
@@ -221,17 +200,13 @@ def may_be_checkpointed() -> bool:
     return type(top_saved_tensor_hooks) is not MissingName and top_saved_tensor_hooks(True) is not None
 
 
-@needs_attributes("delayed scaling of gradients")
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once, at the end of the current backward pass. FSDP2 and DDP use the same call."""
+    """Run `callback` once, at the end of the current backward pass, as FSDP2 and DDP do."""
     _engine.queue_callback(callback)
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
-    """True while a graph is traced, or if one of the tensors has a shape but no values, as in tracing.
-
-    `FakeTensor`, the class of such tensors, has no public name.
-    """
+    """True while a graph is traced, or if one of the tensors has a shape but no values, as in tracing."""
     if torch.compiler.is_compiling():
         return True
     for tensor in tensors:  # a loop is faster than any(), and each layer calls this
@@ -241,18 +216,16 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def constant_in_graphs(function: Any) -> Any:
-    """Mark a function that torch.compile calls during tracing and takes the result of for a constant.
+    """Mark a function whose result torch.compile takes for a constant.
 
-    `torch.compiler.assume_constant_result` sets the same mark, but imports all of Dynamo, which takes a second in
-    every process.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports all of Dynamo, which takes a second.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 def keep_address(tensor: Tensor) -> Tensor:
-    """Mark a tensor, read by a function, that torch.compile must not copy to another address for a CUDA graph. A
-    tensor at another address gets another CUDA graph.
+    """Mark a tensor that torch.compile must not copy to another address for a CUDA graph.
 
     `torch._dynamo.mark_static_address(tensor, guard=False)` sets the same mark, but imports all of Dynamo.
     """
@@ -263,8 +236,7 @@ def keep_address(tensor: Tensor) -> Tensor:
 def keep_order(operator: Any) -> None:
     """Register an operator with torch.compile as having side effects: calls are not dropped, merged or reordered.
 
-    torch.library has no public name for this yet. Such an operator cannot be in a checkpointed part of a graph. If the
-    registration is not possible, `check_order_is_kept` raises.
+    If the registration is not possible, `check_order_is_kept` raises.
     """
     if missing(_register_effect, _ordered) is None:
         _register_effect(operator, _ordered)
@@ -272,8 +244,7 @@ def keep_order(operator: Any) -> None:
 
 def trace_through(operator: str, body: Callable[..., Any]) -> None:
     """While AOTAutograd traces a graph, call `body` with the arguments of an operator instead of adding the operator to
-    the graph, unless it returns None. `triton_op` of PyTorch registers the same rule. Without the private name, graphs
-    keep the operator."""
+    the graph, unless it returns None, as `triton_op` of PyTorch does."""
 
     def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with mode:
@@ -295,10 +266,8 @@ def num_compilations() -> int:
 def check_order_is_kept() -> None:
     """Make Inductor split CUDA graphs at operators of `keep_order`, since replays would skip their side effects.
 
-    Inductor splits at operators with the tag `cudagraph_unsafe`. In a graph, however, an operator that keeps its order
-    is wrapped in another one without tags (torch 2.11 to 2.13). This function adds the wrapper to a list of names,
-    which, unlike the option `custom_should_partition_ops`, also covers operators with outputs. It is called in
-    tracing, because the import takes a second.
+    Inductor splits at operators with the tag `cudagraph_unsafe`, but torch 2.11 to 2.13 wrap an operator that keeps
+    its order in another one without tags. It is called in tracing, because the import takes a second.
     """
     inductor, unsafe = _inductor(), _unsafe()
     if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:

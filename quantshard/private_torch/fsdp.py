@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from quantshard.private_torch.lookup import missing, needs_attributes, private_name
+from quantshard.private_torch.lookup import missing, private_name
 
 _GATHERS = "asking FSDP2 how it gathers parameters"
 _states = private_name("torch.distributed._composable_state._module_state_mapping", _GATHERS)
@@ -22,24 +22,17 @@ _state_class = private_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSD
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """Settings of FSDP2 for one parameter: whether it is freed after each pass, and whether it is resharded to another
-    mesh.
-
-    `group`: FSDP2's parameter group, for its present settings.
-    """
+    """Settings of FSDP2 for one parameter. `group`: its parameter group, for the present settings."""
 
     frees_between_passes: bool = False
     reshards_to_other_mesh: bool = False
     group: weakref.ReferenceType[Any] | None = None
 
-    @needs_attributes(_GATHERS)
     def changed(self) -> bool:
-        """True if FSDP2 now keeps a parameter gathered that it freed between passes before. The opposite change is
-        harmless: a plan that keeps the parameter also works with freeing."""
+        """True if FSDP2 now keeps a parameter gathered that it freed between passes before, not the other way round."""
         group = None if self.group is None else self.group()
         return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
-    @needs_attributes(_GATHERS)
     def frees_after_passes(self) -> bool:
         """True if FSDP2 frees the parameter after each pass, by its present settings."""
         group = None if self.group is None else self.group()
@@ -50,13 +43,8 @@ def _frees_between_passes(group: Any) -> bool:
     return bool(group._reshard_after_forward and group.reshard_after_backward)
 
 
-@needs_attributes(_GATHERS)
 def fsdp_plan(storage: Any) -> FsdpPlan:
-    """The plan for the sharded parameter whose local tensor has this storage.
-
-    FSDP2 passes no such fact to its hooks, so it comes from FSDP2's own state: the parameter group of the parameter.
-    Without a group, the plan is to keep everything gathered.
-    """
+    """The plan for the sharded parameter whose local tensor has this storage; keep it gathered if there is none."""
     for group, fsdp_param in _managed_parameters():
         if getattr(fsdp_param.sharded_param._local_tensor, "quantized_storage", None) is storage:
             meshes = group.post_forward_mesh_info, group.mesh_info
@@ -66,21 +54,14 @@ def fsdp_plan(storage: Any) -> FsdpPlan:
     return FsdpPlan()
 
 
-@needs_attributes(_GATHERS)
 def has_offloaded_parameters() -> bool:
-    """Whether FSDP2 keeps parameters of this process on the CPU, so that the host waits for gradients, and for all
-    ranks, at the end of a backward pass. There is no public API for this."""
+    """Whether FSDP2 keeps parameters of this process on the CPU: the host then waits for all ranks in backward."""
     groups = (group for state in _known_states() for group in _param_groups(state))
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
-@needs_attributes(_GATHERS)
 def sharded_parameters() -> list[DTensor]:
-    """FSDP2's sharded parameters in this process.
-
-    Within the dispatch of an operation only the local tensor is visible, and no public record leads from it to its
-    DTensor.
-    """
+    """FSDP2's sharded parameters in this process."""
     return [_sharded_param(fsdp_param) for _, fsdp_param in _managed_parameters()]
 
 
@@ -109,12 +90,10 @@ class FsdpGather:
     dtype: torch.dtype | None
 
 
-@needs_attributes(_GATHERS)
 def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
     """How FSDP2 gathers each parameter, by (id of its module, name in it).
 
-    No public API shows which parameters FSDP2 gathers together, in which dtype, and whether again in backward. By
-    default the outermost module keeps its parameters until backward, which FSDP2 decides only in the first forward.
+    By default the outermost module keeps its parameters until backward, which FSDP2 decides in the first forward.
     """
     gathers: dict[tuple[int, str], FsdpGather] = {}
     outermost: list[str] = []
@@ -129,21 +108,18 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
             for fsdp_param in group.fsdp_params:
                 info = fsdp_param._module_info
                 param = _sharded_param(fsdp_param)
-                dtype = fsdp_param.mp_policy.param_dtype if param.is_floating_point() else None
                 gather = FsdpGather(
                     param,
                     ranks=getattr(group.mesh_info, "shard_mesh_size", 1),
                     in_backward=group.post_forward_mesh_info is not None and not keeps,
                     padded_numel=fsdp_param.padded_sharded_param_size.numel(),
-                    dtype=dtype,
+                    dtype=fsdp_param.mp_policy.param_dtype if param.is_floating_point() else None,
                 )
-                gathers[(id(info.module), info.param_name)] = gather
-                for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    gathers[(id(shared), name)] = gather
+                modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+                gathers |= {(id(owner), name): gather for owner, name in zip(modules, names, strict=True)}
     return gathers
 
 
-@needs_attributes(_GATHERS)
 def has_gathered_parameters(module: nn.Module) -> bool:
     """True if FSDP2 currently has parameters of this module, without its children, unsharded."""
     return any(

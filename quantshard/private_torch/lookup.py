@@ -8,7 +8,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ NAMES: dict[str, str] = {}
 
 _FREE = (Tensor, nn.Parameter, nn.Buffer, DTensor, Shard, Replicate, Partial)
 """Public types. An object of exactly such a type has no private class."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def private_name(path: str, feature: str, instead: str = "") -> Any:
@@ -71,7 +69,11 @@ class MissingName:
         self._path, self._feature, self._instead = path, feature, instead
 
     def error(self) -> TorchVersionError:
-        return _error(self._path, self._feature, self._instead)
+        instead = f"{self._instead}, or " if self._instead else ""
+        return TorchVersionError(
+            f"torch {torch.__version__} has no {self._path}, without which {self._feature} cannot work; {instead}"
+            f"install torch {_TESTED}, with which quantshard was tested"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise self.error()
@@ -91,43 +93,6 @@ class MissingName:
 def missing(*names: Any) -> TorchVersionError | None:
     """The error for the first of these names that is missing, or None."""
     return next((name.error() for name in names if type(name) is MissingName), None)
-
-
-def _error(name: str, feature: str, instead: str = "") -> TorchVersionError:
-    return TorchVersionError(
-        f"torch {torch.__version__} has no {name}, without which {feature} cannot work; "
-        f"{instead and instead + ', or '}install torch {_TESTED}, with which quantshard was tested"
-    )
-
-
-def needs_attributes(feature: str) -> Callable[[Function], Function]:
-    """Decorate a function that reads private attributes of PyTorch's objects.
-
-    If an object lacks one, the function raises a TorchVersionError that names the attribute and the `feature` that
-    needs it.
-    """
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except AttributeError as error:
-                if (owner := _place_of(error.obj)).partition(".")[0] != "torch":
-                    raise
-                raise _error(f"{owner}.{error.name}", feature) from error
-
-        return wrapper  # type: ignore[return-value]
-
-    return decorate
-
-
-def _place_of(owner: object) -> str:
-    """The dotted name of a module, class or function, or of the class of any other object."""
-    if isinstance(owner, types.ModuleType):
-        return owner.__name__
-    named = owner if isinstance(owner, type | types.FunctionType) else type(owner)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def warn_of_untested_torch() -> None:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard.errors import ConfigurationError
-from quantshard.private_torch.lookup import needs_attributes
 
 
 def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -26,18 +25,13 @@ def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of the axes of a mesh that have more than one rank.
 
-    Reducing over them one after the other reduces over all ranks that the axes span. A process group of these ranks
-    would be a collective call of all processes, some of which may not make it.
+    Reducing over them one after the other reduces over all ranks that the axes span.
     """
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 
-@needs_attributes("expert parallelism on an axis of a mesh")
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups of all axes of the root mesh except this 1-D mesh: the ranks with this rank's index on it.
-
-    A mesh has no public link to its root mesh.
-    """
+    """Process groups of all axes of the root mesh except this 1-D mesh: the ranks with this rank's index on it."""
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     root_names = root.mesh_dim_names or names or ("",)
     if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in root_names)):
@@ -55,31 +49,22 @@ _STAGES = "torch.distributed.pipelining.stage"
 
 
 class RunningStage(NamedTuple):
-    """A pipeline stage.
-
-    `group`: ranks that share the pipeline; None: all. `infers`: whether the stage only infers output shapes, from
-    inputs without values.
-    """
+    """A pipeline stage. `group`: ranks of the pipeline; None: all. `infers`: whether it only infers output shapes."""
 
     group: dist.ProcessGroup | None
     infers: bool
 
 
 def running_stage() -> RunningStage | None:
-    """The stage that runs its module on this thread, in forward or for recomputation in backward, or None.
-
-    Returns None at once if the pipelining module was not imported.
-    """
+    """The stage that runs its module on this thread, in forward or for recomputation in backward, or None."""
     stages = sys.modules.get(_STAGES)
     return None if stages is None else _on_stack(stages, sys._getframe(1))
 
 
-@needs_attributes("delayed scaling under torch.distributed.pipelining")
 def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
     """The innermost stage on the stack, from a frame outwards.
 
-    In all versions a stage runs its module on values in the same few methods. The names of shape inference vary, so a
-    call from any other function of that file counts as shape inference.
+    A stage runs its module on values in three methods. Any other function of that file infers shapes.
     """
     stage, names = stages.PipelineStage, vars(stages)
     on_values = {

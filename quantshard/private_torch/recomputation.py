@@ -38,15 +38,13 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class CheckpointedRegions:
-    """Regions of `torch.utils.checkpoint` around the running code, as objects that autograd keeps until the regions
-    are done.
+    """Regions of `torch.utils.checkpoint` around the running code, as objects that autograd keeps.
 
     Args:
         entered: regions in their first forward.
         replayed: the region that is recomputed, if any.
         replay: identifies the recomputation, if a region has several.
-        unknown: error to raise if recomputation would change results, because this version of PyTorch does not reveal
-            which region is recomputed.
+        unknown: error to raise if recomputation would change results.
     """
 
     entered: tuple[Any, ...] = ()
@@ -62,10 +60,9 @@ NO_REGIONS = CheckpointedRegions()
 def checkpointed_regions() -> CheckpointedRegions:
     """The checkpointed regions that the calling code runs in.
 
-    PyTorch has no API for this. A non-reentrant region is the `_CheckpointFrame` that the saved-tensor hooks of its
-    first forward hold and those of its recomputation refer to. A reentrant region is the `ctx` of
-    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. `may_be_checkpointed`
-    tells, faster, whether there can be one.
+    A non-reentrant region is the `_CheckpointFrame` that the saved-tensor hooks of its first forward hold and those of
+    its recomputation refer to. A reentrant region is the `ctx` of `CheckpointFunction`, the first argument of its
+    `forward` or `backward` on the Python stack. `may_be_checkpointed` tells, faster, whether there can be one.
     """
     backward = current_backward()
     if (error := missing(*_NAMES)) is not None:
@@ -107,7 +104,7 @@ def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
 
 
 def _held(function: Any) -> Iterable[Any]:
-    """Objects that a function of PyTorch closes over, whatever their names."""
+    """Objects that a function of PyTorch closes over."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
@@ -127,17 +124,14 @@ def _is_of(function: Any, hook: Any) -> bool:
 
 
 def _is_checkpointing(function: Any) -> bool:
-    """True for hooks of PyTorch's checkpointing, which must be recognized; False for others, such as `save_on_cpu`."""
+    """True for hooks of PyTorch's checkpointing, which must be recognized."""
     module = str(getattr(function, "__module__", ""))
     return module.startswith("torch.") and "checkpoint" in module
 
 
 def _reentrant_regions(recomputed: Any) -> tuple[list[Any], Any]:
-    """The reentrant regions that the Python stack enters, and the one that it recomputes.
-
-    The search goes from the innermost frame outwards up to a recomputation, including that of the non-reentrant region
-    `recomputed`.
-    """
+    """The reentrant regions that the Python stack enters, from the innermost up to a recomputation, and the one that it
+    recomputes. `recomputed`: a non-reentrant region that is recomputed."""
     entered: list[Any] = []
     recompute_code = None if recomputed is None else inspect.unwrap(recomputed.recompute_fn).__code__
     frame: types.FrameType | None = sys._getframe(1)

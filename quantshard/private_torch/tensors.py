@@ -35,8 +35,7 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _version_of = operator.attrgetter("_version")
 
 disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
-"""A `__torch_function__` that does nothing, so that a tensor subclass that works at the dispatch level has no overhead
-above it. PyTorch's own wrapper subclasses (DTensor) use it, and there is no public name."""
+"""A `__torch_function__` without overhead, as of DTensor, for subclasses that work at the dispatch level."""
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -44,8 +43,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 """torch 2.13 renamed both functions, and warns about the old names."""
 
 scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
-"""The implementation of the public `torch.nn.functional.scaled_mm`, which takes its enums as numbers. The public
-function builds lists of these numbers in every call."""
+"""The implementation of the public `torch.nn.functional.scaled_mm`, which builds lists of numbers in every call."""
 
 scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compiled graph")
 """The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
@@ -54,8 +52,7 @@ scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compi
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of class `cls` with a shape, dtype and device but no data of its own.
 
-    `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
-    Its address is null; C++ code that reads the address without Python's `data_ptr()` raises instead of crashing.
+    Its address is null; C++ code that reads it without Python's `data_ptr()` raises instead of crashing.
     """
     wrapper = _wrapper(cls, shape, dtype=dtype, device=device)
     if missing(_null_pointer) is None:
@@ -73,20 +70,15 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the values of a tensor that DTensor's collectives are still filling, after waiting for
-    them.
+    """The tensor itself, or the values of a tensor that DTensor's collectives are still filling, after waiting.
 
-    Such an `AsyncCollectiveTensor` waits before any operation of PyTorch, but has no address for a kernel to read. The
-    class has no public name. Not differentiable: for use inside an `autograd.Function`.
+    Not differentiable: for use inside an `autograd.Function`.
     """
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Stop the device with an error unless a bool tensor is true, without waiting; on the CPU, raise RuntimeError.
-
-    There is no public check of values that the host does not know.
-    """
+    """Stop the device with an error unless a bool tensor is true, without waiting; on the CPU, raise RuntimeError."""
     _assert(condition, message)
 
 
@@ -96,10 +88,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def in_place_changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, by autograd's version counters, which miss changes through `.data`.
-
-    Operations on a DTensor count for the DTensor, and those on its local tensor for the local tensor.
-    """
+    """How often a tensor, and its local tensor, was changed in place; changes through `.data` are not counted."""
     local = local_tensor(tensor)
     return count_in_place_changes([tensor] if local is tensor else [tensor, local])
 
@@ -124,16 +113,10 @@ def takes_data(tensor: Tensor, value: Tensor) -> bool:
     return bool(_takes_data(tensor, value))
 
 
-def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Set the `.data` of a tensor (dtype, device and shape) past the property of its class."""
-    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
-
-
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
     """A DTensor of a global shape around this local tensor itself.
 
-    The public `DTensor.from_local` moves the tensor to the mesh's device: under CPU offload, values would be loaded
-    into a lost copy on the GPU. FSDP2 creates its DTensors in the same way.
+    The public `DTensor.from_local` would move it to the mesh's device under CPU offload.
     """
     strides = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]  # contiguous
     meta = _spec_meta(shape, tuple(strides), local.dtype)
@@ -153,15 +136,13 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 def dtensor_extents(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """For each dim the first and one past the last index that DTensor's metadata give to the rank at a mesh
-    coordinate. There is no public function for this."""
+    """For each dim the first and one past the last index that DTensor's metadata give to a rank."""
     lengths, starts = _place(shape, mesh_shape, list(coordinate), placements)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def is_strided_over(placement: Placement, inner: int) -> bool:
-    """True for FSDP2's own placement on a dim that axes of `inner` ranks cut before. The placement has no
-    public name."""
+    """True for FSDP2's own placement on a dim that axes of `inner` ranks cut before."""
     return isinstance(placement, _strided_shard) and placement.split_factor == inner
 
 

@@ -14,7 +14,6 @@ next all-gather refills them.
     pass       a forward or a backward; FSDP2 gathers before each, or once for both
     slot       one input: a component that other ranks lack, padded to one size on all ranks and in both passes
     resident   a component that every rank has already, such as the scale of the whole weight; it is not sent
-    home       the shard that a gathered, or under CPU offload a moved, storage comes from
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from quantshard.tensor.storage import QuantizedStorage
 class GatherMetadata(NamedTuple):
     """What the first hook passes to the second one. `slots` is empty on a mesh of one rank."""
 
-    shard: QuantizedStorage
+    local_storage: QuantizedStorage
     slots: tuple[GatherSlot, ...]
     mesh: DeviceMesh
 
@@ -60,12 +59,8 @@ def gather_inputs(shard: QuantizedStorage, mesh: DeviceMesh) -> tuple[tuple[Tens
 
 
 def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
-    """The gathered weight. Gathered components alias FSDP2's buffers.
-
-    Resident components are copied from the shard, since a forward can be a call of `unshard`, but alias it in a
-    backward after which FSDP2 frees the weight.
-    """
-    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(metadata.shard).frees_after_passes()
+    """The gathered weight. Gathered components alias FSDP2's buffers."""
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(metadata.local_storage).frees_after_passes()
     return _assemble(metadata, outputs, lasts_one_pass)
 
 
@@ -74,11 +69,11 @@ _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDic
 
 def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
     """FSDP2's settings at the first all-gather of a weight. Later changes must not change which copies are sent."""
-    home = shard.home
-    if home not in _plans:
-        _plans[home] = private_torch.fsdp_plan(home)
-    plan = _plans[home]
-    if len(home.spec.format.copies) > 1 and plan.changed():
+    source = shard.sharded_source  # `shard` itself, or under CPU offload what it was moved from
+    if source not in _plans:
+        _plans[source] = private_torch.fsdp_plan(source)
+    plan = _plans[source]
+    if len(source.spec.format.copies) > 1 and plan.changed():
         raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
     return plan
 
@@ -102,7 +97,7 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
 
 def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_pass: bool) -> QuantizedStorage:
     """Put the gathered weight together. `lasts_one_pass`: nothing writes to the shard while it is in use."""
-    local, slots = metadata.shard, metadata.slots
+    local, slots = metadata.local_storage, metadata.slots
     whole = local.shard.before_cut()
     by_name = local.spec.format.by_name
     components = {}
@@ -112,7 +107,7 @@ def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_p
             rows = whole.component_shape(by_name[slot.name])[0]
             components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
-        if part.is_cuda and local.home is not local:
+        if part.is_cuda and local.sharded_source is not local:
             # CPU offload allocated it on FSDP2's stream, which must not reuse it before this stream is done
             part.record_stream(torch.cuda.current_stream(part.device))
         if not slots:
@@ -122,21 +117,19 @@ def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_p
             # codes must not be read with new scales
             components[name] = part if lasts_one_pass else part.clone()
     # draws are counted in the shard itself, not in a copy that CPU offload moved
+    source = ref(local.sharded_source)
     return QuantizedStorage(
-        local.spec, whole, components, local.home.state, version=local.version, gathered=True,
+        local.spec, whole, components, local.sharded_source.state, version=local.version, gathered=True,
         captured=kernel_dispatch.is_capturing(),
-        fetch=partial(_gather_copy, ref(local.home), metadata.mesh, local.device), source=ref(local.home),
+        fetch=partial(_gather_copy, source, metadata.mesh, local.device), source=source,
     )  # fmt: skip
 
 
 def _gather_copy(
-    home: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
+    source: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
 ) -> dict[str, Tensor]:
-    """Gather the copy that FSDP2 did not gather for this pass: activation recomputation runs a forward in backward.
-
-    A collective call. All ranks recompute the same layers.
-    """
-    shard = home()
+    """Gather the copy that FSDP2 did not gather for this pass, as recomputation of a forward in backward needs."""
+    shard = source()
     assert shard is not None
     storage = shard.map(lambda part: part.to(device))  # FSDP2's copy under CPU offload no longer exists
     slots = sharding.gather_slots(storage.spec.format, storage.shard, (which,), ((which,),))

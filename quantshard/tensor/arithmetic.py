@@ -9,17 +9,15 @@ blocks and two decisions that all ranks must agree on:
   changes no bit.
 - A result that is infinite or NaN anywhere is not written on any rank, and the call raises.
 
-Arithmetic may also read a weight in two places. One is the addition to a plain tensor of its shape while autograd is
-off, because L2 weight decay calls `grad.add(param, alpha=weight_decay)`. The other is as an operand of the in-place
-arithmetic of another weight. No other operation dequantizes, and none of these is differentiable.
+Arithmetic may also read a weight: as an operand of the in-place arithmetic of another weight, and in the addition to a
+plain tensor of its shape while autograd is off, because L2 weight decay calls `grad.add(param, alpha=weight_decay)`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,14 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import kernel_dispatch, limits, private_torch
+from quantshard import private_torch
 from quantshard.collectives import flat_max, process_groups
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
 from quantshard.tensor import requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.aten_rules import plain_like, rule
+from quantshard.tensor.aten_rules import rule
+from quantshard.tensor.copy_rules import plain_like
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -113,12 +112,11 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
         quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
         plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
         plain_targets = [targets[i] for i in plain]
-        plain_operands = (
-            [_read_list(formula, plain_targets, _pick(operand, plain)) for operand in operands] if plain_targets else []
-        )
+        plain_operands = [_read_list(formula, plain_targets, _pick(operand, plain)) for operand in operands if plain]
         weights: list[Any] = [targets[i] for i in quantized]
         results = [
-            _result(formula, targets[i], [_entry(operand, i) for operand in operands], options) for i in quantized
+            _result(formula, weight, [_entry(operand, i) for operand in operands], options)
+            for i, weight in zip(quantized, weights, strict=True)
         ]
         if weights:
             _update(weights, results, str(operation))  # first, so that an error leaves plain tensors unchanged too
@@ -138,9 +136,9 @@ def _entry(operand: Any, index: int) -> Any:
 
 
 def _pick(operand: Any, indices: list[int]) -> Any:
-    if isinstance(operand, Tensor) and operand.ndim == 1:
-        return operand[indices]
-    return [operand[i] for i in indices] if isinstance(operand, (list, tuple)) else operand
+    if not _is_list(operand):
+        return operand
+    return operand[indices] if isinstance(operand, Tensor) else [operand[i] for i in indices]
 
 
 def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
@@ -148,12 +146,7 @@ def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dic
     _check_writable(target)
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
-    result = formula(x, *map(_operand, operands), **options)
-    if result.shape != x.shape:
-        raise UnsupportedOperationError(
-            f"in-place arithmetic on {target!r}: the operands broadcast to shape {tuple(result.shape)}"
-        )
-    return result.float().reshape(shape)
+    return formula(x, *map(_operand, operands), **options).float().reshape(shape)
 
 
 def _operand(operand: Any) -> Any:
@@ -169,17 +162,10 @@ def _check_writable(target: QuantizedTensor) -> None:
             f"in-place arithmetic on {target!r}, the copy that FSDP gathered, would be lost; call reshard() on the "
             "FSDP-wrapped module, and change its sharded parameter"
         )
-    if target.is_meta:
-        raise UnsupportedOperationError(f"in-place arithmetic on {target!r}; call reset_parameters() on its module")
 
 
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
-    """Write new values, rounded stochastically, into all weights, or into none if a value is not finite on any rank.
-
-    All new values of a list, float32, stay in memory until the reduction is done.
-    """
-    if kernel_dispatch.is_capturing():
-        raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {weights[0]!r}"))
+    """Write new values, rounded stochastically, into all weights, or into none if a value is not finite on any rank."""
     if "addcdiv" in operation:  # the last operation of Adam and its relatives
         warn_user(
             "torch.optim trains quantized weights without masters, so small updates become rounding noise; use "
@@ -234,7 +220,7 @@ def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     if not flat_max.was_alike(highest, complement):
         raise RankMismatchError(
             f"{operation}: ranks update different weights, or weights with different random keys; use the same modules "
-            "on all ranks in every step (is a gradient None on some?), and seed torch alike before building the model"
+            "in every step (is a gradient None on some?), and seed torch alike before building the model"
         )
     return [i for i, changes in zip(members, change, strict=True) if changes]
 
@@ -243,28 +229,13 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
     for weight, bad in zip(weights, non_finite.tolist(), strict=True):
         if bad:
             raise NonFiniteGradientError(
-                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; load a "
-                "checkpoint, and check learning rate and gradients, or use optimizers.MasterWeights or FusedAdam, "
-                "which skip such a step"
+                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; lower the "
+                "learning rate, or use optimizers.MasterWeights or FusedAdam, which skip such a step"
             )
 
 
-# Ranks with the other pieces of a weight: a dispatch sees only the local tensor, so they come from FSDP2's record of
-# sharded parameters.
-
-
-class _ParameterPlacement(NamedTuple):
-    """Mesh, placements and global shape of a sharded parameter.
-
-    It has no reference to the parameter: PyTorch does not move or cast a DTensor that has a weak reference.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-
-
-_places: WeakKeyDictionary[QuantizedStorage, _ParameterPlacement] = WeakKeyDictionary()
+_places: WeakKeyDictionary[QuantizedStorage, tuple[DeviceMesh, list[Placement], torch.Size]] = WeakKeyDictionary()
+"""Mesh, placements and global shape of sharded parameters: PyTorch moves no DTensor that has a weak reference."""
 
 
 def _owner_of(weight: QuantizedTensor) -> Tensor:
@@ -274,22 +245,20 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
     if cut is None:
         return weight
     if storage.mesh is not None:  # tensor parallelism alone
-        _places[storage] = _ParameterPlacement(storage.mesh, (Shard(cut.dim),), torch.Size(storage.shard.global_shape))
+        _places[storage] = storage.mesh, [Shard(cut.dim)], torch.Size(storage.shard.global_shape)
     if storage not in _places:
         for parameter in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
-                _places[local.quantized_storage] = _ParameterPlacement(
-                    parameter.device_mesh, tuple(parameter.placements), parameter.shape
-                )
+                place = parameter.device_mesh, list(parameter.placements), parameter.shape
+                _places[local.quantized_storage] = place
     if storage not in _places:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a shard that is not a parameter of a fully_shard-ed module; change "
             "the module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
             "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
-    placement = _places[storage]
-    return private_torch.dtensor_around(weight, placement.mesh, list(placement.placements), placement.shape)
+    return private_torch.dtensor_around(weight, *_places[storage])
 
 
 # Reading
@@ -335,23 +304,4 @@ def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
     return full
 
 
-# Refused by name
-
-
-_TRAINER = "; with transformers' Trainer, use quantshard.integrations.transformers.QuantizedTraining"
-"""Hint for users of transformers' Trainer, which sets fused=True by default."""
-
-
-def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:
-    weight = next(target for target in targets if isinstance(target, QuantizedTensor))
-    raise UnsupportedOperationError(
-        f"torch.optim with fused=True on {weight!r}: PyTorch's fused kernel wants plain parameters; use foreach=True "
-        "or foreach=False, quantshard.optimizers.FusedAdam (for AdamW: weight_decay=0.01), or fused=True within "
-        "optimizers.MasterWeights"
-        f"{_TRAINER if 'transformers.trainer' in sys.modules else ''}"
-    )
-
-
-for _packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):
-    rule(_packet.default, _packet.tensor_lr, needed_by="a clear refusal of torch.optim's fused=True")(_refuse_fused)
 _register()

@@ -1,7 +1,7 @@
-"""The ATen operations that a quantized tensor allows; each rule names the callers that need it.
+"""The ATen operations by which FSDP2 cuts, fills and hands on a quantized tensor; each rule names its callers.
 
-Operations without a rule here or in `arithmetic` raise (see `QuantizedTensor.__torch_dispatch__`). No rule here
-dequantizes or communicates.
+Operations without a rule here, in `copy_rules` or in `arithmetic` raise (see `QuantizedTensor.__torch_dispatch__`). No
+rule here dequantizes or communicates.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor import storage as storages
-from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule, first_quantized
-from quantshard.tensor.storage import AMAX_HISTORY, Placeholder, QuantizedStorage
+from quantshard.tensor.placeholder import Placeholder
+from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule
+from quantshard.tensor.storage import QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def _handle(tensor: QuantizedTensor, shape: Sequence[int] | None = None) -> Quan
     return QuantizedTensor(tensor.quantized_storage, tensor.dtype, torch.Size(tensor.shape if shape is None else shape))
 
 
-def _refuse(operation: str, tensor: QuantizedTensor, why: str) -> UnsupportedOperationError:
+def refused(operation: str, tensor: QuantizedTensor, why: str) -> UnsupportedOperationError:
     return UnsupportedOperationError(f"{operation} on {tensor!r}: {why}")
 
 
@@ -54,7 +54,7 @@ def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
         return _handle(tensor, [numel])
     if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
         return _handle(tensor, shape)
-    raise _refuse("view", tensor, f"to {shape}; only the flat view(-1), a handle to the same components, is allowed")
+    raise refused("view", tensor, f"to {shape}; only the flat view(-1) is allowed")
 
 
 @rule(aten.as_strided.default, needed_by="FSDP2: the unsharded parameter, always the identity")
@@ -62,7 +62,7 @@ def _as_strided(
     tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
     if list(size) != list(tensor.shape) or list(stride) != list(tensor.stride()) or storage_offset:
-        raise _refuse("as_strided", tensor, f"to {list(size)}, {list(stride)}; only the identity is allowed")
+        raise refused("as_strided", tensor, f"to {list(size)}, {list(stride)}; only the identity is allowed")
     return _handle(tensor)
 
 
@@ -101,7 +101,7 @@ def _slice(
     tensor: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
     if step != 1:
-        raise _refuse("slice", tensor, f"with step {step}; a part of a quantized tensor has no grid of its own")
+        raise refused("slice", tensor, f"with step {step}; a part has no grid of its own")
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     shape = list(tensor.shape)
     shape[dim] = max(last - first, 0)
@@ -117,33 +117,24 @@ def _slice(
             return _handle(tensor, shape)
     elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
         return _handle(tensor, shape)
-    raise _refuse(
-        "slice", tensor, f"[{start}:{end}] along dim {dim}; a part of a quantized tensor has no grid of its own"
-    )
+    raise refused("slice", tensor, f"[{start}:{end}] along dim {dim}; a part has no grid of its own")
 
 
 @rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
-        raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}: codes need their scales; use load_state_dict, or "
-            "checkpoints.load_from_rank0(model, state_dict) for set_model_state_dict(broadcast_from_rank0=True)"
-        )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r} needs amaxes of all ranks; call quantshard."
-            "checkpoints.load_high_precision(model, state_dict) on every rank, or quantize_ on an unsharded weight"
+            f"copy_ of a {source.dtype} tensor into {destination!r}; for values call quantshard.checkpoints."
+            "load_high_precision(model, state_dict) on every rank, for codes and scales load_state_dict or "
+            "load_from_rank0"
         )
     if not isinstance(destination, QuantizedTensor):
-        raise _refuse("copy_", source, "into a plain tensor; use .dequantize()")
+        raise refused("copy_", source, "into a plain tensor; use .dequantize()")
     target = destination.quantized_storage
     if isinstance(target, Placeholder):
         target.fill(source.quantized_storage)
     elif target.gathered:
-        raise _refuse(
-            "copy_", destination, "the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and copy "
-            "into its sharded parameter"
-        )  # fmt: skip
+        raise refused("copy_", destination, "the copy that FSDP gathered; call reshard(), then copy into the shard")
     elif target is not source.quantized_storage:
         copy_bytes(target, source.quantized_storage)
     return destination
@@ -161,89 +152,3 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
     for name, value in target.state.items():
         value.copy_(source.state[name])
     target.mark_written()
-
-
-@rule(aten.clone.default, needed_by="users, deepcopy")
-def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
-    tensor.check_filled("clone")
-    return QuantizedTensor(tensor.quantized_storage.clone(), tensor.dtype, tensor.shape)
-
-
-@rule(aten._to_copy.default, needed_by="module.to(), .cpu(), .cuda(), FSDP2's CPU offload")
-def _to_copy(
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **_: Any,
-) -> QuantizedTensor:
-    if dtype is not None and not dtype.is_floating_point:
-        raise _refuse("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
-    moved = tensor.quantized_storage.to(device, non_blocking=non_blocking)
-    return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
-
-
-@rule(aten.empty_like.default, needed_by="module.to_empty")
-def _empty_like(
-    tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-) -> Tensor:
-    tensor.check_filled("empty_like")
-    target = torch.device(device) if device is not None else tensor.device
-    if dtype is not None and not dtype.is_floating_point:
-        return torch.empty(tensor.shape, dtype=dtype, device=target)
-    state = dict(tensor.quantized_storage.state)
-    if AMAX_HISTORY in state:
-        state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
-    storages.move_draws(state, target)
-    storage = storages.empty(tensor.quantized_storage.spec, tensor.quantized_storage.shard, target, state)
-    storage.mesh = tensor.quantized_storage.mesh
-    return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
-
-
-@rule(aten.is_set_to.default, needed_by="users who look for tied parameters")
-def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
-    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
-        return False
-    return tensor.quantized_storage is other.quantized_storage and tensor.shape == other.shape
-
-
-def plain_like(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
-
-    def like(
-        tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-    ) -> Tensor:
-        return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
-
-    return like
-
-
-rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(plain_like(torch.zeros))
-rule(aten.ones_like.default, needed_by="autograd")(plain_like(torch.ones))
-
-
-@rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
-def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
-    parts = tensor.quantized_storage.components.values()
-    return bool(parts) and all(part.is_pinned() for part in parts)
-
-
-@rule(aten._has_compatible_shallow_copy_type.default, needed_by="module.to_empty() in inference mode")
-def _is_set_in_place(tensor: Tensor, other: Tensor) -> bool:
-    return False  # modules swap tensors of subclasses
-
-
-@rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
-def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
-    if isinstance(tensor.quantized_storage, Placeholder):
-        return tensor  # still empty
-    return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
-
-
-@rule(aten.cat.default, torch.ops.c10d.broadcast_.default, needed_by="DistributedDataParallel, to be told what to do")
-def _refuse_to_sync(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Tensor:
-    raise UnsupportedOperationError(
-        f"cat or broadcast of {first_quantized(tensors)!r} would treat its codes as values; for "
-        "DistributedDataParallel(model, init_sync=False), without join(), call quantshard.broadcast_(model) or "
-        "check_replicas(model) on every rank first"
-    )

@@ -20,11 +20,9 @@ from quantshard.tensor.storage import KEY
 
 @torch.no_grad()
 def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Move or cast a quantized parameter like `nn.Module` does a plain one, keeping the object, its attributes and its
-    grad.
+    """Move or cast a quantized parameter by `change`, as `nn.Module` does, keeping the object, attributes and grad.
 
-    `change` returns the moved or cast version of a tensor. Hooks survive too, except on the way to or from the meta
-    device, where PyTorch can only swap tensors and a plain parameter would lose its hooks as well.
+    Hooks survive too, except on the way to or from the meta device, where PyTorch can only swap tensors.
     """
     changed, grad = change(param), param.grad
     if private_torch.takes_data(param, changed):
@@ -65,8 +63,7 @@ def set_attributes(param: Tensor) -> dict[str, Any]:
 def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
     """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
 
-    PyTorch makes new objects for a shard, for an unsharded parameter and for a move off the meta device, and drops
-    such attributes. An unsharded parameter receives the attributes of its shard and passes none back.
+    An unsharded parameter receives the attributes of its shard and passes none back.
     """
     # the last condition is a fast path: each gather calls this function
     if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:

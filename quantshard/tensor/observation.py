@@ -18,26 +18,16 @@ class Observer(ABC):
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
-        """Receive one operand of a layer.
+        """Receive this rank's piece [R, C] of one operand of a layer, and what it was quantized to, if it was.
 
-        Args:
-            key: key of the layer's weight, int64 [1] on the CPU.
-            for_wgrad: whether the operand was quantized separately for wgrad, along tokens.
-            values: [R, C], this rank's piece.
-            operand: the quantized `values`, or in high precision `values` themselves.
+        `key`: of the layer's weight. `for_wgrad`: whether it was quantized separately for wgrad, along tokens.
         """
 
     @abstractmethod
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Receive the tensors of a training layer in high precision. Hooks on the outputs receive their gradients.
-
-        Args:
-            keys: keys of the layer's weights.
-            x: [..., in_features].
-            weights, outputs: [out_features, in_features] and [..., out_features], one each per weight.
-        """
+        """Receive the tensors of a training layer in high precision, with one key and output per weight."""
 
 
 active: Observer | None = None

@@ -2,8 +2,8 @@
 
 To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so views never dequantize. `aten_rules` and `arithmetic` list the allowed ATen operations and the
-callers that need them; every other operation raises. `all_gather` is what FSDP2's two hooks do.
+the same storage, so views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen
+operations and their callers; every other operation raises. `all_gather` is what FSDP2's two hooks do.
 """
 
 from __future__ import annotations
@@ -23,28 +23,37 @@ from quantshard.recipe import QuantSpec
 from quantshard.tensor import all_gather, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.all_gather import GatherMetadata
-from quantshard.tensor.storage import Placeholder, QuantizedStorage
+from quantshard.tensor.placeholder import Placeholder
+from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""ATen operation -> its implementation for quantized tensors. `aten_rules` and `arithmetic` fill the table."""
+"""ATen operation -> its implementation for quantized tensors. `aten_rules`, `copy_rules` and `arithmetic` fill it."""
 
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
-_OF_AVERAGES = {
-    getattr(torch.ops.aten, of + name) for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")
-}
+_DDP = "; for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
+_FUSED = (
+    "; torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for "
+    "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
+    "quantshard.integrations.transformers.QuantizedTraining"
+)
 _AVERAGE = "; average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
-"""Hint in the error of operations that compute averages of weights out-of-place."""
+
+HINTS: dict[str, str] = {
+    **dict.fromkeys(("cat", "broadcast_"), _DDP),
+    **dict.fromkeys([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")], _FUSED),
+    **dict.fromkeys([f"{of}{name}" for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")], _AVERAGE),
+}
+"""What else to do instead, by the name of an operation without a rule that popular code calls."""
 
 
 class QuantizedTensor(Tensor):
     """A 2-D tensor stored as codes and scales of a number format.
 
-    Modules create it under `quantized_model_init`, as do `quantize_weight` and FSDP2's cuts and gathers; do not call
-    the constructor. `shape` and `dtype` describe the values. `dtype` is nominal: `dequantize` and gradients have it,
-    and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those of a plain tensor
-    with that dtype; `explain` shows the stored bytes.
+    Modules create it under `quantized_model_init`; do not call the constructor. `dtype` is nominal: `dequantize` and
+    gradients have it, and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those
+    of a plain tensor with that dtype; `explain` shows the stored bytes.
     """
 
     quantized_storage: QuantizedStorage
@@ -65,23 +74,19 @@ class QuantizedTensor(Tensor):
         self.requires_grad_(requires_grad)
         return self
 
-    # Values ----------------------------------------------------------------------------------------------------------
-
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
-        """Quantize a high-precision tensor of the same shape into this one, in place.
+        """Quantize a high-precision tensor of the same shape, on any device, into this one, in place.
 
         Args:
-            tensor: the new values, any floating dtype, on any device.
             noop_flag: a one-element tensor; if it is not zero, nothing is written.
 
         Raises:
             ConfigurationError: new values are infinite or NaN; nothing is written.
-            UnsupportedOperationError: blocks of this shard straddle ranks. Their scales need a collective, which
-                `requantize_` runs once for all weights of a model.
+            UnsupportedOperationError: blocks of this shard straddle ranks; call `requantize_`.
         """
         self.check_filled("quantize_")
         storage = self.quantized_storage
@@ -116,11 +121,7 @@ class QuantizedTensor(Tensor):
             )
 
     def data_ptr(self) -> int:
-        """Address of the codes: equal for all handles to a storage, 0 on the meta device.
-
-        An empty shard or a placeholder returns a number that is unique among living tensors, because some libraries
-        identify parameters by their addresses.
-        """
+        """Address of the codes, 0 on the meta device, or for an empty shard a number that no other tensor has."""
         if self.is_meta:
             return 0
         codes = next(iter(self.quantized_storage.components.values()), None)
@@ -145,10 +146,8 @@ class QuantizedTensor(Tensor):
         if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
             description = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
             raise UnsupportedOperationError(limits.refusal("assigned data", f"{description} as .data of {self!r}"))
-        private_torch.set_data(self, value)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # dtype, device and shape
         self.quantized_storage = value.quantized_storage
-
-    # Python protocol -------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         if isinstance(self.quantized_storage, Placeholder):
@@ -172,8 +171,6 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedOperationError(limits.refusal("pickle", self))
-
-    # torch.compile ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Tensor:
         # only for the names in __tensor_flatten__, which PyTorch reads with getattr
@@ -209,15 +206,13 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            hint = _AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else ""
+            quantized = first_quantized((*args, *(kwargs or {}).values()))
             raise UnsupportedOperationError(
-                f"{func} on {first_quantized((*args, *(kwargs or {}).values()))!r} would dequantize or change it; "
-                "use .dequantize() for its values (of a DTensor: .to_local().dequantize()), a quantshard module to "
-                f"multiply, requantize_() to write it, or convert(filter=...) to leave its layer out{hint}"
+                f"{func} on {quantized!r} would dequantize or change it; use .dequantize() for its values (of a "
+                "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
+                f"convert(filter=...) to leave its layer out{HINTS.get(func.__name__.partition('.')[0], '')}"
             )
         return rule(*args, **(kwargs or {}))
-
-    # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """The tensors that this rank sends; see `all_gather`.
@@ -293,8 +288,6 @@ def quantize_weight(
     """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
 
     Args:
-        values: the high-precision values.
-        spec: the format row and scaling, e.g. `recipe.weight`.
         dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.

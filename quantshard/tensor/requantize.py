@@ -1,11 +1,8 @@
 """New values for quantized weights: measure amaxes, reduce them over ranks that share blocks, write codes.
 
 A block that straddles ranks must get one scale. So the amaxes of shared blocks are reduced (MAX) before any code is
-written: the one collective that makes sharding invisible to the numbers. `FlatMax` runs it once per process group for
-everything that is registered; `Requantization` has the two halves around the collective, measuring and writing.
-
-Where several mesh axes shard a weight (FSDP over tensor parallelism), each component is reduced over the axes that
-left its grid whole, axis by axis. This takes one collective per axis, however many components there are.
+written: the one collective that makes sharding invisible to the numbers. `FlatMax` runs it once per process group;
+`Requantization` has the two halves around it, measuring and writing.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import kernel_dispatch, limits, private_torch, sharding
+from quantshard import private_torch, sharding
 from quantshard.collectives.delayed_scaling import history_amax, record_amax_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups, sharding_group, united
@@ -46,8 +43,7 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
 class Requantization:
     """New values for one weight or optimizer state: measured at construction, written by `commit`.
 
-    The caller must run `reduction` in between. Values are not stored, so `commit` takes them again. Initial values
-    that the weight kept (`get_high_precision_init_val`) are dropped.
+    The caller must run `reduction` in between.
     """
 
     def __init__(
@@ -62,8 +58,7 @@ class Requantization:
     def commit(self, values: Tensor, words: RandomWords | None = None, remainder: Remainder | None = None) -> None:
         """Write codes and scales; arguments as in `QuantizedStorage.write`.
 
-        Under delayed scaling the scale derives from the larger of the past amaxes and the new one, and the new amax is
-        recorded.
+        Under delayed scaling the scale derives from the larger of the past amaxes and the new one, which is recorded.
         """
         self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
@@ -101,14 +96,15 @@ def requantize_(
     Raises:
         ConfigurationError: values have the wrong shape, or are infinite or NaN, which codes would hide because they
             saturate. Every rank with a piece of one of the weights raises, and nothing is written.
-        UnsupportedOperationError: a weight is an unsharded copy of FSDP2; or a CUDA graph is being captured without
-            `assume_finite`.
     """
     reduction, bad = FlatMax(), None
-    weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
+    weights = list(weights)
+    for weight, values in weights:
+        _check_target(weight, values)
     all_values = [*weights, *plain]
     if all_values and not assume_finite:
-        bad = _are_bad(all_values)
+        device = all_values[0][1].device
+        bad = torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in all_values])
         reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
     requantizations = [
         (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
@@ -125,7 +121,7 @@ def requantize_(
         torch.autograd.graph.increment_version(private_torch.local_tensor(weight))
 
 
-def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
+def _check_target(weight: Tensor, values: Tensor) -> None:
     storage = _storage_of(weight)
     if storage.gathered:
         raise UnsupportedOperationError(
@@ -137,15 +133,6 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
             f"requantize_: the values of {private_torch.local_tensor(weight)!r} have shape {tuple(values.shape)}, not "
             f"{storage.shard.shape}"
         )
-    return values
-
-
-def _are_bad(weights: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Float32 [weights]: 1 where local values are infinite or NaN."""
-    if kernel_dispatch.is_capturing():
-        raise UnsupportedOperationError(limits.refusal("captured values", private_torch.local_tensor(weights[0][0])))
-    device = weights[0][1].device
-    return torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in weights])
 
 
 def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: Sequence[str]) -> None:

@@ -34,9 +34,7 @@ INIT_STREAM, GRADIENT_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 
 """Streams of `numerics.random_words` under a parameter's key: one per use of the random words of a draw. A tensor that
 differs between ranks adds rank * STREAMS_PER_RANK."""
 
-
-# one count for all storages: no two writes of a process share a version
-_versions = count(1)
+_versions = count(1)  # one count for all storages: no two writes of a process share a version
 
 
 class Remainder(NamedTuple):
@@ -59,18 +57,14 @@ class QuantizedStorage:
         shard: the rectangle, in the global tensor.
         components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
             the GEMM reads them (`kernel_dispatch.as_stored`).
-        state: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
-            random bits, the count of `draws` and, for delayed scaling, the `amax_history`.
-        high_precision: the values that the weight was initialized with, on the CPU, if the user wants them kept.
-            `initial_values` returns them.
+        state: see `weight_state`.
+        high_precision: see `initial_values`.
         version: number of the last write or load, unique in the process. A copy has the version of its source.
-        gathered: whether this is FSDP2's unsharded copy, which lasts until a reshard and may hold only the quantized
-            copy that the pass needs.
+        gathered: whether this is FSDP2's unsharded copy, which may hold only the copy that the pass needs.
         captured: whether a CUDA graph gathers this unsharded copy in each replay.
         fetch: gathers the components of a copy that FSDP2 did not gather (a collective call).
         source: the storage that a gather or a move made this one from.
-        mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut. Shards of FSDP2 have none:
-            `arithmetic` finds their DTensors among FSDP2's parameters.
+        mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut.
         products: the native products that have this operand on the left, with the facts that they were planned for.
             The plan of a layer shares this list between all operands that it makes.
         gemm_views: views of components as GEMMs read them, see `gemm.backend`.
@@ -92,17 +86,11 @@ class QuantizedStorage:
     gemm_views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def mark_written(self) -> None:
-        """Record that the components have new values, and drop the initial values.
-
-        By `version` optimizers notice outdated masters, and modules outdated unsharded copies.
-        """
+        """Record that the components have new values, and drop the initial values."""
         self.version, self._in_place, self.high_precision = next(_versions), None, None
 
     def seen_version(self) -> int:
-        """Return `version`, after renewing it if the components were written in place since the last call.
-
-        `dcp.load` writes through the tensors of a state dict without calling `mark_written`.
-        """
+        """Return `version`, renewed if the components were written in place since the last call, as by `dcp.load`."""
         changes = private_torch.count_in_place_changes(self.components.values())
         if self._in_place not in (None, changes):
             self.mark_written()
@@ -110,7 +98,7 @@ class QuantizedStorage:
         return self.version
 
     def initial_values(self) -> Tensor | None:
-        """The values that the weight was initialized with, if they were kept and nothing was written since."""
+        """The values that the weight was initialized with, on the CPU, if kept and if nothing was written since."""
         if self.high_precision is not None:
             self.seen_version()
         return self.high_precision
@@ -122,7 +110,7 @@ class QuantizedStorage:
 
     def _watched(self) -> QuantizedStorage:
         """Start to watch for in-place writes that would outdate the initial values, and return self."""
-        # not in __post_init__, which would run for every GEMM operand
+        # not in __post_init__, which would run for every operand
         if self.high_precision is not None:
             self.seen_version()
         return self
@@ -133,41 +121,33 @@ class QuantizedStorage:
             self.state[AMAX_HISTORY].zero_()
 
     @property
-    def home(self) -> QuantizedStorage:
-        """The storage that this temporary copy was made from, if it still exists; otherwise self."""
+    def sharded_source(self) -> QuantizedStorage:
+        """The shard that a gather, or a move under CPU offload, made this storage from; self if there is none."""
         source = None if self.source is None else self.source()
         return self if source is None else source
 
     @property
     def is_stale(self) -> bool:
         """True if the shard was written after this copy was gathered from it."""
-        return self.gathered and self.version != self.home.version
+        return self.gathered and self.version != self.sharded_source.version
 
     def check_captured(self, owner: str) -> None:
         """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none."""
         if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
             return
-        if self.captured:
+        if self.captured or (is_capturing and torch.is_grad_enabled()):
             raise ConfigurationError(
-                f"{owner} was gathered while a CUDA graph was captured, so it has values in replays only; capture "
-                "forward and backward in one graph, or call reshard() on the FSDP-wrapped module after it"
-            )
-        if is_capturing and torch.is_grad_enabled():
-            raise ConfigurationError(
-                f"{owner} was gathered before the capture of this CUDA graph, so all replays would use its present "
-                "values; call reshard() on the FSDP-wrapped module before the capture"
+                f"{owner} was gathered {'inside' if self.captured else 'outside'} the capture of a CUDA graph and is "
+                f"used {'inside' if is_capturing else 'outside'}; call reshard() on the FSDP-wrapped module in between"
             )
 
     @property
     def is_unwritten(self) -> bool:
         """True if the memory was allocated, as by `to_empty`, and never written. False for a shard without entries,
         which is never written."""
-        home = self.home
-        return (
-            home.version == 0
-            and 0 not in home.shard.shape
-            and not private_torch.count_in_place_changes(home.components.values())
-        )
+        source = self.sharded_source
+        is_written = source.version != 0 or private_torch.count_in_place_changes(source.components.values())
+        return not is_written and 0 not in source.shard.shape
 
     @property
     def device(self) -> torch.device:
@@ -226,13 +206,12 @@ class QuantizedStorage:
             components[name] = part[tuple(slices)]
         initial = self.initial_values()
         if initial is not None:
-            initial = initial.narrow(
-                dim, min(start, initial.shape[dim]), shard.shape[dim]
-            )  # min: for an empty piece past the end
+            # min: for an empty piece past the end
+            initial = initial.narrow(dim, min(start, initial.shape[dim]), shard.shape[dim])
         return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)._watched()
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
-        """Every `piece` of a cut. Making them together is faster: a cut over a thousand ranks has a thousand pieces."""
+        """Every `piece` of a cut, made together because a cut over a thousand ranks has a thousand pieces."""
         size = self.shard.shape[dim]  # 0 gives one empty piece, as in torch.split
         shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
         by_name, columns = self.spec.format.by_name, {}
@@ -329,38 +308,6 @@ class QuantizedStorage:
         return replace(self, components=self.components | self.fetch(which))
 
 
-class Placeholder(QuantizedStorage):
-    """A storage without components until a quantized tensor is copied into it: the result of `new_zeros`.
-
-    `fully_shard` pads a chunk of the weight by `new_zeros`, `copy_` into a narrow of the zeros, and another narrow,
-    which becomes the sharded parameter. The padding is never built.
-    """
-
-    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
-        super().__init__(parent.spec, parent.shard, {}, parent.state)
-        self.parent = parent
-        self.target = device
-
-    @property
-    def device(self) -> torch.device:
-        return self.target
-
-    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
-        """A placeholder on another device. FSDP2's CPU offload moves the empty chunk of a rank without rows."""
-        return Placeholder(self.parent, self.target if device is None else torch.device(device))
-
-    def fill(self, source: QuantizedStorage) -> None:
-        """Become a real storage: the source itself if the placeholder was made from it, otherwise a copy."""
-        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets the whole be freed. At the first
-        # forward and after loads reset_sharded_param pads the shard, whose tensors optimizers and state dicts have.
-        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
-        if filled is not source and filled.high_precision is not None:
-            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
-        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # so that existing handles see it
-        del self.parent, self.target
-        self.take(filled)
-
-
 def empty(
     spec: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
 ) -> QuantizedStorage:
@@ -378,16 +325,12 @@ def scale_names(spec: QuantSpec) -> list[str]:
 
 
 def weight_state(spec: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
-    """New state of a parameter: a key drawn from torch's CPU generator, a zero count of draws, and an empty amax
-    history.
+    """New state of a parameter, small tensors that are equal on all ranks: the key of its random bits, a zero count of
+    draws and, for delayed scaling, an empty amax history on `device`.
 
     The key is drawn on the CPU for every device, "meta" included, so that equally seeded ranks get equal keys.
-    `device`: the device of the amax history.
     """
-    state = {
-        KEY: random_key(),
-        DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu"),
-    }
+    state = {KEY: random_key(), DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu")}
     if spec is not None and spec.scaling.history:
         state[AMAX_HISTORY] = torch.zeros(spec.scaling.history, dtype=torch.float32, device=device)
     return state
@@ -405,10 +348,7 @@ def counts_on_host(state: dict[str, Tensor]) -> bool:
 
 
 def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
-    """Move the count of draws to a weight's new device, unless the host counts them. None leaves it in place.
-
-    The count of a weight that moves to the meta device moves to the CPU, since meta tensors hold no values.
-    """
+    """Move the count of draws to a weight's new device (from meta to the CPU), unless the host counts them."""
     if device is not None and DRAWS in state and not counts_on_host(state):
         state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
 
@@ -427,11 +367,6 @@ def next_draw(state: dict[str, Tensor]) -> int | Tensor:
 
 
 def rounding_words(storage: QuantizedStorage) -> RandomBits:
-    """Random words for the stochastic rounding of a weight's new values, by global index.
-
-    The call takes one draw of the weight's counter, so every rank that holds a piece must make it in the same step.
-    """
-    draw = next_draw(storage.state)
-    shard = storage.shard
-    key = int(storage.state[KEY])
-    return RandomBits(key, draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)
+    """Random words for the stochastic rounding of a weight's new values. Every rank that holds a piece must call."""
+    draw, shard = next_draw(storage.state), storage.shard
+    return RandomBits(int(storage.state[KEY]), draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

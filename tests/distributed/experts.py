@@ -239,7 +239,6 @@ def errors() -> dict[str, str]:
     """What is refused, and how; a wrong index on one rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    square = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
     x = torch.zeros(3, 8)
     wrong = torch.tensor([[0], [ranks if rank == ranks - 1 else 0], [0]])
     found = {}
@@ -252,7 +251,6 @@ def errors() -> dict[str, str]:
 
     attempt("index", lambda: qs.dispatch_tokens(x, wrong, ranks, mesh))
     attempt("shapes", lambda: qs.dispatch_tokens(x, wrong[:2], ranks, mesh))
-    attempt("axes", lambda: qs.GroupedLinear(ranks, 8, 8, ep_mesh=square))
     attempt("division", lambda: qs.GroupedLinear(ranks + 1, 8, 8, ep_mesh=mesh))
     sent = qs.dispatch_tokens(x, wrong.clamp(max=ranks - 1), ranks, mesh)
     attempt("combine", lambda: sent.combine(sent.tokens, torch.zeros(2, 1)))

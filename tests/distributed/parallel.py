@@ -25,6 +25,7 @@ from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import GRADIENT_STREAM, STREAMS_PER_RANK, QuantizedStorage
 from tests.distributed.models import RECIPES
+from tests.oracle import encode_scales, scales
 
 CELLS: tuple[QuantSpec, ...] = tuple(
     dict.fromkeys(cell for name in RECIPES.values() for cell in recipe.resolve(name).table.values())
@@ -103,8 +104,8 @@ def oracle(values: Tensor, cell: QuantSpec, amax: Tensor | None) -> QuantizedSto
         words = dict.fromkeys(Orientation, words_of(shard, device=str(values.device)))
         return QuantizedStorage(cell, shard, numerics.quantize(values, cell.format, cell.scaling, words=words))
     grids = {"scale_inv": amax.view(1, 1)}
-    parts = numerics.scales(grids, cell.format, cell.scaling, values.dtype)
-    multipliers = numerics.encode_scales(grids, cell.format, cell.scaling, values.dtype)
+    parts = scales(grids, cell.format, cell.scaling, values.dtype)
+    multipliers = encode_scales(grids, cell.format, cell.scaling, values.dtype)
     codes = numerics.quantize_codes(values, cell.format.copies[Orientation.ROWWISE], multipliers)
     return QuantizedStorage(cell, shard, parts | {"codes": codes})
 

@@ -12,6 +12,7 @@ from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+from tests import oracle
 from tests.kernels.asked import request_of
 from tests.kernels.cases.base import U, agrees
 from tests.kernels.cases.fused import ActivationReference
@@ -78,7 +79,7 @@ def test_the_largest_numbers_do_not_become_nan(name):
 
 def request(fmt, scaling, grids, dtype, transposed=False, words=None):
     copy = fmt.copies[Orientation.ROWWISE]
-    given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
+    given = oracle.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
     return request_of(
         copy, scaling, multipliers=given, second_amax=grids.get("amax"), words=words, transposed=transposed
     )
@@ -87,10 +88,10 @@ def request(fmt, scaling, grids, dtype, transposed=False, words=None):
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
     """Codes, scales and transposed codes are what the oracle makes of the high-precision result."""
     copy = fmt.copies[Orientation.ROWWISE]
-    codes = numerics.quantize_codes(high, copy, numerics.encode_scales(grids, fmt, scaling, high.dtype), (0, 0), drawn)
+    codes = numerics.quantize_codes(high, copy, oracle.encode_scales(grids, fmt, scaling, high.dtype), (0, 0), drawn)
     assert torch.equal(target.codes, codes)
     if target.scale is not None:
-        assert torch.equal(target.scale, numerics.scales(grids, fmt, scaling, high.dtype)[copy.scale.name])
+        assert torch.equal(target.scale, oracle.scales(grids, fmt, scaling, high.dtype)[copy.scale.name])
     if target.transposed is not None:
         unpacked = numerics.unpack(codes, copy.codes.encoding, high.shape[1]).t().contiguous()
         assert torch.equal(target.transposed, numerics.pack(unpacked, copy.codes.encoding))
@@ -132,7 +133,7 @@ def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
     copy, d_up, ones = fmt.copies[Orientation.ROWWISE], torch.empty_like(gate), torch.ones_like(gate)
     ka.activate_and_quantize(gate, "relu", None, KernelOutputs(high=d_up))
     grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
-    given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
+    given = oracle.encode_scales(grids, fmt, scaling, d_up.dtype)
     asked = request_of(copy, scaling, origin=origin, multipliers=given[copy.scale.name])
     _, (found, _) = ka.activate_backward_and_quantize(
         ones, gate, "reglu", ones, KernelOutputs(sums=sums), KernelOutputs(asked)

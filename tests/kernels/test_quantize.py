@@ -26,6 +26,7 @@ from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import RandomBits
+from tests import oracle
 from tests.covering import exhaustive
 from tests.kernels.asked import request_of
 
@@ -104,7 +105,7 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
         for copy in fmt.copies.values():
             second, words = on_device(grids.get("amax")), words_of(shape, 3, stochastic)
             if ALL in copy.block or not stochastic:
-                given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
+                given = oracle.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name]
                 request = request_of(copy, scaling, multipliers=on_device(given), words=words)
                 found, _ = quantize_matrix(x.to(DEVICE), request)
                 assert found.scale is None and same(found.codes, expected[copy.codes.name])
@@ -139,7 +140,7 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
             if part.role is not Role.CODES:
                 assert same(amax.block_amax(x.to(DEVICE), part.block_shape, origin), grids[part.name])
         for copy in fmt.copies.values():
-            given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
+            given = oracle.encode_scales(grids, fmt, scaling, x.dtype)
             words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
             expected = numerics.quantize_codes(x, copy, given, origin, words)
             request = request_of(
@@ -147,7 +148,7 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
                 words=RandomBits(KEY, torch.tensor(DRAW, device=DEVICE), 2, whole),
             )  # fmt: skip
             assert same(quantize_matrix(x.to(DEVICE), request)[0].codes, expected)
-            parts = {**numerics.scales(grids, fmt, scaling, x.dtype), copy.codes.name: expected}
+            parts = {**oracle.scales(grids, fmt, scaling, x.dtype), copy.codes.name: expected}
             there = {name: part.to(DEVICE) for name, part in parts.items()}
             back = numerics.dequantize(copy, parts, (30, 6), origin)
             assert same(dequantize.dequantize(copy, there, (30, 6), origin), back)
@@ -211,7 +212,7 @@ def test_both_directions_of_a_piece(name: str, shared: bool) -> None:
     for stream, turn in enumerate((False, True)):
         y, at, of = (x.t(), origin[::-1], whole[::-1]) if turn else (x, origin, whole)
         copy, shape = fmt.copies[Orientation.ROWWISE], (y.shape[0], y.shape[1])
-        given = numerics.encode_scales(numerics.amaxes(y, fmt, at), fmt, scaling, x.dtype)
+        given = oracle.encode_scales(numerics.amaxes(y, fmt, at), fmt, scaling, x.dtype)
         bits = RandomBits(KEY, DRAW, 0 if shared else stream, of, transposed=shared and turn)
         words = bits._replace(origin=at, shape=shape).tensor()
         expected.append(numerics.quantize_codes(y, copy, given, at, words))
@@ -247,13 +248,13 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         x = values(shape)
         x[0, -1] = odd
         copy, seen = fmt.copies[Orientation.ROWWISE], torch.full((), 2.0, device=DEVICE)
-        given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
+        given = oracle.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
         found, _ = quantize_matrix(
             x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
         )
         parts = {copy.codes.name: found.codes.cpu()}
         assert found.transposed is not None
-        assert same(found.transposed, numerics.transpose_parts(fmt, parts, shape)[copy.codes.name])
+        assert same(found.transposed, oracle.transpose_parts(fmt, parts, shape)[copy.codes.name])
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
 
 
@@ -266,7 +267,7 @@ def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(merges: bool,
         x[at, at] = odd
     known = numerics.block_amax(values((300, 530)) if merges else x, (ALL, ALL))
     grids = {"scale_inv": known}
-    given = numerics.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    given = oracle.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
     scale = torch.zeros(1, 1, device=DEVICE) if merges else None
     spec = QuantizeSpec(
         fmt.copies[Orientation.ROWWISE],
@@ -280,7 +281,7 @@ def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(merges: bool,
     ((found, _),) = quantize_gradients([x.to(DEVICE)], [KernelOutputs(request, nan_flag=scale)])
     assert found is not None
     assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Orientation.ROWWISE], {"scale_inv": given}))
-    expected = numerics.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
+    expected = oracle.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
     assert same(found.scale, expected if odd is None else torch.full((1, 1), float("nan")))
 
 
@@ -301,7 +302,7 @@ def test_what_fills_a_byte_up_is_zero(fmt: Format, stochastic: bool) -> None:
             assert (target.codes[:, -1] >> 4 == 0).all()
         if fmt.transposable:
             found, _ = quantize_matrix(x.to(DEVICE), with_spec(asked[0][0], transposed=True))
-            across = numerics.transpose_parts(fmt, asked[0][1], (35, 37))[fmt.copies[which].codes.name]
+            across = oracle.transpose_parts(fmt, asked[0][1], (35, 37))[fmt.copies[which].codes.name]
             assert found.transposed is not None and same(found.transposed, across)
             assert (found.transposed[:, -1] >> 4 == 0).all()
 
@@ -424,12 +425,12 @@ def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     copy, x = fmt.copies[Orientation.ROWWISE], torch.randn(256, 256, device=DEVICE, dtype=dtype)
     expected = numerics.quantize(x, fmt)
     grids = numerics.amaxes(x, fmt)
-    known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
+    known = oracle.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
     request = request_of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
     outputs = KernelOutputs(request, amax=torch.zeros((), device=DEVICE), nan_flag=torch.zeros((), device=DEVICE))
     for target, _ in (quantize_matrix(x, request), *quantize_gradients([x], [outputs])):
         assert torch.equal(target.codes, expected[copy.codes.name])
-        assert torch.equal(target.transposed, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
+        assert torch.equal(target.transposed, oracle.transpose_parts(fmt, expected, x.shape)[copy.codes.name])
         assert known is not None or torch.equal(target.scale, expected[copy.scale.name])
 
 

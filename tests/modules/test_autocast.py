@@ -17,7 +17,7 @@ from quantshard import recipe as recipes
 from quantshard import requantize_
 from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
 from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, quantized_model_init
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -40,7 +40,7 @@ def data(seed=0):
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert context.setting(context.current_setting()).recipe == recipes.HighPrecision()
+    assert settings.registered[context.current_setting()].recipe == recipes.HighPrecision()
     assert not context.forward_amaxes()
     assert not context.backward_amaxes
 
@@ -51,7 +51,7 @@ def nothing_left_behind():
 def test_a_setting_goes_with_its_process_group():
     """Compiled graphs know settings by name, so the names of those that are gone are not given to others."""
 
-    before, names = (set(context._settings), set(context._names)), set()
+    before, names = (set(settings.registered), set(settings._names)), set()
     for _ in range(3):
         group = dist.ProcessGroup(0, 1)
         context_ = autocast(recipe="delayed", amax_reduction_group=group)
@@ -59,12 +59,12 @@ def test_a_setting_goes_with_its_process_group():
         names.add(context_.setting)
         found = weakref.ref(group)
         del group
-        assert context.setting(context_.setting).amax_reduction_group is found()
+        assert settings.registered[context_.setting].amax_reduction_group is found()
         del context_
         gc.collect()
         assert found() is None
     assert len(names) == 3
-    assert (set(context._settings), set(context._names)) == before
+    assert (set(settings.registered), set(settings._names)) == before
 
 
 def calls_of(function):
@@ -160,7 +160,7 @@ def test_a_generator_that_ends_late_takes_its_own_contexts_with_it():
     next(late)
     with autocast(recipe="block"):
         late.close()
-        assert context.setting(context.current_setting()).recipe.name == "block"
+        assert settings.registered[context.current_setting()].recipe.name == "block"
     late = holding(quantized_model_init(recipe="mxfp8"))
     next(late)
     with quantized_model_init(recipe="block"):
@@ -190,7 +190,7 @@ def test_a_layer_whose_first_call_was_in_inference_mode_trains(stored):
 def test_as_decorators():
     @autocast(recipe="mxfp8")
     def recipe_inside(depth=0):
-        return recipe_inside(depth - 1) if depth else context.setting(context.current_setting()).recipe.name
+        return recipe_inside(depth - 1) if depth else settings.registered[context.current_setting()].recipe.name
 
     @quantized_model_init(recipe="block")
     def built():
@@ -225,12 +225,11 @@ def test_the_meta_device(recipe):
     assert out.is_meta and x.grad.shape == x.shape
 
 
-def test_an_instance_is_entered_once():
+def test_an_instance_can_be_entered_again():
     entered = autocast(recipe="current")
-    with entered, pytest.raises(ConfigurationError, match="already entered; make a new one"), entered:
-        pass
-    with autocast(recipe="block"):
-        pass
+    with entered, autocast(recipe="block"), entered:
+        assert context.current_setting() == entered.setting
+    assert context.current_setting() == settings.NO_AUTOCAST
 
 
 @pytest.mark.parametrize("context", [autocast, quantized_model_init])

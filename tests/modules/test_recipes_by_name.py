@@ -286,10 +286,10 @@ def hooked(how: str) -> nn.Module:
 
 WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "a typo": (
-        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*did you mean 'down'",
+        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*first: blocks\.0\.up",
     ),
     "another number": (
-        {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*the first is 'blocks\.0\.up'",
+        {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*first: blocks\.0\.up",
     ),
     "a recipe": ({"*": "mxfp7"}, Model, "unknown recipe 'mxfp7'"),
     "no recipe": ({"head": None, "*": "mxfp8"}, Model, "'head' has None, .*'bf16' leaves a layer"),
@@ -307,7 +307,7 @@ WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("context", [qs.autocast, qs.quantized_model_init])
 def test_a_context_has_one_recipe(context: Callable[..., object]) -> None:
-    with pytest.raises(ConfigurationError, match=r"takes one recipe.*quantize_"):
+    with pytest.raises(ConfigurationError, match="unknown recipe"):
         context(recipe=RECIPES)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import TorchVersionError, UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.private_torch import recomputation
 from quantshard.private_torch.lookup import MissingName
 from quantshard.recipe import DelayedScaling
@@ -193,7 +193,7 @@ def test_quantshards_own_regions_need_no_private_name(monkeypatch: pytest.Monkey
         for way in ("checkpoint", "reentrant checkpoint"):
             with pytest.raises(TorchVersionError, match=rf"has no torch.{name}, .*quantshard.checkp"):
                 one_step(REGIONS[way])
-    monkeypatch.setattr(context, "has_quantized", lambda: False)
+    monkeypatch.setattr(settings, "has_quantized", lambda: False)
     checkpoint(qs.Linear(5, 5), x(), use_reentrant=False).sum().backward()  # which nothing of ours is needed for
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.gemms import operators
 from quantshard.modules.graphs.recorder import states_preserved
 from quantshard.optimizers import FusedAdam
@@ -59,9 +59,9 @@ def test_what_leaves_an_autocast_is_marked() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_which_passes_of_a_recipe_count(recipe: str) -> None:
-    name = context._setting_name(True, RECIPES[recipe], None, False)
-    counted = {"forward"} if context.counts_calls(name) else set()
-    counted |= {"backward"} if context.counts_backwards(name) else set()
+    name = settings.setting_name(True, RECIPES[recipe], None, False)
+    counted = {"forward"} if settings.counts_calls(name) else set()
+    counted |= {"backward"} if settings.counts_backwards(name) else set()
     assert counted == RECORDS.get(recipe, set())
 
 

@@ -41,6 +41,7 @@ from quantshard.formats import (
     Scaling,
 )
 from quantshard.numerics import distributions
+from tests import oracle
 from tests.covering import by_turns
 
 ELEMENTS = [E4M3, E5M2, E2M1]
@@ -405,8 +406,8 @@ def test_rectangle_is_a_slice_of_the_whole(fmt, place, scaling, stochastic, seed
     rows, cols = (slice(o, o + n) for o, n in zip(origin, shape, strict=True))
     grids = numerics.amaxes(x, fmt)
     mine = {name: rectangle_of(grid, fmt.by_name[name], origin, shape) for name, grid in grids.items()}
-    stored, stored_part = (numerics.scales(g, fmt, scaling) for g in (grids, mine))
-    factors, factors_part = (numerics.encode_scales(g, fmt, scaling) for g in (grids, mine))
+    stored, stored_part = (oracle.scales(g, fmt, scaling) for g in (grids, mine))
+    factors, factors_part = (oracle.encode_scales(g, fmt, scaling) for g in (grids, mine))
     words = numerics.random_words(7, 1, seed, whole) if stochastic else None
     words_part = numerics.random_words(7, 1, seed, whole, origin, shape) if stochastic else None
     for copy in fmt.copies.values():
@@ -507,7 +508,7 @@ def test_nonfinite_amax(fmt, bad):
 def fp32_scale(amax, fmt, scaling=Scaling(), dtype=torch.float32):  # noqa: B008
     """(encode scale, stored) of one block."""
     grids = {"scale_inv": floats32([[amax]])}
-    encode, stored = (f(grids, fmt, scaling, dtype)["scale_inv"] for f in (numerics.encode_scales, numerics.scales))
+    encode, stored = (f(grids, fmt, scaling, dtype)["scale_inv"] for f in (oracle.encode_scales, oracle.scales))
     return encode.item(), stored.item()
 
 
@@ -546,8 +547,8 @@ def test_stored_scale_alone_would_not_do():
     """Why quantizing takes encode scales: 1 / (1 / scale) is another float for some, and rounds other codes."""
     amax = torch.rand(1000, 1, generator=torch.Generator().manual_seed(0)) + 0.5
     grids = {"scale_inv": amax}
-    scale = numerics.encode_scales(grids, FP8_1X128, Scaling())["scale_inv"]
-    again = 1 / numerics.scales(grids, FP8_1X128, Scaling())["scale_inv"]
+    scale = oracle.encode_scales(grids, FP8_1X128, Scaling())["scale_inv"]
+    again = 1 / oracle.scales(grids, FP8_1X128, Scaling())["scale_inv"]
     assert 0 < (scale != again).sum() < 1000
 
 
@@ -622,7 +623,7 @@ def test_nvfp4_scale_order():
     found, wanted, other = [], [], []
     for amax in whole:
         grids = {"amax": amax.reshape(1, 1), "scale_inv": block.reshape(1, -1)}
-        found.append(numerics.scales(grids, NVFP4_1X16, Scaling())["scale_inv"])
+        found.append(oracle.scales(grids, NVFP4_1X16, Scaling())["scale_inv"])
         s_enc = np.float32(448 * 6) / amax.numpy()
         wanted.append(saturated(block * torch.tensor(s_enc * (one / six)), E4M3))
         other.append(saturated(torch.from_numpy(block.numpy() / six * s_enc), E4M3))
@@ -670,7 +671,7 @@ def test_requantize_under_the_same_scales(fmt, power_of_two):
     """
     x = spread(130, 150)
     scaling = Scaling(power_of_two=power_of_two)
-    factors = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, scaling)
+    factors = oracle.encode_scales(numerics.amaxes(x, fmt), fmt, scaling)
     parts = numerics.quantize(x, fmt, scaling)
     for copy in fmt.copies.values():
         values = numerics.dequantize(copy, parts, (130, 150))
@@ -718,7 +719,7 @@ def test_stochastic_and_hadamard_options():
     parts = numerics.quantize(x, NVFP4_1X16, scaling, words={Orientation.ROWWISE: words})
     turned = numerics.hadamard16(x)
     grids = numerics.amaxes(turned, NVFP4_1X16)
-    factors = numerics.encode_scales(grids, NVFP4_1X16, scaling)
+    factors = oracle.encode_scales(grids, NVFP4_1X16, scaling)
     codes = numerics.quantize_codes(turned, NVFP4_1X16.copies[Orientation.ROWWISE], factors, words=words)
     assert torch.equal(parts["codes"], codes) and torch.equal(parts["amax"], grids["amax"])
     nearest = numerics.quantize(turned, NVFP4_1X16, words={Orientation.ROWWISE: words})[
@@ -989,7 +990,7 @@ def test_torchao_nvfp4():
     scale, packed = nvfp4.nvfp4_quantize(x, 16, parts["amax"] / (448 * 6))
     assert torch.equal(parts["scale_inv"], scale.view(torch.uint8))
     mine, theirs = (numerics.unpack(p.view(torch.uint8), E2M1, 256) for p in (parts["codes"], packed))
-    factors = numerics.encode_scales(numerics.amaxes(x, NVFP4_1X16), NVFP4_1X16, Scaling())["scale_inv"]
+    factors = oracle.encode_scales(numerics.amaxes(x, NVFP4_1X16), NVFP4_1X16, Scaling())["scale_inv"]
     scaled = (x.float() * factors.repeat_interleave(16, 1)).abs()
     ties = (magnitudes(E2M1)[1:] + magnitudes(E2M1)[:-1]) / 2
     near = ((scaled[..., None] - ties).abs() <= 8 * 2.0**-24 * ties).any(-1)

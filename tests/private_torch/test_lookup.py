@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantshard import private_torch
 from quantshard.errors import TorchVersionError
 from quantshard.private_torch import lookup
 
@@ -188,22 +187,3 @@ def test_what_stands_in_place_of_a_missing_name() -> None:
         assert not isinstance(other, missing)
     assert str(lookup.missing(1, missing)) == str(missing.error())
     assert lookup.missing(1, None) is None
-
-
-def test_a_missing_attribute_of_an_object_is_named() -> None:
-    @lookup.needs_attributes("a feature")
-    def reads(owner: object) -> object:
-        return owner.none_such  # type: ignore[attr-defined]
-
-    for owner, name in (
-        (torch.nn.Linear(1, 1).weight, r"torch\.nn\.parameter\.Parameter"),
-        (torch.distributed, r"torch\.distributed"),
-        (torch.distributed.fsdp.FSDPModule, r"torch\.distributed\.\S*FSDPModule"),
-        (torch.distributed.fsdp.fully_shard, r"torch\.distributed\.\S*fully_shard"),
-    ):
-        with pytest.raises(
-            TorchVersionError, match=rf"has no {name}\.none_such, without which a feature cannot work; inst"
-        ):
-            reads(owner)
-    with pytest.raises(AttributeError, match="none_such"):
-        reads(private_torch)  # our own mistake

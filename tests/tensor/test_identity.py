@@ -13,7 +13,7 @@ import quantshard
 from quantshard import Linear, QuantizedTensor, autocast, limits, quantized_model_init, requantize_
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 from tests.tensor.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, weight
 
 MOVES = {
@@ -160,7 +160,7 @@ WRITES = {
     "requantize_": lambda t: requantize_([(t, torch.ones(48, 40))]),
     "copy_": lambda t: t.copy_(weight(t.quantized_storage.spec, seed=1)),
     "itself": lambda t: t.copy_(t.clone()),
-    "load": lambda t: components.load_components(
+    "load": lambda t: component_loading.load_components(
         t, components.state_of(weight(t.quantized_storage.spec, seed=1)), "weight"
     ),
     "arithmetic": lambda t: t.mul_(0.5),
@@ -299,13 +299,6 @@ def test_placeholders_and_meta():
     assert len({tensor.data_ptr(), 0, *(p.data_ptr() for p in placeholders)}) == 4
     meta = tensor.to("meta")
     assert meta.data_ptr() == torch.empty(3, device="meta").data_ptr() == 0
-
-
-def test_is_set_to():
-    tensor = weight(MXFP8)
-    assert tensor.is_set_to(tensor.detach())
-    assert not tensor.is_set_to(tensor.clone()) and not tensor.is_set_to(tensor.view(-1))
-    assert not tensor.is_set_to(torch.zeros(48, 40)) and not torch.zeros(48, 40).is_set_to(tensor)
 
 
 def test_sizes_are_those_of_the_values():

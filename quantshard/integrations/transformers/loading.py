@@ -25,7 +25,7 @@ from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, concrete_recipes
 from quantshard.recipe import AUTO
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 
 REPORT: Final = "quantshard_report"
 """Attribute of the model: the conversion report of `from_pretrained`."""
@@ -274,7 +274,7 @@ class QuantshardQuantizer(HfQuantizer):
         if is_packed(weight):
             entries = unpack(layer.weight, weight, name)
             layer.leave_meta(weight.device)
-            return components.load_components(layer.weight, entries, name)
+            return component_loading.load_components(layer.weight, entries, name)
         if not weight.is_floating_point() or weight.shape != layer.weight.shape or weight.element_size() < 2:
             raise CheckpointError(
                 f"the files have {weight.dtype} {list(weight.shape)}, not values {list(layer.weight.shape)}"
@@ -318,7 +318,7 @@ def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tens
     if layout.second is not None:
         values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], spec.format, layout.second.divides, noted)
     pairs = [(storage.components[c.name], values[c.role]) for c in spec.format.components]
-    components.write_components(layer.weight, pairs)
+    component_loading.write_components(layer.weight, pairs)
     storage.forget_amaxes()
 
 

@@ -23,7 +23,7 @@ from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import LayerChoice
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.fused_operands import NormInput
 from quantshard.modules.gemms import compiled, functional, operator_arguments
@@ -308,7 +308,7 @@ class FusedGatedMLP(nn.Module):
 
 @private_torch.constant_in_graphs
 def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
-    if context.setting(setting).strict:
+    if settings.registered[setting].strict:
         raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
     storage_note = "" if storage == HIGH_PRECISION else f", without activation_storage={storage!r}"
     warn_once(

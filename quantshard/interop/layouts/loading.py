@@ -30,7 +30,7 @@ from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
-from quantshard.tensor import components, requantize
+from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -341,7 +341,7 @@ class _LayoutLoader:
                 assert converted is not None
                 value = converted
             pairs.append((live[component.name], value))
-        components.write_components(item.param, pairs)
+        component_loading.write_components(item.param, pairs)
         storage.forget_amaxes()
         self.report.copied.append(item.name)
 

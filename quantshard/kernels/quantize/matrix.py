@@ -1,6 +1,6 @@
 """Quantization of a matrix, and of its transpose, from one read of the values.
 
-    scale      = rule of the amax of a block (`numerics.scales`)
+    scale      = rule of the amax of a block (`numerics.scales_and_multipliers`)
     code[i, j] = round(x[i, j] * multiplier of its block)
 
 A program works on a tile of whole blocks of the global block grid, and takes the amaxes of these blocks in the same

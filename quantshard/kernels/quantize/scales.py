@@ -1,4 +1,4 @@
-"""Scales from amaxes that are known before values are quantized: `numerics.scales` and `numerics.encode_scales`.
+"""Scales from amaxes that are known before values are quantized: `numerics.scales_and_multipliers`.
 
 (stored scale, multiplier of values) = rule(amax)               (`scale_rule.scales`)
 """

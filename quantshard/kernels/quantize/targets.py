@@ -123,7 +123,7 @@ class QuantizeSpec(NamedTuple):
 class QuantizeRequest(NamedTuple):
     """How one matrix is quantized: the spec that all calls share, and the tensors of this call.
 
-    `given`: float32 grid of touched blocks; multipliers as from `numerics.encode_scales`, or amaxes, see `spec.given`.
+    `given`: float32 grid of touched blocks, multipliers or amaxes; see `spec.given`.
     `second_amax`: float32 scalar, the amax of the whole tensor; for formats with two scales, unless multipliers are
     given.
     `words`: random bits for stochastic rounding, for the transformed and padded matrix.

@@ -17,7 +17,7 @@ from quantshard import private_torch
 from quantshard.errors import CheckpointError, UnsupportedOperationError, warn_once
 from quantshard.modules.base import initialization
 from quantshard.modules.base.state_dict import state_keys
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 from quantshard.tensor.components import FORMAT_SUFFIX
 
 LOADED = "_is_hf_initialized"
@@ -126,7 +126,7 @@ def _check_values(name: str, own: Tensor, value: Tensor) -> None:
 def _take_piece(module: Any, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
     name, live = f"{type(module).__name__}.{weight}", state_keys(module, weight)[suffix]
     if suffix == FORMAT_SUFFIX:
-        components.fitting_pairs(own, {suffix: value}, name)
+        component_loading.fitting_pairs(own, {suffix: value}, name)
         return
     state, key = module.weight_state(weight), suffix.removeprefix("_")
     if key not in state:
@@ -134,7 +134,7 @@ def _take_piece(module: Any, weight: str, own: Tensor, suffix: str, value: Tenso
         return
     if value.shape != live.shape:
         raise CheckpointError(f"{name}{suffix}: shape {tuple(value.shape)}, here it is {tuple(live.shape)}")
-    state[key] = components.state_like(live.detach(), value.detach(), value.device)
+    state[key] = component_loading.state_like(live.detach(), value.detach(), value.device)
 
 
 def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
@@ -153,7 +153,7 @@ def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: T
     pieces[suffix] = value
     if all(component.key_suffix in pieces for component in quantized.quantized_storage.spec.format.components):
         values = {key: piece.detach() for key, piece in pieces.items()}
-        new = components.assigned(own, components.fitting_pairs(own, values, name))
+        new = component_loading.assigned(own, component_loading.fitting_pairs(own, values, name))
         if all(getattr(piece, LOADED, False) for piece in pieces.values()):
             setattr(new, LOADED, True)
         torch.nn.Module.register_parameter(module, weight, new)

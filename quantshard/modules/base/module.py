@@ -23,7 +23,7 @@ from quantshard.gemm import hardware
 from quantshard.modules.base import assignment, checks, initialization, state_dict
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, linear_state, operator_arguments
@@ -84,7 +84,7 @@ class QuantizedModule(nn.Module):
         self._device = torch.device(device) if device is not None else initialization.default_device()
         self._cuts: dict[str, int | None] = {}
         self._asked, self.sequence_parallel = parallelism, parallelism.sequence_parallel
-        self.tp_mesh = parallelism.mesh(type(self).__name__, self._device)
+        self.tp_mesh = parallelism.mesh(self._device)
         self._from_group = self.tp_mesh is not None and parallelism.tp_mesh is None
         self.use_bias = False
         self._plan = context.init_plan()
@@ -187,7 +187,7 @@ class QuantizedModule(nn.Module):
         """The autocast that forward enters; None to use the enclosing one."""
         if self.model_recipe is not None and not context.in_autocast():
             return context.autocast(recipe=self.model_recipe)
-        if self.recipe is None or not context.quantizes(context.current_setting()) or context.runs_by(self.recipe):
+        if self.recipe is None or not settings.quantizes(context.current_setting()) or context.runs_by(self.recipe):
             return None
         return context.autocast_by(self.recipe)
 
@@ -263,7 +263,7 @@ class QuantizedModule(nn.Module):
             # transformers' get_parameter, which returns only instances of nn.Parameter
             for weight in self.__dict__.get("_weights", ()):
                 if name.startswith(weight + "_"):
-                    entry = state_dict.state_entry(self, weight, name.removeprefix(weight))
+                    entry = state_dict.state_keys(self, weight).get(name.removeprefix(weight))
                     if entry is not None:
                         return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
             raise
@@ -320,14 +320,13 @@ class QuantizedModule(nn.Module):
         """Convert the parameters to DTensors on the tensor-parallel axis of a mesh; each rank keeps its shard.
 
         Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before building the
-        optimizer. `weight_mesh`: all axes that weights are sharded over, flattened; only checked.
+        optimizer. `weight_mesh` is accepted for TransformerEngine and not used.
 
         Raises:
             ConfigurationError: on every rank: a mesh has the wrong size or does not divide a dim, or parameters are
                 already on a mesh.
         """
         if tp_mesh is not None:
-            module_meshes.check_meshes(type(self).__name__, tp_mesh, weight_mesh, self._asked.tp_size)
             module_meshes.put_on_mesh(self, tp_mesh)
 
     def tensor_parallel_of(self, mode: str | None) -> TensorParallel:

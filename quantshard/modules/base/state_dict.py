@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import CheckpointError
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 
 _NOT_LOADED = torch.empty((), dtype=torch.float32, device="cpu")
 """Placeholder that `set_model_state_dict` fills in for a component missing from a full state dict.
@@ -28,14 +28,6 @@ def state_keys(module: Any, name: str) -> dict[str, Tensor]:
     if components.quantized_local(param) is not None:
         return components.state_of(param)
     return {"": param, **{f"_{key}": value for key, value in module._born_states[name].items()}}
-
-
-def state_entry(module: Any, name: str, suffix: str) -> Tensor | None:
-    """The entry of `state_keys` under `suffix`, looked up alone because callers do so for every state-dict key."""
-    param = getattr(module, name)
-    if components.quantized_local(param) is not None:
-        return components.state_entry(param, suffix)
-    return state_keys(module, name).get(suffix)
 
 
 def component_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
@@ -98,7 +90,7 @@ def load_weights(
             value = _assign(module, name, pairs)
             rest.update({} if value is None else {prefix + name: value})
         else:
-            components.write_components(getattr(module, name), pairs)
+            component_loading.write_components(getattr(module, name), pairs)
     return rest
 
 
@@ -107,13 +99,13 @@ def _assign(module: Any, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Tenso
     param, state = getattr(module, name), module._born_states[name]
     if components.quantized_local(param) is not None:
         if pairs:
-            setattr(module, name, components.assigned(param, pairs))
+            setattr(module, name, component_loading.assigned(param, pairs))
         return None
     loaded = {id(target): source for target, source in pairs}
     value = loaded.pop(id(param), None)
     device = private_torch.local_tensor(param if value is None else value).device
     for key, old in state.items():
-        state[key] = components.state_like(old, loaded.get(id(old)), device)
+        state[key] = component_loading.state_like(old, loaded.get(id(old)), device)
     return value
 
 
@@ -149,7 +141,7 @@ def _fitting(
             "or load_state_dict(assign=True)"
         )
     if is_quantized:
-        return components.fitting_pairs(param, entries, name)
+        return component_loading.fitting_pairs(param, entries, name)
     for suffix, value in entries.items():
         if suffix == "" and not value.is_floating_point():
             raise CheckpointError(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,10 +18,9 @@ from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
-from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts.layer_recipes import by_name
-from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
+from quantshard.modules.contexts import settings
+from quantshard.recipe import HighPrecision, Recipe, resolve
 
 
 @dataclass(frozen=True)
@@ -64,125 +61,9 @@ def forward_amaxes() -> PendingAmaxes:
     return _thread.forward_amaxes
 
 
-@dataclass(frozen=True)
-class AutocastSetting:
-    """Settings of one autocast. `amax_reduction_group`: None for all ranks. `strict`: whether fallbacks raise."""
-
-    recipe: Recipe
-    amax_reduction_group: dist.ProcessGroup | None = None
-    strict: bool = False
-
-
-@dataclass(frozen=True)
-class _RegisteredSetting:
-    """A setting that outlives its autocast, but not its process group, which it references weakly."""
-
-    recipe: Recipe
-    group: weakref.ReferenceType[dist.ProcessGroup] | None = None
-    strict: bool = False
-
-
-_SettingKey = tuple[str | int | None, int, bool]
-"""Recipe name (None: the default; "": disabled) or id of the recipe; id of the process group; strict.
-
-Objects that are identified by id stay alive as long as the key is in a dict."""
-
-NO_AUTOCAST = "no autocast"
-_HIGH_PRECISION = HighPrecision()
-_settings: dict[str, _RegisteredSetting] = {NO_AUTOCAST: _RegisteredSetting(_HIGH_PRECISION)}
-_names: dict[_SettingKey, str] = {}
-_numbers = itertools.count(1)
-
-
-# A compiled graph refers to a setting by name, so torch.compile treats the functions marked below as constants.
-
-
-@private_torch.constant_in_graphs
-def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
-    """The name of a setting: equal settings have the same name, and no process reuses the name for another setting.
-
-    The name contains a digest of everything that graphs depend on, because a compile cache passes graphs to other
-    processes. Graphs do not depend on the process group, which is identified by a number in this process.
-    """
-    if by_name(recipe):
-        raise ConfigurationError(
-            "autocast(recipe=...) takes one recipe: any that quantizes; layers with a recipe of their own (quantize_, "
-            "convert) use that one"
-        )
-    resolved = resolve(recipe) if enabled else _HIGH_PRECISION
-    recipe_name = recipe if enabled else ""
-    key = (recipe_name if recipe_name is None or isinstance(recipe_name, str) else id(resolved), id(group), strict)
-    if (name := _names.get(key, "")) != "":
-        return name
-    name = _registered_name(resolved, group, strict)
-    if not isinstance(key[0], int) or _settings[name].recipe is resolved:
-        _names[key] = name
-    return name
-
-
-def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
-    new_setting = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
-    for name, registered in list(_settings.items()):  # a copy, because other threads can add entries
-        if registered == new_setting and name != NO_AUTOCAST:
-            return name
-    content = repr((asked, list(asked.table.items()), sorted(gemm.value for gemm in asked.fast_gemms), strict))
-    name = f"{asked.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
-    if group is not None or name in _settings:  # a custom recipe can have the same content as another
-        name += f" {next(_numbers)}"
-    if group is not None:
-
-        def forget(_: weakref.ReferenceType[dist.ProcessGroup]) -> None:
-            for key in [key for key, setting_name in _names.items() if setting_name == name]:
-                _names.pop(key, None)
-            _settings.pop(name, None)
-
-        new_setting = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
-    _settings[name] = new_setting
-    return name
-
-
-@private_torch.constant_in_graphs
-def quantizes(name: str) -> bool:
-    """Return whether the setting quantizes any operand."""
-    return bool(_settings[name].recipe.table)
-
-
-def has_quantized() -> bool:
-    """Return whether any autocast that this process has created quantizes."""
-    return any(registered.recipe.table for registered in list(_settings.values()))
-
-
-@private_torch.constant_in_graphs
-def is_delayed(name: str) -> bool:
-    """Return whether the setting uses delayed scaling."""
-    return _settings[name].recipe.is_delayed
-
-
-@private_torch.constant_in_graphs
-def counts_calls(name: str) -> bool:
-    """Return whether a forward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = _settings[name].recipe
-    return recipe.is_delayed or recipe.input_draws
-
-
-def counts_backwards(name: str) -> bool:
-    """Return whether a backward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = _settings[name].recipe
-    specs = recipe.activations[TensorRole.GRAD_OUTPUT]
-    return recipe.is_delayed or any(spec and spec.scaling.stochastic_rounding for spec in specs)
-
-
-def setting(name: str) -> AutocastSetting:
-    """The setting with its group resolved. The group is None without delayed scaling or without process groups."""
-    registered, group = _settings[name], None
-    if registered.recipe.is_delayed:
-        group = world() if registered.group is None else registered.group()
-    return AutocastSetting(registered.recipe, group, registered.strict)
-
-
 def current_setting() -> str:
     """Name of the innermost autocast's setting."""
-    return _thread.autocasts[-1].setting if _thread.autocasts else NO_AUTOCAST
+    return _thread.autocasts[-1].setting if _thread.autocasts else settings.NO_AUTOCAST
 
 
 def init_plan() -> InitPlan:
@@ -202,12 +83,12 @@ def in_autocast() -> bool:
 
 def runs_by(recipe: str | Recipe) -> bool:
     """Return whether the innermost autocast uses this recipe object; false while compiling."""
-    return not torch.compiler.is_compiling() and _settings[current_setting()].recipe is resolve(recipe)
+    return not torch.compiler.is_compiling() and settings.registered[current_setting()].recipe is resolve(recipe)
 
 
 def is_strict() -> bool:
     """Return whether the innermost autocast turns fallbacks into errors."""
-    return setting(current_setting()).strict
+    return settings.registered[current_setting()].strict
 
 
 def flush_after_backward() -> None:
@@ -215,9 +96,6 @@ def flush_after_backward() -> None:
 
     A recomputed forward calls this function first. Otherwise a reentrant checkpoint, which runs a nested backward pass,
     would queue the recording for the end of the nested pass.
-
-    Raises:
-        RankMismatchError: ranks used different modules in forward, and the host is about to wait for other ranks.
     """
     global _queued_flush
     drop_failed_backward()
@@ -258,7 +136,7 @@ def is_rehearsed() -> bool:
 
 
 def drop_failed_backward() -> None:
-    """Drop the pending amaxes of a failed backward pass. A pass that is running on any thread keeps its amaxes."""
+    """Drop the pending amaxes of a failed backward pass, but not those of a running one."""
     global _queued_flush
     if _queued_flush is not None and _queued_flush() is None:
         _queued_flush = None
@@ -269,8 +147,7 @@ def drop_failed_backward() -> None:
 def _record_forward_amaxes() -> Tensor:
     """Record forward amaxes at the exit of the outermost autocast, as an operator of a compiled graph.
 
-    The operator returns an empty tensor. Without a result, inductor uses the output of the previous layer after freeing
-    it (torch 2.13).
+    It returns a tensor because torch 2.13's inductor would use the previous layer's output after freeing it.
     """
     _thread.forward_amaxes.flush()
     return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -295,15 +172,6 @@ def check_flags(owner: str, **flags: object) -> None:
             )
 
 
-def _check_function(owner: str, function: Callable[..., Any]) -> None:
-    """Reject generators and coroutines: their bodies run after the decorated call has left the context."""
-    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    if any(is_of(function) for is_of in kinds):
-        raise ConfigurationError(
-            f"{owner} as a decorator of {function.__name__}, whose body runs after that call; enter it inside"
-        )
-
-
 def _leave(entered: list[Any], one: object) -> None:
     """Remove a context from the stack. Generators can leave contexts out of order, so it need not be the last."""
     if entered[-1] is one:
@@ -312,7 +180,30 @@ def _leave(entered: list[Any], one: object) -> None:
         del entered[max(index for index, context in enumerate(entered) if context is one)]
 
 
-class quantized_model_init:
+class _Context:
+    """Makes contexts decorators: each call of the function enters a new context with the same arguments."""
+
+    _arguments: tuple[Any, ...]
+
+    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        # the bodies of generators and coroutines run after the decorated call has left the context
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        context: Any = type(self)
+        if any(is_of(function) for is_of in kinds):
+            raise ConfigurationError(
+                f"{context.__name__} as a decorator of {function.__name__}, whose body runs after that call; enter it "
+                "inside"
+            )
+
+        @functools.wraps(function)
+        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            with context(*self._arguments):
+                return function(*args, **kwargs)
+
+        return inside
+
+
+class quantized_model_init(_Context):
     """Context that stores the weights of modules built inside quantized.
 
     The context affects only the thread that entered it. As a decorator, it is entered again on each call.
@@ -324,11 +215,7 @@ class quantized_model_init:
             from the start, and are in the state dict before the first step. For recipes that differ by layer, see
             `quantize_`.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU to initialize the
-            optimizer's masters. Read them with `get_high_precision_init_val` of the weight, or of its `to_local()` for
-            a DTensor.
-
-    Raises:
-        ConfigurationError: `enabled` is not a bool, or the recipe is unknown.
+            optimizer's masters (`get_high_precision_init_val` of the weight, or of its `to_local()` for a DTensor).
     """
 
     def __init__(
@@ -338,24 +225,9 @@ class quantized_model_init:
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         check_flags("quantized_model_init", enabled=enabled)
-        if by_name(recipe):
-            raise ConfigurationError(
-                "quantized_model_init(recipe=...) takes one recipe; for recipes by layer name, build the model without "
-                "it and call quantshard.quantize_(model, recipes)"
-            )
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
         self._arguments = (enabled, recipe, preserve_high_precision_init_val)
-
-    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        _check_function("quantized_model_init", function)
-
-        @functools.wraps(function)
-        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with quantized_model_init(*self._arguments):
-                return function(*args, **kwargs)
-
-        return inside
 
     def __enter__(self) -> None:
         _thread.init_plans.append(self.plan)
@@ -364,7 +236,7 @@ class quantized_model_init:
         _leave(_thread.init_plans, self.plan)
 
 
-class autocast:
+class autocast(_Context):
     """Context that quantizes the GEMMs of modules called inside.
 
     Contexts nest and are per thread, as with `torch.autocast`; the innermost applies. Backward and recomputation use
@@ -382,7 +254,7 @@ class autocast:
 
     Raises:
         FallbackError: under `strict`, from a module's forward.
-        ConfigurationError: an instance is entered twice (make a new one each time), or a flag is not a bool.
+        ConfigurationError: a flag is not a bool, or the recipe is unknown.
     """
 
     def __init__(
@@ -398,24 +270,12 @@ class autocast:
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
-        self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
+        self.setting = settings.setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
-        self.records = is_delayed(self.setting)
+        self.records = settings.is_delayed(self.setting)
         self._arguments = (enabled, recipe, amax_reduction_group, strict)
 
-    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        _check_function("autocast", function)
-
-        @functools.wraps(function)
-        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with autocast(*self._arguments):
-                return function(*args, **kwargs)
-
-        return inside
-
     def __enter__(self) -> None:
-        if self in _thread.autocasts:
-            raise ConfigurationError("this autocast is already entered; make a new one each time")
         if not _thread.autocasts and not torch.compiler.is_compiling():
             drop_failed_backward()
         _thread.autocasts.append(self)

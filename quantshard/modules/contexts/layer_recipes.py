@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,11 +33,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def check_recipes(owner: str, recipes: Recipes) -> None:
-    """Check recipes without a model.
-
-    Raises:
-        ConfigurationError: a mapping is empty, or a recipe is unknown.
-    """
+    """Check recipes without a model."""
     if isinstance(recipes, Mapping):
         if not recipes:
             raise ConfigurationError(
@@ -60,11 +55,7 @@ def concrete_recipes(recipes: Recipes) -> Recipes:
 
 
 def recipes_of(owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]]) -> list[Recipe | None]:
-    """Return the recipe of each layer, None where no pattern matches. `layers`: (name, module) pairs.
-
-    Raises:
-        ConfigurationError: a pattern matches no layer, or only layers that earlier patterns match; a recipe is unknown.
-    """
+    """Return the recipe of each layer, None where no pattern matches. `layers`: (name, module) pairs."""
     check_recipes(owner, recipes)
     if isinstance(recipes, Mapping):
         names = [name for name, _ in layers]
@@ -80,31 +71,18 @@ def recipes_of(owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]]) 
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Check that each pattern matches at least one layer name.
-
-    Raises:
-        ConfigurationError: a pattern matches no name; the message suggests similar names.
-    """
+    """Check that each pattern matches at least one layer name."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
-            ends = sorted({name.rsplit(".", 1)[-1] for name in names})
-            near = get_close_matches(pattern.rsplit(".", 1)[-1], ends, 1)
-            first = f"; the first is {names[0]!r}" if near == [pattern.rsplit(".", 1)[-1]] else ""
-            hint = f"did you mean {near[0]!r}?" if near and not first else f"their names end in {', '.join(ends[:12])}"
-            within = f"{pattern}.*"
-            if any(matches(within, name) for name in names):  # the pattern names a module that contains layers
-                hint, first = f"did you mean {within!r}?", ""
+            first = ", ".join(names[:3])
             raise ConfigurationError(
-                f"{argument}{pattern!r}) matches none of the {len(names)} linear layers of this model; {hint}{first}"
+                f"{argument}{pattern!r}) matches none of the {len(names)} linear layers of this model (the first: "
+                f"{first}); the layers in a module are 'module.*'"
             )
 
 
 def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Check that each pattern applies to a name that no earlier pattern matches. `*` is exempt, as the default.
-
-    Raises:
-        ConfigurationError: earlier patterns match all names of a pattern.
-    """
+    """Check that each pattern applies to a name that no earlier pattern matches. `*` is exempt, as the default."""
     remaining = list(names)
     for pattern in patterns:
         rest = [name for name in remaining if not matches(pattern, name)]

@@ -1,9 +1,8 @@
 """Activation recomputation: the recomputed forward of a checkpointed region repeats the first forward bit for bit.
 
-`torch.utils.checkpoint`, reentrant or not, runs a region's forward a second time in backward, outside of autocast and
-after delayed scaling has recorded new amaxes. Each linear layer therefore stores a `LinearContext` with the region in
-the first forward. The second forward reads the recipe and the amaxes to scale by from there, so it quantizes to the
-same bits and records nothing twice.
+`torch.utils.checkpoint` runs a region's forward a second time in backward, outside of autocast and after delayed
+scaling has recorded new amaxes. Each linear layer therefore stores a `LinearContext` with the region in the first
+forward. The second forward reads the recipe and the amaxes to scale by from there, and records nothing.
 
 `quantshard.checkpoint` counts the runs of its function and thus knows its region. A region of `torch.utils.checkpoint`
 is looked up in PyTorch's state (`private_torch.checkpointed_regions`).
@@ -24,7 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
@@ -40,7 +39,7 @@ class LinearContext:
 
     `group`: ranks that delayed scaling reduces amaxes over. `strict`: whether fallbacks raise. `amaxes`: amaxes that
     the first forward scaled by, for the input (index 0) and each weight. `record`: whether the amaxes of this forward
-    and its backward are recorded. `repeated`: whether this is a recomputed forward, whose amaxes are already recorded.
+    and its backward are recorded. `repeated`: whether this is a recomputed forward.
     """
 
     recipe: Recipe
@@ -84,11 +83,8 @@ class _CheckpointRegion:
 
 
 class _RunningRegions(threading.local):
-    """Running regions of `quantshard.checkpoint` on this thread, innermost last.
-
-    Each entry has the region, the number of the run, and the id of the backward pass in which the run began (None:
-    outside of backward).
-    """
+    """Running regions of `quantshard.checkpoint` on this thread, innermost last: the region, the number of the run, and
+    the id of the backward pass in which the run began, if any."""
 
     def __init__(self) -> None:
         self.regions: list[tuple[_CheckpointRegion, int, int | None]] = []
@@ -125,27 +121,20 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
 
     `training`: training mode of the module. `setting`: name of the autocast setting that the running code was compiled
     for; None in eager code.
-
-    Raises:
-        UnsupportedOperationError: the first forward is unknown, or differs from the recomputation.
-        TorchVersionError: this version of PyTorch does not expose which region is recomputed.
     """
     regions = _regions()
     if regions.replayed is None:
-        autocast_setting = context.setting(setting or context.current_setting())
-        if regions.unknown is not None and (quantized or context.has_quantized()):
+        autocast_setting = settings.registered[setting or context.current_setting()]
+        if regions.unknown is not None and (quantized or settings.has_quantized()):
             raise regions.unknown
         if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
             _check_known_without_first(quantized, setting)
         # As in TransformerEngine, only a differentiated forward records: in generation, ranks can run different numbers
         # of forwards. The first forward of a reentrant region, and compiled code, run under no_grad.
         differentiated = torch.is_grad_enabled() or bool(regions.entered) or setting is not None
-        current = LinearContext(
-            autocast_setting.recipe,
-            autocast_setting.amax_reduction_group,
-            autocast_setting.strict,
-            record=training and differentiated,
-        )
+        recipe, strict = autocast_setting.recipe, autocast_setting.strict
+        group = autocast_setting.amax_reduction_group if recipe.is_delayed else None
+        current = LinearContext(recipe, group, strict, record=training and differentiated)
     else:
         first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:
@@ -153,7 +142,7 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
                 f"activation recomputation called the layer of {names!r} more often than the first forward did; "
                 "a checkpointed function must do the same each time"
             )
-        if setting is not None and context.setting(setting).recipe != first.recipe:
+        if setting is not None and settings.registered[setting].recipe != first.recipe:
             raise UnsupportedOperationError(
                 f"activation recomputation of a compiled function calls the layer of {names!r} outside of the "
                 "autocast that its first forward ran in, and a graph is compiled for one recipe; enter autocast inside "
@@ -173,11 +162,8 @@ def _calls_of(region: Any) -> _RegionContexts:
 
 
 def _check_known_without_first(quantized: bool, setting: str | None) -> None:
-    """Reject a forward that runs in backward outside of torch.utils.checkpoint if it needs its unknown first forward.
-
-    A recomputation that torch.compile put into a graph uses the setting that it was compiled for.
-    """
-    delayed = context.is_delayed(setting or context.current_setting())
+    """Reject a forward in backward, outside of torch.utils.checkpoint, if it needs its unknown first forward."""
+    delayed = settings.is_delayed(setting or context.current_setting())
     if delayed or (quantized and setting is None and not context.in_autocast()):
         way_out = "" if delayed else ", or enter autocast in the recomputed function"
         raise UnsupportedOperationError(limits.refusal("unknown first forward", "a linear layer") + way_out)
@@ -186,9 +172,8 @@ def _check_known_without_first(quantized: bool, setting: str | None) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` without keeping its activations, and recompute them in backward.
 
-    The recomputation uses the recipe and scales of this call and does not record amaxes again, so the gradients have
-    the same bits as without checkpointing. This is `torch.utils.checkpoint` with TransformerEngine's arguments.
-    PyTorch's own `torch.utils.checkpoint` and `checkpoint_wrapper` are supported too, with FSDP2 inside or outside.
+    The gradients have the same bits as without checkpointing. This is `torch.utils.checkpoint` with TransformerEngine's
+    arguments. PyTorch's own `torch.utils.checkpoint` and `checkpoint_wrapper` are supported too.
 
     Args:
         function: a module or function.
@@ -204,17 +189,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
-_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-"""Arguments of `torch.utils.checkpoint.checkpoint` that are not passed to the function."""
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # not the function's
 
 
 def _by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Convert keyword arguments to positional ones.
-
-    The reentrant implementation accepts only positional arguments, and computes gradients only for tensors among them.
-    """
+    """Convert keyword arguments to positional ones, the only ones that the reentrant implementation accepts."""
     options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     names = [name for name in kwargs if name not in options]
     if not names:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.gemms import functional, operators
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
@@ -52,7 +52,7 @@ class TracedLinear(NamedTuple):
 
 def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
     """`functional.linear` as an operator of the graph that is being traced."""
-    if not context.quantizes(layer.setting) and not layer.stored:
+    if not settings.quantizes(layer.setting) and not layer.stored:
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
     return call_operator("linear", x, [layer], [False])
@@ -83,7 +83,7 @@ def call_operator(
     # Dynamo compiles again when an observer starts or stops
     facts["is_observed"] = observation.active is not None
     key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
-    full_name = f"{name}_recording" if context.counts_calls(first.setting) else name
+    full_name = f"{name}_recording" if settings.counts_calls(first.setting) else name
     outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(
         weights, [], first.module, key, [weight.shape[0] for weight in weights], norm_weight, norm_bias, eps,
         x, residual, [bias for layer in layers for bias in layer.biases if bias is not None],

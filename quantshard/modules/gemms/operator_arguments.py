@@ -23,7 +23,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.activation_storage import HIGH_PRECISION
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import WgradOperand, keeps_transposed
 from quantshard.modules.gemms.linear_state import LinearState
@@ -111,7 +111,7 @@ class StepStructure:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the autocast setting."""
-        return context.setting(self.setting).recipe
+        return settings.registered[self.setting].recipe
 
     @property
     def is_trained(self) -> bool:

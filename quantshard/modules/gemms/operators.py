@@ -32,7 +32,7 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
 from quantshard.modules.activation_storage import STORAGES
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
@@ -100,7 +100,7 @@ def _ready(step: StepArguments) -> list[PreparedLinear]:
         return ready
     module, states = step.states()
     weights = step.weights_of(module)
-    if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
+    if structure.setting == settings.NO_AUTOCAST and not step.plain and structure.is_trained:
         limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
         names = id(module), layer.weights
@@ -116,7 +116,7 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
     private_torch.check_order_is_kept()
     step = StepArguments(*arguments)
     x, structure = step.x, step.structure
-    if context.is_delayed(structure.setting) and private_torch.is_recomputed_in_graph():
+    if settings.is_delayed(structure.setting) and private_torch.is_recomputed_in_graph():
         raise UnsupportedOperationError(
             f"activation checkpointing inside a compiled function around the layer of {structure.names!r}: under "
             "delayed scaling its second forward must scale by the amaxes of the first, which a graph does not keep; "
@@ -166,7 +166,7 @@ def _gradients(name: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     of_outputs, of_total = functional.filled(grads[: len(last)], last), grads[len(last)] if ctx.is_added else None
     results = [of_total] if need_front[0] else []
     if of_outputs:
-        suffix = "_backward_recording" if context.counts_backwards(structure.setting) else "_backward"
+        suffix = "_backward_recording" if settings.counts_backwards(structure.setting) else "_backward"
         results = getattr(torch.ops.quantshard, name + suffix)(
             weights, [], module, ctx.key, ctx.out_features, norm_weight, norm_bias, ctx.eps,
             x, of_outputs, saved_tensors, of_total, ctx.x_shape, need_front, need.plain, need_biases,
@@ -209,7 +209,7 @@ def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
     structure, like, saved_tensors = step.structure, step.grads[0], iter(step.saved)
     is_traced = kernels.tracing.on
     module, states = (None, []) if is_traced else step.states()
-    setting, saved_layers = context.setting(structure.setting), []
+    setting, saved_layers = settings.registered[structure.setting], []
     need_weights, need_biases = structure.by_layer(step.need_weights), structure.by_layer(step.need_biases)
     for index, weights in enumerate(step.weights_of(module)):
         layer, saved_input = structure.layers[index], SavedInput.of(step, index, like)
@@ -273,7 +273,7 @@ def _traced(body: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor] 
 
 
 def _traced_call(structure: StepStructure) -> LinearContext:
-    setting = context.setting(structure.setting)
+    setting = settings.registered[structure.setting]
     return LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict, record=False)
 
 

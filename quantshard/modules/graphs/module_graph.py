@@ -59,10 +59,9 @@ class AmaxRecord(PendingAmaxes):
     def notes(self) -> list[AmaxNotes]:
         """Return all amaxes, with one tensor per number and group, which each replay of the graph writes."""
         pending_by_key: dict[tuple[int, Groups], list[PendingHistory]] = {}
-        joint = self.take_joint()
         for item in self.histories():
             pending_by_key.setdefault((item.number, item.group), []).append(item)
-        return [AmaxNotes(item.keys, item.number, item.histories, item.amaxes[0], item.group) for item in joint] + [
+        return [
             AmaxNotes(
                 [item.key for item in group_members], number, [item.history for item in group_members],
                 torch.stack(merged_slots([item.slots for item in group_members])), group,

@@ -22,7 +22,7 @@ from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOper
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import by_pattern
 from quantshard.recipe import QuantSpec
@@ -211,7 +211,7 @@ def test_recipes_by_name(recipes: object) -> None:
 
 def noted(seen: dict[str, str], name: str, project: Callable[..., object], *args: object, **kwargs: object) -> object:
     """A call of a layer, and by which recipe."""
-    seen[name] = context.setting(context.current_setting()).recipe.name
+    seen[name] = settings.registered[context.current_setting()].recipe.name
     return project(*args, **kwargs)
 
 

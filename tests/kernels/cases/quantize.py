@@ -15,6 +15,7 @@ from quantshard.gemm import producers
 from quantshard.numerics import RandomBits, quantization_error, swizzled
 from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, KernelRow, bytes_of
+from tests.oracle import transpose_parts
 
 if kernels.USABLE:
     from quantshard.kernels.quantize import amax, dequantize, error, matrix, random_words, scales, swizzle, transpose
@@ -81,7 +82,7 @@ def quantization(
         return request, [numerics.dequantize(copy, parts, shape).to(x.dtype), None, None]
     transposed_codes = None
     if transposed:
-        transposed_codes = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
+        transposed_codes = transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
     return request, [parts[copy.codes.name], parts[copy.scale.name], transposed_codes]
 
 
@@ -195,9 +196,7 @@ def scales_case(x: Tensor, fmt: Format) -> KernelCase:
     """Scales and multipliers from the amaxes of the blocks, for formats with one scale."""
     copy, scaling = fmt.copies[Orientation.ROWWISE], Scaling()
     grids = numerics.amaxes(x, fmt)
-    expected = [
-        compute(grids, fmt, scaling, x.dtype)[copy.scale.name] for compute in (numerics.scales, numerics.encode_scales)
-    ]
+    expected = [part[copy.scale.name] for part in numerics.scales_and_multipliers(grids, fmt, scaling, x.dtype)]
     grid = grids[copy.scale.name]
     return KernelCase(
         lambda: scales.scales(grid, copy, scaling, x.dtype), lambda: expected, bytes_of(grid, *expected)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from quantshard import modules
 from quantshard.errors import ConfigurationError, silence
 from quantshard.gemm import hardware
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.recipe import Recipe, resolve
 
 __all__ = [
@@ -106,7 +106,7 @@ class FP8GlobalStateManager:
     @staticmethod
     def is_fp8_enabled() -> bool:
         """Return whether an autocast that quantizes is active."""
-        return context.quantizes(context.current_setting())
+        return settings.quantizes(context.current_setting())
 
     @staticmethod
     def with_fp8_parameters() -> bool:
@@ -117,7 +117,7 @@ class FP8GlobalStateManager:
     def get_fp8_recipe() -> Recipe:
         """Return the recipe of the innermost autocast, or the default recipe."""
         inside = context.in_autocast()
-        return context.setting(context.current_setting()).recipe if inside else get_default_recipe()
+        return settings.registered[context.current_setting()].recipe if inside else get_default_recipe()
 
     is_fp8_available = staticmethod(partial(is_fp8_available, return_reason=True))
     is_mxfp8_available = staticmethod(partial(is_mxfp8_available, return_reason=True))

@@ -1,0 +1,148 @@
+"""Loading state-dict entries into quantized weights: checks that they fit, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quantshard import numerics, private_torch
+from quantshard.errors import CheckpointError
+from quantshard.formats import FP32, Component, Role
+from quantshard.sharding import Shard
+from quantshard.tensor import moves
+from quantshard.tensor.components import (
+    FORMAT_SUFFIX,
+    as_dtensor,
+    quantized_local,
+    read_format_tag,
+    state_of,
+    storage_of,
+)
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+
+def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Copy loaded components and state, by key suffix, into a quantized parameter. No value is dequantized.
+
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component. If one
+    does not fit, a CheckpointError is raised and nothing is written.
+    """
+    write_components(param, fitting_pairs(param, values, name))
+
+
+def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of live local tensors and their loaded values, as `load_components` copies them."""
+    storage = storage_of(param)
+    tag = values.get(FORMAT_SUFFIX)
+    if tag is not None and read_format_tag(tag) != storage.spec.tag:
+        raise CheckpointError(
+            f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.spec.tag!r}; "
+            "build the model with the recipe that the checkpoint was written with"
+        )
+    pairs = []
+    for suffix, live in state_of(param).items():
+        if suffix != FORMAT_SUFFIX and suffix in values:
+            component = next((c for c in storage.spec.format.components if c.key_suffix == suffix), None)
+            pairs.append(_checked(live, values[suffix], f"{name}{suffix}", storage.shard, component))
+    lacking = [c.key_suffix for c in storage.spec.format.components if c.key_suffix not in values]
+    if pairs and lacking:
+        raise CheckpointError(
+            f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
+            "nothing without their scales, so load all or none"
+        )
+    check_scales(param, values, name)
+    return pairs
+
+
+def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
+    """The local tensors to copy to and from."""
+    target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
+    # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
+    if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
+        (r0, r1), (c0, c1) = shard.resident(component)
+        source = source[r0:r1, c0:c1]
+    if component is not None and source.dtype != target.dtype:
+        raise CheckpointError(
+            f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
+            f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
+            "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
+        )
+    if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
+        raise CheckpointError(
+            f"{key}: shape {tuple(value.shape)} (local {tuple(source.shape)}) in the state dict, "
+            f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
+            "for local tensors, of another mesh"
+        )
+    return target, source
+
+
+def power_of_two_scales(param: Tensor) -> list[str]:
+    """Key suffixes of a parameter's float32 scales that must be powers of two by its scaling.
+
+    The encoding also holds other scales, and the format tag does not record the difference.
+    """
+    local = quantized_local(param)
+    if local is None or not local.quantized_storage.spec.scaling.power_of_two:
+        return []
+    scales = (c for c in local.quantized_storage.spec.format.components if c.role is Role.SCALE and c.encoding == FP32)
+    return [component.key_suffix for component in scales]
+
+
+def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
+    """Check that loaded scales, by key suffix, are powers of two if the parameter's scaling needs them."""
+    for suffix in power_of_two_scales(param):
+        scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
+        if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
+            raise CheckpointError(
+                f"{name}{suffix}: the state dict holds scales that are not powers of two, but this model's weight is "
+                f"{storage_of(param).spec}; build the model with the recipe that the checkpoint was written with, or "
+                "load it with quantshard.checkpoints.load(requantize=True)"
+            )
+
+
+@torch.no_grad()
+def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the pairs of `fitting_pairs` into a parameter, quantized or not."""
+    for target, source in pairs:
+        target.copy_(source)
+    local = quantized_local(param)
+    if local is not None and pairs:
+        local.quantized_storage.mark_written()
+
+
+def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
+    """A quantized parameter like `param` around the loaded components themselves, on the device they were loaded to.
+
+    Its random key, draws and amax history are copies. `pairs`: as from `fitting_pairs`, with live tensors as targets.
+    """
+    storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
+    parts = {name: loaded[id(part)] for name, part in storage.components.items()}
+    device = next(iter(parts.values())).device
+    for name, part in parts.items():
+        # a view of a whole component would keep all of it alive
+        is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes
+        parts[name] = part.to(device, copy=is_cut).contiguous()
+    state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
+    new = replace(storage, components=parts, state=state, high_precision=None)
+    new.mark_written()
+    tensor: Tensor = QuantizedTensor(new, param.dtype)
+    if isinstance(param, DTensor):
+        tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
+    loaded_param = nn.Parameter(tensor, requires_grad=param.requires_grad)
+    vars(loaded_param).update(moves.set_attributes(param))
+    return loaded_param
+
+
+def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
+    """A copy of a loaded piece of a weight's state on the device of `own`, or on `device` if `own` is on meta.
+
+    If nothing was loaded, it is a copy of `own`, or zeros if `own` is on meta.
+    """
+    where = device if own.is_meta else own.device
+    if loaded is None:
+        return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
+    return loaded.to(where, own.dtype, copy=True)
