@@ -20,8 +20,8 @@ demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits a
 	rm -rf demo-run
 	$(BIN)/quantshard demo --out demo-run $(ARGS)
 
-# Three processes: one runs all files whose tests use ranks, which begin first, and starts the ranks once; of others, a file stays on one process, since
-# its tests share what they build. tests/conftest.py says which these are. ARGS="-n 0" runs all in one process.
+# Three processes: two run the files whose tests use ranks, which begin first, and each starts its ranks once; of others, a file stays on one process,
+# since its tests share what they build. tests/conftest.py says which these are. ARGS="-n 0" runs all in one process.
 # Bytecode is kept, whatever the user has set: a hundred processes import the package.
 # Without a GPU, which computes in other orders of sums, and which four ranks would share.
 SUITE := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations=30

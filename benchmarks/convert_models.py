@@ -1,14 +1,14 @@
 """Models of transformers, converted: ms a step and peak memory beside BF16 and torchao's convert_to_float8_training.
 
     python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,block fused,...]
-        [--runs eager,compiled,graphed] [--jsonl FILE]
+        [--runs eager,compiled,graph,compiled graph] [--jsonl FILE]
 
 Models have the shapes of Llama-3.2-1B and Qwen3-8B and random weights. A step is forward, loss, backward and optimizer:
-fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam` with masters of 16 bits and moments of
-8 for ours. "host" is the time in which the host has launched a step. Layers are compiled one by one, so that one graph
-serves all; activations of every layer are recomputed where the table says so. Each variant has a fresh process. A
-recipe with " fused" behind it is `convert(modules="fused")`. In a graphed run the decoder layers are captured by
-`make_graphed_callables`.
+fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam(preset="lean8")` for ours. "host" is the
+time in which the host has launched a step. Layers are compiled one by one, so that one graph serves all; activations of
+every layer are recomputed where the table says so. Each variant has a fresh process. A recipe with " fused" behind it
+is `convert(modules="fused")`. A graph is a `StepGraph` of the whole step. "compiled later": graphs compiled after the
+second step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard.recipe import Recipe
 
 Steps = dict[str, Any]
 
@@ -69,9 +68,14 @@ MODELS = {
     ),
 }  # fmt: skip
 
+MODELS["qwen3-8b-10"] = replace(
+    MODELS["qwen3-8b"], sizes={**MODELS["qwen3-8b"].sizes, "num_hidden_layers": 10}, recompute=False
+)
+"""Ten layers, which fit without recomputation."""
+
 PEERS = ("bf16", "torchao tensorwise", "torchao rowwise")
 OURS = ("current", "current fused", "delayed", "block", "block fused", "rowwise", "mxfp8", "mxfp8 fused")
-WARMUP = 4
+WARMUP = 6
 """Steps before the first that is timed: compilation, tuning, allocation."""
 
 
@@ -97,98 +101,82 @@ def build(subject: Subject, variant: str, device: str) -> nn.Module:
     return model.train()
 
 
-class _LastLayerError(Exception):
-    """Ends a forward that is run for the layers' arguments."""
-
-
-def capture_layers(model: nn.Module, recipe: str | Recipe | None, **inputs: Tensor) -> None:
-    """Capture the decoder layers of a model of transformers with the arguments that its forward, on such inputs, gives
-    them; None: in high precision."""
-    layers = list(model.model.layers)
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        found.append((args, kwargs))
-        if len(found) == len(layers):
-            raise _LastLayerError
-        return args[0]
-
-    for layer in layers:
-        layer.forward = note
-    try:
-        model(**inputs)
-    except _LastLayerError:
-        pass
-    finally:
-        for layer in layers:
-            del layer.forward
-    qs.make_graphed_callables(
-        layers, [args for args, _ in found], sample_kwargs=[kwargs for _, kwargs in found],
-        enabled=recipe is not None, recipe=recipe,
-    )  # fmt: skip
-
-
-def optimizer_of(model: nn.Module, variant: str) -> torch.optim.Optimizer:
-    """Fused AdamW, and for ours FusedAdam of 5 bytes a quantized parameter."""
-    if variant in PEERS:
-        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=next(model.parameters()).is_cuda)
-    lean = {"master_weight_dtype": torch.float16, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-    return qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-5, **lean)
+def optimizer_of(model: nn.Module, variant: str, capturable: bool) -> torch.optim.Optimizer:
+    """Fused AdamW with states of bfloat16, and for ours FusedAdam of 5 bytes a quantized parameter."""
+    if variant not in PEERS:
+        return qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-5, preset="lean8", capturable=capturable)
+    device = next(model.parameters()).device
+    lr = torch.tensor(1e-5, device=device) if capturable else 1e-5
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=device.type == "cuda", capturable=capturable)
 
 
 def measure(subject: Subject, variant: str, run: str, steps: int, device: str) -> Steps:
-    """Median milliseconds of a step, of its forward and backward, and of the host; peak GiB; the losses."""
+    """Median milliseconds of a step and of its host time; peak GiB; seconds until the first step ended; graphs that
+    were compiled after it; the losses."""
     model = build(subject, variant, device)
-    if run == "compiled":
+    is_graph = "graph" in run
+    if "compiled" in run:
         for layer in model.model.layers:
             layer.compile()
-    optimizer = optimizer_of(model, variant)
-    tokens = torch.randint(subject.sizes["vocab_size"], (subject.batch, subject.length), device=device)
-    if run == "graphed":
-        recipe = None if variant in PEERS else variant.partition(" ")[0]
-        capture_layers(model, recipe, input_ids=tokens, labels=tokens)
+    optimizer = optimizer_of(model, variant, is_graph)
+    vocabulary, shape = subject.sizes["vocab_size"], (subject.batch, subject.length)
+    batches = [torch.randint(vocabulary, shape, device=device) for _ in range(2)]
+
+    def train_step(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = qs.StepGraph(train_step, model, optimizer) if is_graph else train_step
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times: dict[str, list[float]] = {"step": [], "forward and backward": [], "host": []}
-    losses: list[Tensor] = []
-    for step in range(WARMUP + steps):
-        if step == WARMUP and device == "cuda":
+    times, hosts, losses, compiled = list[float](), list[float](), list[Tensor](), 0
+    begin = time.perf_counter()
+    for number in range(WARMUP + steps):
+        if number == WARMUP and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         wait()
         start = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        launched = time.perf_counter()
+        losses.append(step(batches[number % 2]))
+        host = time.perf_counter() - start
         wait()
-        middle = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        launched_all = launched - start + time.perf_counter() - middle
-        wait()
-        losses.append(loss.detach())
-        if step >= WARMUP:
-            end = time.perf_counter()
-            for name, value in zip(times, (end - start, middle - start, launched_all), strict=True):
-                times[name].append(value * 1e3)
+        if number == 0:
+            first_step = time.perf_counter() - begin
+        if number == 1:
+            compiled = graphs_compiled()
+        if number >= WARMUP:
+            times.append((time.perf_counter() - start) * 1e3)
+            hosts.append(host * 1e3)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    found = {name: statistics.median(values) for name, values in times.items()}
-    first, last = float(losses[0]), float(losses[-1])
-    return {**found, "peak GiB": peak, "first loss": first, "last loss": last}
+    return {
+        "step": statistics.median(times), "host": statistics.median(hosts), "peak GiB": peak,
+        "first step s": first_step, "compiled later": graphs_compiled() - compiled,
+        "first loss": float(losses[0]), "last loss": float(losses[-1]),
+    }  # fmt: skip
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def table(rows: list[Steps]) -> list[str]:
-    """Markdown; ratios are to BF16 of the same model in the same run: eager, compiled or graphed."""
+    """Markdown; ratios are to BF16 of the same model in the same kind of run."""
     base = {(row["model"], row["run"]): row for row in rows if row["variant"] == "bf16"}
     lines = [
-        "| model | weights | run | ms a step | of BF16 | forward, backward | host | peak GiB | of BF16 | loss |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | weights | run | ms | of BF16 | host | peak GiB | of BF16 | first step s | compiled later | loss |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         like = base.get((row["model"], row["run"]))
-        ratios = [f"{row[key] / like[key]:.2f}" if like else "-" for key in ("step", "peak GiB")]
+        ratios = [f"{row[key] / like[key]:.2f}" if like and like[key] else "-" for key in ("step", "peak GiB")]
         lines.append(
-            f"| {row['model']} | {row['variant']} | {row['run']} | {row['step']:.1f} "
-            f"| {ratios[0]} | {row['forward and backward']:.1f} | {row['host']:.1f} | {row['peak GiB']:.1f} "
-            f"| {ratios[1]} | {row['first loss']:.3f} to {row['last loss']:.3f} |"
+            f"| {row['model']} | {row['variant']} | {row['run']} | {row['step']:.1f} | {ratios[0]} "
+            f"| {row['host']:.1f} | {row['peak GiB']:.1f} | {ratios[1]} | {row['first step s']:.0f} "
+            f"| {row['compiled later']} | {row['first loss']:.3f} to {row['last loss']:.3f} |"
         )
     return lines
 
@@ -198,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--variants", default=",".join([*PEERS, *OURS]))
-    parser.add_argument("--runs", default="eager,compiled,graphed")
+    parser.add_argument("--runs", default="eager,compiled,graph,compiled graph")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer layers, to try it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

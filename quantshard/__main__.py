@@ -22,7 +22,7 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 from importlib.util import find_spec  # noqa: E402
 
-EXTRA = ("matplotlib", "tomli_w", "typer")
+EXTRA = ("tomli_w", "typer")
 """Packages of the extra `cli` in pyproject.toml."""
 
 if missing := [name for name in EXTRA if find_spec(name) is None]:

@@ -35,22 +35,29 @@ settings.load_profile("house")
 
 TABLE = "table"
 POOL = r"from tests\.(distributed\.(pool|commands|forked)|faults\.drill) import"
+PROGRAMS = r"from tests\.(pages|distributed\.(commands|forked|test_cli)|faults\.drill) import"
 
 
 @cache
-def pooled(file: Path) -> bool:
-    """True if tests of a file run on the ranks of `tests/distributed/pool.py`."""
-    return "tests/distributed/" in file.as_posix() or bool(re.search(POOL, file.read_text(encoding="utf-8")))
+def pool_of(file: Path) -> str:
+    """Which of two pools of ranks (`tests/distributed/pool.py`) the tests of a file run on; empty if on none.
+
+    Commands, scripts of the documents, and frameworks take as long as all other tests on ranks.
+    """
+    text, is_distributed = file.read_text(encoding="utf-8"), "tests/distributed/" in file.as_posix()
+    if is_distributed and not re.search(PROGRAMS, text):
+        return "ranks"
+    return "programs" if is_distributed or re.search(POOL, text) else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pooled files come first: they are the longest unit of work."""
-    items.sort(key=lambda item: not pooled(item.path))
+    """Files that use ranks come first: they are the longest units of work."""
+    items.sort(key=lambda item: not pool_of(item.path))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadscope` keeps each file on one worker, and all pooled files on the same, which starts one pool."""
+    """`--dist loadscope` keeps each file on one worker, and files that share ranks on the same, which starts them."""
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -58,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "pooled" if pooled(config.rootpath / file) else file
+            return pool_of(config.rootpath / file) or file
 
     return Scheduling(config, log)
 

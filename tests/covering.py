@@ -1,12 +1,15 @@
-"""Fewer cells than a product of three axes has: every pair of values of any two axes, and the rest when asked for."""
+"""Tables of which `make test` runs some cells, with every option at least once, and `make test-all` all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+Axis = Mapping[str, Any] | Sequence[Any]
+"""Values by their names, or values that name themselves."""
 
 
 def in_turns(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
@@ -26,3 +29,27 @@ def exhaustive(every: Iterable[tuple[Any, ...]], chosen: Iterable[tuple[Any, ...
     every, chosen = list(every), set(chosen)
     assert chosen <= set(every)
     return [pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive) for cell in every]
+
+
+def by_turns(turns: int, **axes: Axis) -> pytest.MarkDecorator:
+    """Parametrize over the product of axes; the cells whose places on the axes add up to a multiple of `turns` stay.
+
+    No axis but one of two is shorter than `turns`, so each value of each axis meets every `turns`-th of another; of
+    three axes all pairs stay.
+    """
+    values = [list(axis.values()) if isinstance(axis, Mapping) else list(axis) for axis in axes.values()]
+    names = [list(axis) if isinstance(axis, Mapping) else [named(value) for value in axis] for axis in axes.values()]
+    assert sorted(map(len, values))[-2] >= turns, "a value of the longest axis would stay nowhere"
+    cells = [
+        pytest.param(
+            *(values[n][i] for n, i in enumerate(places)),
+            id="-".join(str(names[n][i]) for n, i in enumerate(places)),
+            marks=pytest.mark.exhaustive if sum(places) % turns else (),
+        )
+        for places in product(*(range(len(axis)) for axis in values))
+    ]
+    return pytest.mark.parametrize(tuple(axes), cells)
+
+
+def named(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

@@ -1,34 +1,22 @@
 """The benchmark of convergence, with a small model on a few tokens."""
 
-import hashlib
 import json
 import math
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import convergence, convergence_plot, convergence_runs, convergence_table
+from benchmarks import convergence, convergence_table
 from benchmarks.convergence import ARMS, DENSE, LLAMA, MIXTURE, NVFP4_BETWEEN, Training, bytes_kept
-from benchmarks.convergence_corpus import Document, check_alike, is_held_out
-from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
-from quantshard import recipe
-from quantshard.tools.trainer import worker
-from quantshard.tools.trainer.models.decoder import LanguageModel
-from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive
-from tests.tools.report.runs import entry, write
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
-EXPERTS = replace(TINY, architecture="llama", experts=4, experts_per_token=2)
 BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 4, "block lean6": 5, "mxfp8 AdamW": 5, "torchao tensorwise": 14,
          "nvfp4 mxfp8-backward": 12.5, "nvfp4 mxfp8-forward": 13}  # fmt: skip
 """Of a parameter of a large matrix, without scales."""
@@ -64,96 +52,6 @@ def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypat
     assert BYTES[name] <= resumed["bytes"] < BYTES[name] + 0.5  # scales of lines of 32
 
 
-def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
-    folder, data = RunDir(tmp_path / "run"), (str(corpus / "train.bin"),)
-    digest = hashlib.sha256((corpus / "train.bin").read_bytes()).hexdigest()
-    (corpus / "corpus.json").write_text(json.dumps({"vocabulary": 100, "train": {"sha256": digest}}))
-    settings = TrainSettings(model=DENSE, data=data, vocabulary=128, steps=20, recipe="block", preset="lean8", seed=3)
-    worker.create_run(folder, settings.resolved(), 1)
-    folder.parameters.write_text(json.dumps({"parameter": {"preset": "lean8", "together": 5.094}}))
-    write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}}])
-    write(folder.metrics, [entry(step, tokens_per_s=1024.0 if step > 3 else 1.0) for step in range(1, 20)])
-    with pytest.raises(ValueError, match="after 19 of 20 steps"):
-        convergence_runs.record(corpus, folder.path)
-    write(folder.metrics, [entry(20, tokens_per_s=1024.0, heldout_loss=2.5)], "a")
-    found = convergence_runs.record(corpus, folder.path)
-    assert found["arm"] == "block lean8" and found["arm"] in ARMS and found["seed"] == 3
-    assert (found["heldout"], found["bytes"], found["tokens_per_s"], found["peak_gib"]) == (2.5, 5.094, 1024, 1.0)
-    assert found["tokens"] == 20 * 16 * 128 and len(found["losses"]) == 2
-    starts = ((0, "current"), (0, "nvfp4"), (10, "nvfp4"), (18, "mxfp8"), (16, "block"))
-    changed = [{"step": step, "recipe": recipe} for step, recipe in starts]
-    write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}} | start for start in changed])
-    assert convergence_runs.record(corpus, folder.path)["arm"] == "nvfp4, block from 80 % lean8"
-    rows = [
-        {"optimizer": {"exp_avg_sq": "FP8"}, "state_sizes": {"exp_avg": 132, "exp_avg_sq": size}} for size in (129, 132)
-    ]
-    for of_now, row in zip((True, False), rows, strict=True):
-        kept = json.loads(folder.parameters.read_text()) | {"rows": [row]}
-        folder.parameters.write_text(json.dumps(kept))
-        assert convergence_runs.record(corpus, folder.path)["arm"].endswith("% lean8" if of_now else "% E4M3 lean8")
-    folder.parameters.write_text(json.dumps({"parameter": kept["parameter"]}))
-    write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}}])
-    (tmp_path / "lines.jsonl").write_text(json.dumps(found) + "\n")
-    [(trained, arms)] = convergence_table.read(tmp_path / "lines.jsonl").items()
-    assert trained == TrainedOn(DENSE, digest[:8], 20 * 16 * 128, 16) and list(arms) == ["block lean8"]
-    config = (folder.path / "config.toml").read_text()
-    for was, now, says in (
-        ('optimizer = "adamw"', 'optimizer = "muon"', ""),
-        ("clip = 1.0", "clip = 2.0", "clip = 2.0, which no arm's name tells"),
-        (digest, "0" * 64, "which is not train.bin of"),
-    ):
-        (folder.path / "config.toml").write_text(config.replace(was, now))
-        if not says:
-            again = convergence_runs.record(corpus, folder.path)
-            assert again["arm"] == "block muon lean8"
-            kept = folder.read_config()[0]
-            assert convergence_runs.with_rate(again, kept) == again
-            named = convergence_runs.with_rate(again, replace(kept, lr=2e-3))
-            assert named["arm"] == "block muon lean8 at 0.002"
-            continue
-        with pytest.raises(ValueError, match=says):
-            convergence_runs.record(corpus, folder.path)
-
-
-@pytest.mark.exhaustive
-def test_another_version_of_a_package_is_told(tmp_path):
-    """Before a corpus is made whose losses nobody could compare."""
-    like = tmp_path / "corpus.json"
-    like.write_text(json.dumps({"sources": ["babel 2.18.0", "numpy 2.4.6"]}))
-    check_alike(["numpy 2.4.6", "babel 2.18.0", "numpy 2.4.6"], like)
-    with pytest.raises(SystemExit, match=r"here babel 2\.19\.0, rich 1; there babel 2\.18\.0;"):
-        check_alike(["numpy 2.4.6", "babel 2.19.0", "rich 1"], like)
-
-
-@pytest.mark.exhaustive
-def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path, monkeypatch):
-    """Its first two losses have the same bits; later ones differ, since gradients of micro-batches add up in BF16."""
-    monkeypatch.setattr(convergence, "EVERY", 1)
-    settings = replace(TINY, micro_batches=1)
-    arm = Training(ARMS["current"], 3, corpus, settings, "cpu")
-    arm.train(math.inf, last=2)
-    data = f"--data {corpus}/train.bin --heldout-data {corpus}/heldout.bin --vocabulary 128".split()
-    sizes = "--architecture gpt --tied --hidden 32 --layers 1 --heads 2 --kv-heads 2 --ffn 64 --seq-length 16".split()
-    steps = "--steps 6 --warmup 2 --global-batch 4 --lr 1e-3 --save-every 0 --seed 3 --recipe current".split()
-    command = [sys.executable, "-m", "quantshard", "train", "--run", str(tmp_path / "run"), *data, *sizes, *steps]
-    subprocess.run(command, check=True, capture_output=True)
-    lines = [json.loads(line) for line in RunDir(tmp_path / "run").metrics.read_text().splitlines()]
-    assert [round(line["loss"], 5) for line in lines[:2]] == arm.losses
-
-
-@pytest.mark.exhaustive
-def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
-    resumed, whole = resumed_and_whole(corpus, "block lean8", EXPERTS)
-    assert whole["model"] == MIXTURE and resumed["heldout"] == whole["heldout"]
-    monkeypatch.setattr(convergence, "trained_loss", lambda model, found, settings: found.cross_entropy)
-    without = convergence.run("block lean8", 1, Namespace(settings=EXPERTS, corpus=corpus, work=corpus / "a"), math.inf)
-    monkeypatch.undo()
-    balanced = convergence.run(
-        "block lean8", 1, Namespace(settings=EXPERTS, corpus=corpus, work=corpus / "b"), math.inf
-    )
-    assert without["heldout"] != balanced["heldout"], "the loss of balance trains nothing"
-
-
 def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
     settings = replace(TINY, architecture="llama", layers=12, steps=1)
     training = Training(ARMS[NVFP4_BETWEEN], 0, corpus, settings, "cpu")
@@ -162,49 +60,6 @@ def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
     assert training.train(math.inf) and bytes_kept(training) == pytest.approx(8 + 4 + 2 / 3, abs=0.1)  # and scales
     asked = Namespace(settings=settings, corpus=corpus, work=tmp_path / "work")
     assert convergence.run("bf16 AdamW", 0, asked, math.inf)["model"] == "llama 12x32"
-
-
-def test_the_plain_model_is_ours_in_plain_layers():
-    torch.manual_seed(0)
-    ours = LanguageModel(replace(TINY, layers=2), recipe.resolve("bf16"), "cpu", vocabulary=128)
-    with torch.no_grad():
-        for param in ours.parameters():
-            param.add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
-    plain = PlainModel(ours, PLAIN, "cpu")
-    tokens = torch.randint(0, 128, (3, 16))
-    with torch.no_grad():
-        wanted, found = ours.float()(tokens), plain.float()(tokens)
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    assert sum(each.numel() for each in plain.parameters()) == sum(each.numel() for each in ours.parameters())
-    with pytest.raises(ValueError, match="of GPT-2's kind"):
-        PlainModel(LanguageModel(EXPERTS, recipe.resolve("bf16"), "cpu", vocabulary=128), PLAIN, "cpu")
-
-
-def test_torchao_quantizes_the_layers_of_its_arm(corpus):
-    def losses(name):
-        training = Training(ARMS[name], 0, corpus, TINY, "cpu")
-        kinds = {type(each).__name__ for each in training.model.layers.modules() if hasattr(each, "in_features")}
-        training.train(math.inf)
-        return kinds, training.evaluate()
-
-    (ours, ours_loss), (plain, plain_loss) = losses("torchao tensorwise"), losses("plain bf16")
-    assert (ours, plain) == ({"Float8Linear"}, {"Linear"})
-    assert ours_loss != plain_loss and abs(ours_loss - plain_loss) < 0.1
-
-
-def test_rates_are_of_the_steps_of_all_sittings_but_for_the_first_of_each(corpus, monkeypatch):
-    monkeypatch.setattr(convergence, "EVERY", 1)
-    first = Training(ARMS["bf16"], 0, corpus, TINY, "cpu")
-    first.train(math.inf, last=4)
-    first.save(corpus / "saved")
-    second = Training(ARMS["bf16"], 0, corpus, TINY, "cpu")
-    second.load(corpus / "saved")
-    second.train(math.inf)
-    assert second.times[:3] == first.times and len(second.times) == 3 + 1
-    second.times = [0.5, 100.0, 0.5, 0.5]
-    assert second.tokens_per_second() == 4 * 16 * 1 / 0.5
-    second.times, second.seconds = [], 3.0
-    assert second.tokens_per_second() == pytest.approx(6 * 4 * 16 / 3)
 
 
 def test_steps_and_batches_are_chosen():
@@ -236,12 +91,6 @@ def test_an_arm_of_other_tokens_is_run_again(corpus, tmp_path):
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert convergence.finished(results, trained) == {("bf16", 1)}
     assert convergence.finished(tmp_path / "none", trained) == set()
-
-
-def test_what_is_held_out_is_told_by_the_contents_alone():
-    documents = [Document(f"{number:064x}", "", "") for number in range(1000)]
-    held = [document for document in documents if is_held_out(document)]
-    assert len(held) == 5 and [each for each in documents[100:] if is_held_out(each)] == held[1:]
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -280,37 +129,6 @@ def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
     assert "not known: it has 0." in alone[0] and alone[-1].startswith("| current lean8 | 9.0000 | - |")
 
 
-def test_runs_that_shared_a_gpu_tell_no_times(tmp_path, monkeypatch, capsys):
-    made = lambda corpus, folder: FIRST | {"heldout": 2.01, "peak_gib": 7.0, "tokens_per_s": 7}  # noqa: E731
-    monkeypatch.setattr(convergence_runs, "record", made)
-    monkeypatch.setattr(convergence_runs, "with_rate", lambda found, settings: found)
-    monkeypatch.setattr(RunDir, "read_config", lambda self: (None,))
-    told = []
-    for options in ([], ["--shared-gpu"]):
-        monkeypatch.setattr("sys.argv", ["convergence_runs.py", "corpus", "run", *options])
-        convergence_runs.main()
-        told.append(json.loads(capsys.readouterr().out))
-    assert told[0].keys() - told[1].keys() == {"seconds", "tokens_per_s"} and told[0] | told[1] == told[0]
-    rates = ({"arm": "block", "seed": seed, "tokens_per_s": 100 + seed} for seed in range(2))
-    groups = records(tmp_path, {}, {"seed": 1}, *rates)
-    [(trained, arms)] = groups.items()
-    convergence_table.add(groups, told[1] | {"arm": "block", "seed": 2})
-    convergence_table.add(groups, told[1] | {"arm": "shared", "seed": 2})
-    lines = list(convergence_table.table(trained, arms))
-    assert lines[-1] == "| shared | 2.0100 | - | 14.00 | 7.0 | - | 1 |"
-    assert any(line.startswith("| block | 2.0033 | +0.00") and line.endswith("| 7.0 | 101 | 3 |") for line in lines)
-
-
-def test_an_arm_is_compared_with_bf16_of_its_optimizer_and_rate():
-    arms = {name: name for name in ("bf16", "bf16 muon", "bf16 muon at 0.002", "current", "current lion")}
-    found = {
-        "bf16 muon": "bf16", "bf16 muon at 0.002": "bf16", "current lean8": "bf16", "current lion": "bf16",
-        "nvfp4, bf16 from 80 % muon": "bf16 muon", "current muon lean8 at 0.002": "bf16 muon at 0.002",
-        "current muon at 0.004": "bf16",
-    }  # fmt: skip
-    assert {name: convergence_table.reference_of(name, arms) for name in found} == found
-
-
 def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
     def of(corpus, heldout, *arms, seeds=1):
         return [{"arm": arm, "corpus": corpus, "heldout": heldout, "seed": at} for at in range(seeds) for arm in arms]
@@ -329,52 +147,6 @@ def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
         assert [line.split("|")[-2].strip() for line in lines[2:6]] == [
             loss, "not yet run", f"{loss} ({same} %)", f"{loss} ({same} %)"
         ]  # fmt: skip
-
-
-def test_the_readme_tells_bf16s_loss_of_the_seeds_that_all_rows_have(tmp_path):
-    three = [{"arm": "bf16", "seed": seed, "heldout": 2.0 + 0.3 * seed} for seed in range(3)]
-    for others, told in (
-        ((0, 1), "2.300 (2.150 on the 2 seeds that all rows share)"),
-        ((1,), "2.300 (2.300 on the 1 seed that all rows share)"),
-        ((), "2.300 |"),
-    ):
-        current = [{"arm": "current", "seed": seed} for seed in others]
-        lines = list(convergence_table.costs(records(tmp_path, *three, *current)))
-        assert told in lines[2], lines[2]
-
-
-def test_a_line_that_is_no_record_is_named(tmp_path):
-    for wrong in ("{", '{"arm": "bf16"}', "[1]"):
-        file = tmp_path / "records.jsonl"
-        file.write_text(json.dumps(FIRST) + "\n" + wrong + "\n")
-        with pytest.raises(ValueError, match=r"records.jsonl:2 is no record of convergence.py"):
-            convergence_table.read(file)
-
-
-@pytest.mark.slow
-def test_curves_are_the_same_picture_each_time(tmp_path):
-    groups = records(tmp_path, {"losses": [3.0 - 0.1 * at for at in range(12)]}, {"arm": "block"}, {"tokens": 5})
-    trained = convergence_table.ranked_groups(groups)[0]
-    for name in ("a.svg", "b.svg"):
-        convergence_plot.draw(tmp_path / name, trained, groups[trained])
-    picture = (tmp_path / "a.svg").read_text()
-    assert picture == (tmp_path / "b.svg").read_text() and "block" in picture and "million tokens" in picture
-
-
-def test_arms_of_recipes_by_layer_have_short_labels():
-    for name, shown in {
-        NVFP4_BETWEEN: "nvfp4; current: layers 0, 1, 10, 11",
-        f"{NVFP4_BETWEEN}, current from 80 % muon at 0.004": (
-            "nvfp4; current: layers 0, 1, 10, 11, current from 80 % muon at 0.004"
-        ),
-        "layers.0=bf16,self_attention=current,*=nvfp4/wgrad:current lean8": (
-            "nvfp4/wgrad:current; bf16: layers 0; current: self_attention lean8"
-        ),
-        "layers.0=current": "bf16; current: layers 0",
-        "current master=float16 momentum=fp8": "current master=float16 momentum=fp8",
-        "nvfp4, current from 80 %": "nvfp4, current from 80 %",
-    }.items():
-        assert convergence_plot.label(name) == shown
 
 
 def test_the_readme_has_the_bytes_of_the_formats_and_the_losses_that_were_recorded():

@@ -13,7 +13,6 @@ import quantshard
 from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
-from quantshard.compat.transformer_engine.common.recipe import FIXED
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.private_torch import lookup
@@ -85,21 +84,30 @@ All arguments of quantshard's [modules](api.md) work. These arguments of Transfo
 |---|---|"""
 
 REFUSED_HEAD = """
-These are accepted with their default, None or False; other values raise. A sliding `window_size` raises too: use
+These are accepted with TransformerEngine's default or None; other values raise. A sliding `window_size` raises too: use
 `attn_mask_type="arbitrary"` with a mask.
 
-| argument | of |
-|---|---|"""
+| argument | of | instead |
+|---|---|---|"""
+
+
+RECIPES = {kind.__name__ for kind in recipe.NAMES.values()}
 
 
 def argument_rows(is_hint: bool) -> list[str]:
     """Return a row for each set of classes and methods: the arguments that only TransformerEngine's versions have."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted({name for arguments in ARGUMENTS.values() for name in arguments}):
-        owners = [owner for owner in sorted(ARGUMENTS) if name in ARGUMENTS[owner]]
-        owners = [f"`{owner}`" for owner in owners if ARGUMENTS[owner][name].hint is is_hint]
-        groups.setdefault(tuple(owners), []).append(name)
-    return [f"| {', '.join(names)} | {', '.join(owners)} |" for owners, names in groups.items() if owners]
+    owners: dict[tuple[str, str], list[str]] = {}
+    for owner in sorted(ARGUMENTS.keys() - RECIPES):
+        for name, argument in ARGUMENTS[owner].items():
+            if argument.hint is is_hint:
+                owners.setdefault((name, argument.instead), []).append(f"`{owner}`")
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (name, instead), members in sorted(owners.items()):
+        rows.setdefault((", ".join(members), instead), []).append(name)
+    return [
+        f"| {', '.join(names)} | {members} |" + ("" if is_hint else f" {instead} |")
+        for (members, instead), names in rows.items()
+    ]
 
 
 def rendered() -> str:
@@ -108,15 +116,14 @@ def rendered() -> str:
         "",
         "## Recipes",
         "",
-        "| class | name | arguments | accepted with this value only |",
+        "| class | name | arguments | accepted with TransformerEngine's default only |",
         "|---|---|---|---|",
     ]
     for kind in dict.fromkeys(recipe.NAMES.values()):
         called = ", ".join(f'"{name}"' for name, other in recipe.NAMES.items() if other is kind)
-        fixed = {name: value for name, (value, _) in FIXED.get(kind.__name__, {}).items()}
+        fixed = ", ".join(ARGUMENTS.get(kind.__name__, {}))
         free = ", ".join(inspect.signature(kind).parameters)
-        shown = ", ".join(f"{each}={getattr(value, 'value', value)!r}" for each, value in fixed.items())
-        lines.append(f"| `recipe.{kind.__name__}` | {called} | {free or '-'} | {shown or '-'} |")
+        lines.append(f"| `recipe.{kind.__name__}` | {called} | {free or '-'} | {fixed or '-'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,22 +8,20 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import step_profile, train_step, training_arms
 from benchmarks.block_step import Shape
 from benchmarks.ranks import OutOfTime, RankFailure, Ranks
 from benchmarks.training_arms import ARMS, TrainingArm
-from quantshard.modules.graphs import callables
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
-from tests.modules.graphed import RerunRecorder, rerun
+from tests.modules.graphed import rerun
 
 __all__ = ["rerun"]
 
@@ -57,31 +55,6 @@ def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: 
     assert eager.keys() <= found.keys() and all(found[name] == eager[name] for name in eager)
 
 
-def spread_arms() -> list[Any]:
-    """For each arm whether it trains as the eager one, and its row."""
-    mesh, found = init_device_mesh("cpu", (2,)), list[Any]()
-    with (
-        mock.patch.object(callables, "GraphRecorder", RerunRecorder),
-        mock.patch.object(callables, "_device", lambda *_: torch.device("cpu")),
-        mock.patch.object(training_arms, "recorded", lambda step: step),
-    ):
-        for eager, other in (("ours-current", "captured-step"), ("ours-current", "graphed-ddp")):
-            name = f"{eager}-{other}"
-            like = after_steps(eager + "-ddp" * name.endswith("-ddp"), mesh)
-            alike = [like[key] == value for key, value in after_steps(name, mesh).items() if key in like]
-            row = train_step.measure(mesh, ARMS[name], SMALL, 2, 0.0)
-            found.append((name, len(alike) > 10 and all(alike), row["collectives"] > 0))
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-def test_sharded_and_replicated_arms_train_what_eager_ones_do() -> None:
-    """2 ranks."""
-    wanted = [(f"ours-current-{way}", True, True) for way in ("captured-step", "graphed-ddp")]
-    assert run_ranks(2, spread_arms) == [wanted, wanted]
-
-
 def test_rows_are_kept_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An arm that fails has a row; another call measures what is missing, or asked for again."""
     file = tmp_path / "rows.jsonl"
@@ -107,37 +80,6 @@ def test_rows_are_kept_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFi
     arms, out = called("--arms", f"{broken},{rest}", "--again", "*-lean")
     assert arms == [f"{broken}!", "ours-block-lean", "ours-block-lean", "ours-block-bf16"]
     assert "; 1 rows are there" in out and out.count("| ours-block-lean |") == 2
-
-
-def test_wrong_words_are_told() -> None:
-    for wrong, told in {
-        "--arms ours-fp7": "--arms: 'ours-fp7' matches none; arms are bf16, torchao-{tensorwise,rowwise}, ours-{",
-        "--arms bf16,": "--arms: '' matches none",
-        "--shapes llama-70b": "--shapes: 'llama-70b' is none of llama-1b, llama-3b",
-        "--batches 4": "--batches: '4' is not SEQUENCESxTOKENS, as in 4x2048",
-        "--batches 0x16": "--batches: '0x16' is not ",
-        "--gpus 1,,2": "--gpus: '1,,2' is not numbers",
-    }.items():
-        with pytest.raises(SystemExit, match=re.escape(told)):
-            train_step.main([*wrong.split(), "--minutes", "0", "--device", "cpu"])
-
-
-def test_speeds_are_beside_those_of_the_same_call() -> None:
-    def row(call: int, arm: str, speed: float) -> dict[str, Any]:
-        like = dict(shape="tiny", layers=1, batch="1x16", GPUs=1, device="cpu", call=call, arm=arm)
-        return like | {"tokens/s/GPU": speed, "ms": 1.0}
-
-    rows = [row(1, "bf16", 10.0), row(2, "bf16", 20.0), row(1, "ours-block", 20.0), row(3, "ours-block", 20.0)]
-    assert [line.split(" | ")[-1] for line in train_step.table(rows)[2:]] == ["1.00 |", "1.00 |", "2.00 |", "1.00 |"]
-
-
-def test_every_option_of_an_arm_is_in_its_name() -> None:
-    assert len(ARMS) == len(set(ARMS.values())) and list(ARMS)[:2] == ["bf16", "torchao-tensorwise"]
-    assert ARMS["ours-mxfp8-masterless-reduce-overhead-recomputed-ddp"].recomputes
-    assert ARMS["ours-current-fp8-activations"].stores
-    assert ARMS["torchao-tensorwise-bf16-reduction"].bf16_reduction
-    reasons = {name: ARMS[name].why_not(2) for name in ("ours-block-graphed", "ours-block-graphed-ddp", "bf16")}
-    assert [bool(reason) for reason in reasons.values()] == [True, False, False]
 
 
 # Processes --------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ LIMITS = {
     "backward": (15, 72),
     "forward, mxfp8": (20, 92),
     "backward, mxfp8": (17, 105),
-    "step": (18, 210),
-    "save": (22, 360),
-    "load": (27, 1100),
+    "step": (17, 205),
+    "save": (16, 325),
+    "load": (23, 1045),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

@@ -2,25 +2,23 @@
 
 One process reads both, one entry at a time. Tensors are assembled from their shards as by stock DCP, and compared by
 their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
-(an optimizer's groups, the step) are compared by value, and their floats by bits; no code of the files is executed.
+(an optimizer's groups, the step) are compared by value; no code of the files is executed.
 States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import RANKS, keys_by_rank
+from quantshard.checkpoints.saving import RANKS, digest, keys_by_rank
 from quantshard.errors import CheckpointError
 
 _SLICE_ELEMENTS = 1 << 24
@@ -54,7 +52,7 @@ class Comparison:
     """The result of `compare`.
 
     `differences`: in the order of keys. `tensors`, `others`: number of compared tensors and of other entries. `bytes`:
-    size of the compared tensors. `keys`: the keys of all entries in the comparison.
+    size of the tensors of one shape and dtype. `keys`: the keys of all entries in the comparison.
     """
 
     path_a: str
@@ -82,49 +80,44 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Not a collective call: one process compares, with two tensors in memory at a time.
     """
     a, b = (SafeReader(path) for path in (path_a, path_b))
-    entries_a, entries_b = a.entries, b.entries
+    keys = sorted(a.entries.keys() | b.entries.keys())
+    if len(keys_by_rank(a.entries)) != len(keys_by_rank(b.entries)):
+        keys = [key for key in keys if not key.startswith(f"{RANKS}.")]
     differences: list[Difference] = []
     num_tensors = num_objects = num_bytes = 0
-    keys = sorted(entries_a.keys() | entries_b.keys())
-    if len(keys_by_rank(entries_a)) != len(keys_by_rank(entries_b)):
-        keys = [key for key in keys if not key.startswith(f"{RANKS}.")]
     for key in keys:
-        if key not in entries_a or key not in entries_b:
-            holder, other_path = (path_a, path_b) if key in entries_a else (path_b, path_a)
-            side = "A" if key in entries_a else "B"
-            differences.append(Difference(key, f"only in {holder}, not in {other_path}", only_in=side))
-            continue
-        entry_a, entry_b = entries_a[key], entries_b[key]
-        difference: Difference | None
-        if isinstance(entry_a, TensorStorageMetadata) and isinstance(entry_b, TensorStorageMetadata):
-            num_tensors += 1
-            difference = _described(key, entry_a, entry_b)
-            if difference is None:
-                num_bytes += entry_a.size.numel() * entry_a.properties.dtype.itemsize
-                difference = _bits(key, a.value(key), b.value(key))
-        elif type(entry_a) is type(entry_b):
-            num_objects += 1
-            try:
-                what = _first_unequal(a.value(key), b.value(key), "")
-            except CheckpointError as error:
-                what = f"they cannot be compared: {error}"
-            difference = None if what is None else Difference(key, what)
-        else:
-            kinds = [
-                "a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor"
-                for entry in (entry_a, entry_b)
-            ]
-            difference = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
+        entry, other, difference = a.entries.get(key), b.entries.get(key), _difference(key, a, b)
         if difference is not None:
             differences.append(difference)
+        num_objects += type(entry) is type(other) is BytesStorageMetadata
+        if isinstance(entry, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
+            num_tensors += 1
+            if difference is None or difference.count:
+                num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
     return Comparison(str(path_a), str(path_b), tuple(differences), num_tensors, num_objects, num_bytes, tuple(keys))
 
 
-def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:
-    if a.size == b.size and a.properties.dtype == b.properties.dtype:
+def _difference(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
+    """The difference of one entry of two checkpoints, or None."""
+    for side, reader, other in (("A", a, b), ("B", b, a)):
+        if key not in other.entries:
+            return Difference(key, f"only in {reader.path}, not in {other.path}", only_in=side)
+    entries = a.entries[key], b.entries[key]
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    if len(tensors) == 1:
+        kinds = ["a tensor" if entry in tensors else "not a tensor" for entry in entries]
+        return Difference(key, f"{kinds[0]} in {a.path}, {kinds[1]} in {b.path}")
+    if tensors:
+        kinds = [f"{str(t.properties.dtype).removeprefix('torch.')} {tuple(t.size)}" for t in tensors]
+        same = kinds[0] == kinds[1]
+        return _bits(key, a.value(key), b.value(key)) if same else Difference(key, f"{kinds[0]} and {kinds[1]}")
+    try:
+        values = a.value(key), b.value(key)
+    except CheckpointError as error:
+        return Difference(key, f"they cannot be compared: {error}")
+    if digest(values[0]) == digest(values[1]):
         return None
-    texts = [f"{str(entry.properties.dtype).removeprefix('torch.')} {tuple(entry.size)}" for entry in (a, b)]
-    return Difference(key, f"{texts[0]} and {texts[1]}")
+    return Difference(key, f"{_short(values[0])} and {_short(values[1])}")
 
 
 def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
@@ -165,34 +158,6 @@ def _element(flat: Tensor, at: int) -> str:
     bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
     value = part.float() if part.is_floating_point() and part.itemsize == 1 else part
     return f"{value.item()!r} (0x{bits})"
-
-
-def _first_unequal(a: Any, b: Any, where: str) -> str | None:
-    """Describe the first difference of two plain objects; None if they are equal."""
-    prefix = f"{where}: " if where else ""
-    if type(a) is not type(b):
-        return f"{prefix}{_short(a)} and {_short(b)}, a {type(a).__name__} and a {type(b).__name__}"
-    if isinstance(a, Mapping):
-        for key in sorted({*a, *b}, key=repr):
-            if key not in a or key not in b:
-                return f"{prefix}{key!r} is in one of them only"
-            if (difference := _first_unequal(a[key], b[key], f"{where}[{key!r}]")) is not None:
-                return difference
-        return None
-    if isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return f"{prefix}{len(a)} and {len(b)} entries"
-        for number, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
-            if (difference := _first_unequal(item_a, item_b, f"{where}[{number}]")) is not None:
-                return difference
-        return None
-    if isinstance(a, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{prefix}{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-        differs = _bits("", a.contiguous(), b.contiguous())
-        return None if differs is None else prefix + differs.what
-    is_equal = struct.pack("d", a) == struct.pack("d", b) if isinstance(a, float) else a == b
-    return None if is_equal else f"{prefix}{_short(a)} and {_short(b)}"
 
 
 def _short(value: Any) -> str:

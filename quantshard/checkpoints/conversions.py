@@ -328,28 +328,19 @@ def state_conversions(
     for group in optimizer.param_groups:
         for param in group["params"]:
             live = optimizer.state.get(param, {})
-            for role in _roles(live):
+            for role, value in live.items():
+                if not isinstance(value, Tensor) or role.startswith((MASTER, AVERAGE)) or scaled_state(role):
+                    continue
                 key = f"optimizer.state.{number_by_id.get(id(param))}.{role}"
                 entry = entries.get(key)
-                if not isinstance(entry, TensorStorageMetadata) or entry.size != live[role].shape:
+                if not isinstance(entry, TensorStorageMetadata) or entry.size != value.shape:
                     continue  # of another optimizer or model, which `fit` reports
                 stored_kind = entry.properties.dtype, stored_state_spec(key, entry.properties.dtype, entries)
-                live_kind = live[role].dtype, stored_state_spec(role, live[role].dtype, live)
-                if stored_kind != live_kind and _is_known(stored_kind):
+                live_kind = value.dtype, stored_state_spec(role, value.dtype, live)
+                is_known = stored_kind[1] is not None or stored_kind[0] in (torch.float32, torch.bfloat16)
+                if stored_kind != live_kind and is_known:
                     conversions.append(StateConversion(param, role, key, stored_kind, live_kind))
     return conversions
-
-
-def _roles(live: Mapping[str, Any]) -> Iterator[str]:
-    """The names of a parameter's states, except masters, averages and scales."""
-    for key, value in live.items():
-        if isinstance(value, Tensor) and not key.startswith((MASTER, AVERAGE)) and not scaled_state(key):
-            yield key
-
-
-def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
-    dtype, spec = saved
-    return spec is not None or dtype in (torch.float32, torch.bfloat16)
 
 
 def write_states(reader: SafeReader, conversions: list[StateConversion], optimizer: Any) -> None:
@@ -373,8 +364,8 @@ def _check_finite_states(path: object, batch: list[StateConversion], values: lis
             )
 
 
-def notices(weights: list[ParameterConversion], states: list[StateConversion]) -> list[str]:
-    """Sentences about what was converted: counts, names, formats and sources."""
+def description(weights: list[ParameterConversion], states: list[StateConversion]) -> str:
+    """A sentence about what was converted: counts, names, formats and sources. "" if nothing was."""
     requantized = Counter((c.stored_format, c.live_format, _described(c.source)) for c in weights if c.requantizes)
     # plain values are exact masters, so masters made of them are not reported
     masters = Counter(
@@ -388,7 +379,7 @@ def notices(weights: list[ParameterConversion], states: list[StateConversion]) -
         "masters were made": [f"{n} of {source}" for source, n in sorted(masters.items(), reverse=True)],
         "states were converted": [f"{n} {role} from {old} to {new}" for (role, old, new), n in converted.items()],
     }
-    return [f"{title}: {', '.join(lines)}" for title, lines in items.items() if lines]
+    return "; ".join(f"{title}: {', '.join(lines)}" for title, lines in items.items() if lines)
 
 
 def _described(source: str) -> str:

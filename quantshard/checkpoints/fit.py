@@ -5,13 +5,11 @@ A mismatch is not damage: the run's other checkpoints would not fit either, so n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard import private_torch, state_storage
@@ -21,11 +19,12 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
 from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import digest
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
-from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
+from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -33,17 +32,18 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 Stored = Mapping[str, STORAGE_TYPES]
 
 
-def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
+def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
     """The keys of a checkpoint that belong to experts of other ranks."""
     if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
-    other_ranks_keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
-    states = [key for key in stored if key.startswith(STATES)] if numbers is not None else []
-    return other_ranks_keys | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
+    keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
+    if numbers is not None:
+        keys |= {key for key in stored if key.startswith(STATES) and key.split(".")[2] in numbers.elsewhere}
+    return keys
 
 
-def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
+def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
     """The keys of the optimizer's groups that keep their live value because the checkpoint lacks them.
 
     The optimizer itself did not create these entries, but e.g. a scheduler did. `own_seed`: also keep the optimizer's
@@ -52,34 +52,29 @@ def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, o
     if optimizer is None:
         return set()
     required = {"params", *state_storage.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
-    missing = [key for key in wanted if key.startswith(GROUPS) and key not in stored]
+    missing = [key for key in live if key.startswith(GROUPS) and key not in stored]
     return {key for key in missing if key.split(".")[3] not in required}
 
 
-def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: Collection[str] | None) -> None:
+def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
     """Check the model's part of a checkpoint.
 
     Args:
-        stored, wanted: the checkpoint's entries and the live entries to load, by key, both without converted entries.
+        stored, live: the checkpoint's entries and the live entries to load, by key, both without converted entries.
         casts: the keys of plain tensors that can be cast; None for all.
     """
-    missing, unexpected = _differing(stored, wanted, _MODEL)
-    pairs = [item for item in _tensors(stored, wanted, _MODEL) if isinstance(item[2], Tensor)]
-    mismatched = [*missing, *unexpected, *[key for key, entry, value in pairs if entry.size != value.shape]]
-    if mismatched and all(map(is_history, mismatched)):
-        raise CheckpointError(
-            f"{path} is of another recipe: {len(mismatched)} amax histories are on one side only, or of another length "
-            f"(first: {mismatched[0]}); build the model with the checkpoint's recipe, or load with requantize=True, "
-            "which clears them"
-        )
+    missing, unexpected = _differing(stored, live, _MODEL)
     if missing or unexpected:
         raise CheckpointError(
             f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
             f"{missing[:1] or '-'}) and has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'})"
+            + _history_remedy([*missing, *unexpected])
         )
-    if item := next(_objects_for_tensors(stored, wanted, _MODEL), None):
-        raise CheckpointError(f"{path} is of another model: {item}")
-    for key, entry, value in pairs:
+    for key, entry, value in _pairs(stored, live, _MODEL):
+        if not isinstance(value, Tensor):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path} is of another model: {key} is not a tensor there and {_kind(value)} here")
         if private_torch.local_tensor(value).is_meta:
             raise CheckpointError(
                 f"{path}: {key} is on the meta device here, where loading does nothing; call reset_parameters() or "
@@ -88,8 +83,8 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
         if entry.size != value.shape:
             raise CheckpointError(
                 f"{path} is of another model: {key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+                + _history_remedy([key])
             )
-    for key, entry, value in pairs:
         if casts is not None and key not in casts and entry.properties.dtype != value.dtype:
             raise CheckpointError(
                 f"{path} is of another model: {key} is {entry.properties.dtype} there and {value.dtype} here; build "
@@ -97,27 +92,22 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
             )
 
 
-def check_optimizer(
-    path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer, can_convert: Callable[[], bool]
-) -> None:
-    """Check the optimizer's part of a checkpoint, with the arguments and errors of `check_model`.
+def _history_remedy(keys: list[str]) -> str:
+    return "; load with requantize=True, which clears amax histories" if all(map(is_history, keys)) else ""
 
-    `can_convert`: returns whether some states differ in a dtype that `requantize=True` would convert.
-    """
+
+def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Check the optimizer's part of a checkpoint, with the arguments and errors of `check_model`."""
     reseed_hint = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
     remedy = f"load the model alone{reseed_hint}"
     if not any([key.startswith(_OPTIMIZER) for key in stored]):
         raise CheckpointError(f"{path} was saved without an optimizer; {remedy}")
-    differences = list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer)))
-    if not differences:
-        return
-    if reason := _averages_difference(stored, wanted):
-        raise CheckpointError(f"{path} has {reason}; or {remedy}")
-    raise CheckpointError(
-        f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved with, "
-        + ("load it with requantize=True, which converts states of other dtypes, " if can_convert() else "")
-        + f"or {remedy}"
-    )
+    differences = list(_optimizer_differences(stored, live, optimizer_states.allocates(optimizer)))
+    if differences:
+        raise CheckpointError(
+            f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved "
+            f"with, load with requantize=True to convert states of other dtypes, or {remedy}"
+        )
 
 
 def names_parameters(key: str) -> bool:
@@ -148,93 +138,70 @@ def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence
                 )
 
 
-def check_settings(path: Path_, settings: Mapping[str, Any], wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_settings(path: Path_, settings: Mapping[str, Any], live: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Check that a step can run with the checkpoint's group options: each must have the type of the live one.
 
-    `wanted`: the entries of the optimizer's state dict.
+    `live`: the entries of the optimizer's state dict.
     """
     own_names = state_storage.own_settings(optimizer)
     for key, value in settings.items():
         if not key.startswith(GROUPS):
             continue
         _, _, number, name = key.split(".", 3)
-        live = optimizer.param_groups[int(number)].get(name, wanted[key])  # the state dict can differ from the group
-        if not state_storage.can_take(name.partition(".")[0] in own_names, value, live):
+        setting = optimizer.param_groups[int(number)].get(name, live[key])  # the state dict can differ from the group
+        if not state_storage.can_take(name.partition(".")[0] in own_names, value, setting):
             raise CheckpointError(
                 f"{path} is of another optimizer, or damaged: its group {number} has {name} = {shown(value)}, and this "
-                f"optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
+                f"optimizer has {shown(setting)}; choose another checkpoint, or load the model alone"
             )
 
 
-def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
-    """The rest of an error message if only one side has averages of weights; otherwise ""."""
-    stored_has, live_has = (
-        any(key.startswith(STATES) and key.endswith(f".{AVERAGE}") for key in keys) for keys in (stored, wanted)
-    )
-    if live_has and not stored_has:
-        return f"no averages of weights ({AVERAGE}); build the optimizer without ema_decay, load, begin_average(decay)"
-    if stored_has and not live_has:
-        return f"averages of weights ({AVERAGE}); build the optimizer with ema_decay, load, then call drop_average()"
-    return ""
-
-
-def _numbers(keys: Iterable[str]) -> set[int]:
-    """The numbers of the parameters that have states among these keys."""
-    numbers = {key.split(".")[2] for key in keys if key.startswith(STATES)}
-    return {int(number) for number in numbers if number.isdecimal()}
-
-
-def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
+def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """Describe the first difference of each kind. `allocates`: the optimizer creates all its states at construction."""
     stored_groups, live_groups = (
-        len({key.split(".")[2] for key in keys if key.startswith(GROUPS)}) for keys in (stored, wanted)
+        len({key.split(".")[2] for key in keys if key.startswith(GROUPS)}) for keys in (stored, live)
     )
     if stored_groups != live_groups:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
-    num_stored, num_live = len(_numbers(stored)), len(_numbers(wanted))
+    num_stored, num_live = (
+        len({key.split(".")[2] for key in keys if key.startswith(STATES)}) for keys in (stored, live)
+    )
     if allocates and num_stored != num_live:
         yield f"it has states of {num_stored} parameters and this one of {num_live} (frozen ones have none)"
-    missing_keys, unexpected = _differing(stored, wanted, _OPTIMIZER)
-    missing_options = [key for key in missing_keys if key.startswith(GROUPS)]
+    missing, unexpected = _differing(stored, live, _OPTIMIZER)
+    missing_options = [key for key in missing if key.startswith(GROUPS)]
     if missing_options and stored_groups == live_groups:
         _, _, number, name = missing_options[0].split(".", 3)
         yield f"its group {number} has no {name!r}"
-    if missing := sorted(set(missing_keys) - set(missing_options)):
-        yield f"it lacks {len(missing)} of this one's tensors (first: {missing[:1]})"
-    if unexpected := [key for key in unexpected if key.startswith(STATES)]:
-        yield f"it has {len(unexpected)} tensors that this one lacks (first: {unexpected[:1]})"
-    for key, entry, value in _tensors(stored, wanted, _OPTIMIZER):
-        is_tensor = isinstance(value, Tensor)
-        if not is_tensor or entry.properties.dtype != value.dtype or entry.size != value.shape:
-            live_kind = _described(value.dtype, value.shape) if is_tensor else "not a tensor"
-            yield f"{key} is {_described(entry.properties.dtype, entry.size)} there and {live_kind} here"
+    if missing_states := [key for key in missing if not key.startswith(GROUPS)]:
+        yield f"it lacks {len(missing_states)} of this one's tensors (first: {missing_states[:1]})"
+    if unexpected_states := [key for key in unexpected if key.startswith(STATES)]:
+        yield f"it has {len(unexpected_states)} tensors that this one lacks (first: {unexpected_states[:1]})"
+    for key, entry, value in _pairs(stored, live, _OPTIMIZER):
+        stored_kind = "not a tensor"
+        if isinstance(entry, TensorStorageMetadata):
+            stored_kind = f"{entry.properties.dtype} {list(entry.size)}"
+        elif not key.startswith(STATES):
+            # a setting can become a tensor here (`capturable`)
+            continue
+        if stored_kind != _kind(value):
+            yield f"{key} is {stored_kind} there and {_kind(value)} here"
             return
-    yield from islice(_objects_for_tensors(stored, wanted, STATES), 1)
 
 
-def _described(dtype: torch.dtype, size: torch.Size) -> str:
-    return f"{dtype} {list(size)}"
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else "not a tensor"
 
 
-def _differing(stored: Iterable[str], wanted: Iterable[str], prefix: str) -> tuple[list[str], list[str]]:
+def _differing(stored: Iterable[str], live: Iterable[str], prefix: str) -> tuple[list[str], list[str]]:
     """(keys that the checkpoint lacks, keys that only the checkpoint has) among those with a prefix."""
-    stored_keys, wanted_keys = ({key for key in keys if key.startswith(prefix)} for keys in (stored, wanted))
-    return sorted(wanted_keys - stored_keys), sorted(stored_keys - wanted_keys)
+    stored_keys, live_keys = ({key for key in keys if key.startswith(prefix)} for keys in (stored, live))
+    return sorted(live_keys - stored_keys), sorted(stored_keys - live_keys)
 
 
-def _tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str) -> list[tuple[str, TensorStorageMetadata, Any]]:
-    """(key, stored entry, live entry) of each tensor in the checkpoint that is loaded."""
-    keys = [key for key in sorted(stored.keys() & wanted.keys()) if key.startswith(prefix)]
-    entries = [(key, stored[key], wanted[key]) for key in keys]
-    return [(key, entry, value) for key, entry, value in entries if isinstance(entry, TensorStorageMetadata)]
-
-
-def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Describe live tensors that are not tensors in the checkpoint."""
-    for key in sorted(stored.keys() & wanted.keys()):
-        value = wanted[key]
-        if key.startswith(prefix) and isinstance(value, Tensor) and isinstance(stored[key], BytesStorageMetadata):
-            yield f"{key} is not a tensor there and {_described(value.dtype, value.shape)} here"
+def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
+    """(key, stored entry, live entry) of each key with a prefix that both sides have."""
+    return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]
 
 
 # Tied weights
@@ -260,26 +227,14 @@ def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) 
     for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
         values, alias_values = (
             {
-                suffix: reader.value(f"model.{name}{suffix}")
+                suffix: digest(reader.value(f"model.{name}{suffix}"))
                 for suffix in _SUFFIXES
                 if f"model.{name}{suffix}" in reader.entries
             }
             for name in (first, alias)
         )
-        if values and alias_values and not _are_equal(values, alias_values):
+        if values and alias_values and values != alias_values:
             raise CheckpointError(
                 f"{reader.path} has different values for {alias} and {first}, which are tied in this model; load it "
                 "into a model where they are not tied"
             )
-
-
-def _are_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    """Whether tensors are equal bit for bit."""
-    return one.keys() == two.keys() and all(
-        value.dtype == two[suffix].dtype and torch.equal(_bytes(value), _bytes(two[suffix]))
-        for suffix, value in one.items()
-    )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

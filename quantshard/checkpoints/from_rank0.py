@@ -49,8 +49,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
         `missing_keys` and `unexpected_keys`, like `load_state_dict`.
 
     Raises:
-        CheckpointError: an entry of rank 0 is missing, unknown, not a plain tensor, or has another shape, dtype or
-            format than the model's. The same on every rank, and nothing was written.
+        CheckpointError: an entry of rank 0 does not fit. The same on every rank, and nothing was written.
     """
     components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))

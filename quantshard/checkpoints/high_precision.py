@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ def high_precision_state_dict(
             `StateDictOptions`.
 
     Raises:
-        ConfigurationError: a trained weight has no master in the optimizer, or was changed since the optimizer read it;
-            `full` with expert parallelism. The same on every rank.
+        ConfigurationError: a trained weight has no master in the optimizer, or was changed since the optimizer read it.
     """
     live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
@@ -82,8 +80,7 @@ def _checked(
     """The live state dict, and the parameters by its keys, after checks of the arguments."""
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(
-            f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}; the codes are in "
-            "model.state_dict()"
+            f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}"
         )
     for name, module in model.named_modules():
         if full and process_groups.expert_axis(module) is not None:
@@ -106,8 +103,7 @@ def _checked(
 
 
 def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
-    quantized = components.quantized_local(param)
-    if quantized is None or not param.requires_grad:
+    if components.quantized_local(param) is None or not param.requires_grad:
         return
     if not has_master(optimizer.state.get(param, {})):
         raise ConfigurationError(
@@ -184,8 +180,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, or of another shape; or values to be quantized are
-            infinite or NaN. If one rank fails, all do.
+        CheckpointError: a tensor is missing, unknown, quantized, of another shape, or not finite; on every rank.
     """
     components.check_offsets(model.named_parameters())
     for module in model.modules():
@@ -229,11 +224,8 @@ def _other_entries(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """(live tensor, value) of each buffer, RNG key and draw count in the state dict."""
-    live = dict(model.named_buffers())
-    for name in state_dict.keys() - params.keys() - live.keys():
-        tensor = _by_attributes(model, name) if name.endswith((f"_{KEY}", f"_{DRAWS}")) else None
-        if tensor is not None:
-            live[name] = tensor
+    live = {key: value for key, value in model.state_dict().items() if key.endswith((f"_{KEY}", f"_{DRAWS}"))}
+    live |= dict(model.named_buffers())
     missing = sorted(params.keys() - state_dict.keys())
     unknown = sorted(state_dict.keys() - params.keys() - live.keys() - components.held_elsewhere(model, state_dict))
     if missing or unknown:
@@ -245,14 +237,6 @@ def _other_entries(
     return [
         (live[name], _value(name, state_dict[name], live[name])) for name in sorted(live.keys() & state_dict.keys())
     ]
-
-
-def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
-    try:
-        value = attrgetter(name)(model)
-    except AttributeError:
-        return None
-    return value if isinstance(value, Tensor) else None
 
 
 def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:

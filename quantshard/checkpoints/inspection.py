@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -106,15 +106,10 @@ class Inspection:
         for row in self.rows:
             kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
             rows_by_kind.setdefault((kind, row.format), []).append(row)
-        order = sorted(rows_by_kind, key=lambda key: (key[0] != WEIGHT, key))
+        order = sorted(rows_by_kind.items(), key=lambda item: (item[0][0] != WEIGHT, item[0]))
         return tuple(
-            FormatTotal(
-                *key,
-                len(rows_by_kind[key]),
-                sum(r.numel for r in rows_by_kind[key]),
-                sum(r.bytes for r in rows_by_kind[key]),
-            )
-            for key in order
+            FormatTotal(*key, len(rows), sum(row.numel for row in rows), sum(row.bytes for row in rows))
+            for key, rows in order
         )
 
     def to_json(self) -> str:
@@ -128,29 +123,40 @@ class Inspection:
 def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
     """Inspect a checkpoint directory. `layouts.inspection.inspect` also accepts safetensors files.
 
-    Not a collective call. No code of the files is executed, and only one chunk is in memory at a time.
-
-    Args:
-        data: read scales and codes too, and not only metadata and tags.
-
-    Raises:
-        CheckpointError: the directory is not a checkpoint, or is damaged.
+    Not a collective call. No code of the files is executed, and only one chunk is in memory at a time. Without `data`,
+    only metadata and tags are read.
     """
     reader = SafeReader(path)
-    entries = reader.entries
-    rows = [_row(reader, group, kind_of(group.name, entries), data) for group in groups(reader)]
-    object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    rows = tuple(_row(reader, group, data) for group in groups(reader))
     facts = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
     run = None if reader.manifest is None else {name: getattr(reader.manifest, name) for name in facts}
-    return Inspection(str(path), tuple(rows), tuple(sorted(object_keys)), run)
+    return Inspection(str(path), rows, tuple(_object_keys(reader)), run)
+
+
+def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
+    codes = reader.entries[group.parts.get("codes", group.name)]
+    return TensorSummary(
+        group.name,
+        kind_of(group.name, reader.entries),
+        group.tag,
+        group.format is not None,
+        group.shape,
+        group_bytes(reader, group),
+        len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0,
+        **counted(figures(reader, group) if data and group.format is not None else None, group.wrong),
+    )
+
+
+def counted(statistics: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a `TensorSummary` that come from its data."""
+    if statistics is None or not statistics.elements:
+        return {"wrong": wrong}
+    fields = {name: getattr(statistics, name) for name in ("zeros", "saturated", "scales")}
+    return {"codes": statistics.elements, **fields, "wrong": (*wrong, *statistics.wrong)}
 
 
 def kind_of(key: str, keys: Container[str]) -> str:
-    """The kind of an entry, or of a tensor with several entries.
-
-    Args:
-        keys: all keys of the checkpoint.
-    """
+    """The kind of an entry, or of a tensor with several entries. `keys`: all keys of the checkpoint."""
     for prefix, kind in _PREFIXES.items():
         if key.startswith(prefix):
             return kind
@@ -161,26 +167,8 @@ def kind_of(key: str, keys: Container[str]) -> str:
     return STATE if STATE_MARK in key else WEIGHT
 
 
-def _row(reader: SafeReader, group: TensorGroup, kind: str, data: bool) -> TensorSummary:
-    statistics = figures(reader, group) if data and group.format is not None else None
-    return TensorSummary(
-        group.name,
-        kind,
-        group.tag,
-        group.format is not None,
-        group.shape,
-        group_bytes(reader, group),
-        chunks(reader, group),
-        **counted(statistics, group.wrong),
-    )
-
-
-def counted(statistics: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of a `TensorSummary` that come from its data."""
-    if statistics is None or not statistics.elements:
-        return {"wrong": wrong}
-    fields = {name: getattr(statistics, name) for name in ("zeros", "saturated", "scales")}
-    return {"codes": statistics.elements, **fields, "wrong": (*wrong, *statistics.wrong)}
+def _object_keys(reader: SafeReader) -> list[str]:
+    return sorted(key for key, entry in reader.entries.items() if isinstance(entry, BytesStorageMetadata))
 
 
 # Verification
@@ -237,21 +225,15 @@ def verify(path: Path_) -> Verification:
             wrong = [*group.wrong, str(error)]
         report_transfer(size)
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
-    object_keys = [key for key, entry in reader.entries.items() if isinstance(entry, BytesStorageMetadata)]
+    object_keys = _object_keys(reader)
     for key in object_keys:
         try:
             reader.value(key)
         except CheckpointError as error:
             problems.append(str(error))
-    return Verification(
-        str(path),
-        checksums,
-        tensors=len(tensors),
-        quantized=sum(group.format is not None for group in tensors),
-        others=len(object_keys),
-        bytes=sum(sizes),
-        problems=tuple(problems),
-    )
+    num_quantized = sum(group.format is not None for group in tensors)
+    counts = len(tensors), num_quantized, len(object_keys), sum(sizes)
+    return Verification(str(path), checksums, *counts, tuple(problems))
 
 
 # Tensors
@@ -364,12 +346,6 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
     return total
 
 
-def chunks(reader: SafeReader, group: TensorGroup) -> int:
-    """The number of chunks that the codes, or the values, are stored in."""
-    entry = reader.entries[group.parts.get("codes", group.name)]
-    return len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
-
-
 # Data
 
 
@@ -390,45 +366,27 @@ class TensorStatistics:
 
 
 def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
-    """Statistics of a tensor's data. A plain tensor is only read, to find out whether it can be.
-
-    Raises:
-        CheckpointError: names the entry that cannot be read.
-    """
+    """Statistics of a tensor's data. A plain tensor is only read, to find out whether it can be."""
     statistics = TensorStatistics()
-    for key in group.others:
-        for _ in reader.pieces(key):
-            pass
     second_scale = 1.0
-    for component, key in _components(group):
-        if component is None:
-            for _ in reader.pieces(key):
-                pass
-        elif component.role is Role.CODES:
-            _count(statistics, component, reader, key)
-        else:
+    components = {} if group.format is None else {key: group.format.by_name[name] for name, key in group.parts.items()}
+    for key in (*group.others, *group.parts.values()):
+        component = components.get(key)
+        if component is not None and component.role is not Role.CODES:
             second_scale *= _measure(statistics, component, reader, key)
+            continue
+        for _, codes in reader.pieces(key):
+            if component is not None and codes.dtype == component.encoding.storage:
+                elements, zeros, saturated = count_codes(codes, component.encoding)
+                statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
+                statistics.saturated += saturated
     if group.format is not None and group.shape is not None and statistics.elements and not group.wrong:
-        copies = len(group.format.copies)
-        padding = statistics.elements - copies * math.prod(group.shape)
+        padding = statistics.elements - len(group.format.copies) * math.prod(group.shape)
         # padding consists of zero codes
-        statistics.elements, statistics.zeros = (statistics.elements - padding, statistics.zeros - padding)
+        statistics.elements, statistics.zeros = statistics.elements - padding, statistics.zeros - padding
     if statistics.scales is not None:
         statistics.scales = (statistics.scales[0] * second_scale, statistics.scales[1] * second_scale)
     return statistics
-
-
-def _components(group: TensorGroup) -> Iterator[tuple[Component | None, str]]:
-    for name, key in group.parts.items():
-        yield (None if group.format is None else group.format.by_name[name]), key
-
-
-def _count(statistics: TensorStatistics, component: Component, reader: SafeReader, key: str) -> None:
-    for _, codes in reader.pieces(key):
-        if codes.dtype == component.encoding.storage:
-            elements, zeros, saturated = count_codes(codes, component.encoding)
-            statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
-            statistics.saturated += saturated
 
 
 def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
@@ -466,11 +424,8 @@ def _measure(statistics: TensorStatistics, component: Component, reader: SafeRea
             statistics.scales = (min(previous[0], low), max(previous[1], high))
         else:
             factor = float(values.max())
-    return factor / _second_divisor(component) if component.role is Role.AMAX else 1.0
-
-
-def _second_divisor(component: Component) -> float:
-    """The divisor that turns the amax into the second scale: the largest product of a scale and a code."""
-    copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == component)
-    copy = next(copies)
-    return copy.scale.encoding.max * copy.codes.encoding.max
+    if component.role is not Role.AMAX:
+        return 1.0
+    # the amax becomes a scale when it is divided by the largest product of a scale and a code
+    copy = next(copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == component)
+    return factor / (copy.scale.encoding.max * copy.codes.encoding.max)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch, state_storage
@@ -24,7 +24,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.store import Path_, why
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader, decoded, warn_without_manifest
+from quantshard.checkpoints.safe_read import SafeReader, decoded, empty, warn_without_manifest
 from quantshard.checkpoints.saving import EXTRA, RANDOM, keys_by_rank
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
@@ -50,8 +50,8 @@ def load(
             `MasterWeights` and of PyTorch's optimizers.
         lossy: with `requantize`, also quantize weights without masters, from their dequantized codes, and cast plain
             tensors of another dtype.
-        verify: first compare the files that ranks will read with the manifest's checksums, which reads the files twice.
-            A checkpoint without a manifest is loaded with a NoManifestWarning.
+        verify: first compare the files with the manifest's checksums, which reads the files twice. A checkpoint without
+            a manifest is loaded with a NoManifestWarning.
 
     Returns:
         The saved `extra` entries.
@@ -62,7 +62,8 @@ def load(
             loaded (no manifest, a failing disk).
         ConfigurationError, UnsupportedOperationError: see `save`.
     """
-    return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
+    extra, _, _ = load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify))
+    return extra
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,6 @@ class LoadPlan:
         ignored_keys: keys of either side that are not read: the results of conversions, and entries that keep their
             live value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
-        unloaded_objects: the names of the objects that keep their state.
     """
 
     request: LoadRequest
@@ -129,91 +129,57 @@ class LoadPlan:
     state_conversions: list[StateConversion]
     ignored_keys: Collection[str]
     rank_states: Mapping[str, tuple[str, Any]]
-    unloaded_objects: tuple[str, ...]
-
-    @property
-    def converts(self) -> bool:
-        """Whether some entries are not loaded as they are stored."""
-        return bool(self.weight_conversions or self.state_conversions)
 
 
-@dataclass(frozen=True)
-class LoadResult:
-    """The result of a load.
+def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ...], str]:
+    """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call.
 
-    `extra`: the caller's entries. `left`: names of the objects that kept their state. `requantized`: a description of
-    the weights that were quantized again, or "".
+    Returns:
+        The caller's entries, the names of the objects that kept their state, and a description of what was converted.
     """
-
-    extra: dict[str, Any]
-    left: tuple[str, ...]
-    requantized: str
-
-
-def load_checkpoint(request: LoadRequest) -> LoadResult:
-    """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call."""
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
     if plan.reader.manifest is None:
         warn_without_manifest(request.path)
     with agreement.writing_into("the model"):
         extra = _apply(plan)
-    requantized = ""
-    if plan.converts and (notices := conversions.notices(plan.weight_conversions, plan.state_conversions)):
-        requantized = f"{request.path}: {'; '.join(notices)}"
-        warn_user(requantized, RequantizedWarning)
-    return LoadResult(extra, plan.unloaded_objects, requantized)
-
-
-# Agreement
+    converted = ""
+    if request.requantize and (description := conversions.description(plan.weight_conversions, plan.state_conversions)):
+        converted = f"{request.path}: {description}"
+        warn_user(converted, RequantizedWarning)
+    return extra, tuple(name for name in request.objects if name not in plan.rank_states), converted
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
     """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes."""
-    contents = _shared_contents(request) if _plans_together(request) else None
-
-    def own() -> tuple[LoadPlan, str | None]:
-        plan = plan_load(request, contents or read_contents(request))
-        return plan, None if request.numbers is None else request.numbers.digest
-
-    (plan, _), summaries = agreement.exchange_results(
-        own, lambda result: (result[0].reader.manifest is not None, result[1])
+    # All ranks read before one of them plans: making the states of a stock optimizer can be a collective call.
+    contents, summaries = agreement.exchange_results(
+        lambda: read_contents(request),
+        lambda contents: (contents.reader.manifest is not None, contents.weights_with_other_scales),
     )
-    optimizer_states.check_alike([digest for _, digest in summaries], request.optimizer)
     have_manifest = [has_manifest for has_manifest, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
             f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST} there and others do; load from a "
             "directory that all ranks share"
         )
-    return plan
-
-
-def _plans_together(request: LoadRequest) -> bool:
-    """Whether all ranks must have read the checkpoint before one of them can plan. The same on every rank.
-
-    - Scales that must be powers of two: each rank reads only some of them.
-    - States of a stock optimizer: they are created by one of its steps, which can contain a collective call. A rank
-      with a failed read would not join that call.
-    """
-    makes_states = request.optimizer is not None and not optimizer_states.allocates(request.optimizer)
-    return makes_states or any(map(components.power_of_two_scales, request.model.parameters()))
-
-
-def _shared_contents(request: LoadRequest) -> CheckpointContents:
-    """This rank's `CheckpointContents`, with the `weights_with_other_scales` of all ranks. A collective call."""
-    contents, names_by_rank = agreement.exchange_results(
-        lambda: read_contents(request), lambda contents: contents.weights_with_other_scales
+    contents = replace(contents, weights_with_other_scales=[name for _, names in summaries for name in names])
+    plan, digests = agreement.exchange_results(
+        lambda: plan_load(request, contents),
+        lambda _: None if request.numbers is None else request.numbers.digest,
     )
-    return replace(contents, weights_with_other_scales=[name for names in names_by_rank for name in names])
+    optimizer_states.check_alike(digests, request.optimizer)
+    return plan
 
 
 # Reading
 
 
 def read_contents(request: LoadRequest) -> CheckpointContents:
-    """Read what planning needs from a checkpoint. Each rank reads for itself."""
+    """Verify this rank's share of a checkpoint's files, and read what planning needs. Each rank reads for itself."""
     reader = SafeReader(request.path)
+    if request.verify:
+        reader.check_files()
     entries = reader.entries
     params = components.named_parameters(request.model)
     names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params}
@@ -246,85 +212,60 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
 
 
 def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
-    """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank.
-
-    Checks that need only metadata come first, then checksums, then those that decode entries.
-    """
+    """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank."""
     reader, optimizer = contents.reader, request.optimizer
-    state_dicts = _state_dicts_to_fill(request, reader)
+    state_dicts: dict[str, Any] = {"model": request.model.state_dict()}
+    if optimizer is not None:
+        optimizer_states.check_members("load", request.model, optimizer)
+        state_dicts["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, request.numbers)
     weight_conversions = _weight_conversions(request, contents, state_dicts["model"])
-    state_conversions = _state_conversions(request, reader) if request.requantize else []
+    state_conversions = []
+    if request.requantize:
+        state_conversions = conversions.state_conversions(reader, optimizer, request.numbers)
     live, paths = private_torch.flatten_state_dict(state_dicts)
-    stored = _entries_of_this_rank(request, reader)
-    ignored = fit.kept(stored, live, optimizer, own_seed=request.requantize)
+    other_ranks_keys = fit.keys_of_other_ranks(reader.entries, request.model, request.numbers)
+    stored = {
+        key: entry
+        for key, entry in reader.entries.items()
+        if key.startswith(("model.", "optimizer.")) and key not in other_ranks_keys
+    }
+    ignored = fit.unsaved_settings(stored, live, optimizer, own_seed=request.requantize)
     ignored |= {key for conversion in state_conversions for key in conversion.keys}
     if request.requantize:
         ignored |= conversions.converted_keys(weight_conversions, stored, live)
     stored = {key: entry for key, entry in stored.items() if key not in ignored}
     live = {key: value for key, value in live.items() if key not in ignored}
-    _check_fit(request, reader, stored, live, weight_conversions)
-    if request.verify:
-        reader.check_files(_files(request, reader))
+    casts = {f"model.{conversion.name}" for conversion in weight_conversions if conversion.sets_master}
+    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
+    if optimizer is not None:
+        fit.check_optimizer(request.path, stored, live, optimizer)
     params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
     fit.check_ties(reader, request.model, params)
     object_keys, settings = _settings(request, reader, live)
-    rank_states, unloaded_objects = _rank_states(request, reader)
     return LoadPlan(
         request,
         reader,
         state_dicts,
         paths,
         targets={key: value for key, value in live.items() if key not in object_keys},
-        extra_targets=_extra_targets(reader),
+        extra_targets={
+            key.removeprefix(f"{EXTRA}."): empty(entry)
+            for key, entry in reader.entries.items()
+            if key.startswith(f"{EXTRA}.")
+        },
         settings=settings,
         weight_conversions=weight_conversions,
         state_conversions=state_conversions,
         ignored_keys=ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
-        rank_states=rank_states,
-        unloaded_objects=unloaded_objects,
+        rank_states=_rank_states(request, reader),
     )
 
 
-def _state_dicts_to_fill(request: LoadRequest, reader: SafeReader) -> dict[str, Any]:
-    state_dicts = {"model": request.model.state_dict()}
-    if request.optimizer is not None:
-        optimizer_states.check_members("load", request.model, request.optimizer)
-        state_dicts["optimizer"] = optimizer_states.to_load(request.optimizer, reader.entries, request.numbers)
-    return state_dicts
-
-
-def _entries_of_this_rank(request: LoadRequest, reader: SafeReader) -> dict[str, STORAGE_TYPES]:
-    """The entries of the model and the optimizer, except experts of other ranks."""
-    of_other_ranks = fit.elsewhere(reader.entries, request.model, request.numbers)
-    return {
-        key: entry
-        for key, entry in reader.entries.items()
-        if key.startswith(("model.", "optimizer.")) and key not in of_other_ranks
-    }
-
-
-def _check_fit(
-    request: LoadRequest,
-    reader: SafeReader,
-    stored: Mapping[str, STORAGE_TYPES],
-    live: Mapping[str, Any],
-    weight_conversions: list[ParameterConversion],
-) -> None:
-    casts = {f"model.{conversion.name}" for conversion in weight_conversions if conversion.sets_master}
-    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
-    if request.optimizer is not None:
-
-        def can_convert() -> bool:
-            return not request.requantize and bool(_state_conversions(request, reader))
-
-        fit.check_optimizer(request.path, stored, live, request.optimizer, can_convert)
-
-
 def _weight_conversions(
-    request: LoadRequest, contents: CheckpointContents, own: Mapping[str, Tensor]
+    request: LoadRequest, contents: CheckpointContents, live: Mapping[str, Tensor]
 ) -> list[ParameterConversion]:
     """The parameters to convert. Without `requantize` there are none, and another format is an error."""
-    formats = _formats(contents, request.model, own)
+    formats = _formats(contents, request.model, live)
     if not request.requantize:
         for weight, (old, new) in formats.items():
             if old != new:
@@ -341,35 +282,21 @@ def _weight_conversions(
         raise CheckpointError(f"{request.path}: {error}") from None
 
 
-def _state_conversions(request: LoadRequest, reader: SafeReader) -> list[StateConversion]:
-    return conversions.state_conversions(reader, request.optimizer, request.numbers)
-
-
-def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+def _formats(contents: CheckpointContents, model: nn.Module, live: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
     suffix, formats = components.FORMAT_SUFFIX, {}
     live_formats = {
-        key.removesuffix(suffix): components.read_format_tag(own[key]) for key in own if key.endswith(suffix)
+        key.removesuffix(suffix): components.read_format_tag(live[key]) for key in live if key.endswith(suffix)
     }
     for name in sorted({*contents.format_tags, *live_formats}):
         # a weight on one side only belongs to another model, which `fit.check_model` reports
-        if f"model.{name}" in contents.reader.entries and name in own:
+        if f"model.{name}" in contents.reader.entries and name in live:
             formats[name] = contents.format_tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
     params = components.named_parameters(model) if contents.weights_with_other_scales else {}
     for name in contents.weights_with_other_scales:
         spec = components.storage_of(params[name]).spec
         formats[name] = spec.tag, str(spec)
     return formats
-
-
-def _files(request: LoadRequest, reader: SafeReader) -> set[str]:
-    """The files that any rank will read, the same on all ranks; all files if weights can be requantized."""
-    roots = ("model.", f"{EXTRA}.") if request.optimizer is None else ("model.", f"{EXTRA}.", "optimizer.")
-    return {
-        info.relative_path
-        for index, info in reader.metadata.storage_data.items()
-        if request.requantize or index.fqn.startswith(roots)
-    }
 
 
 def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
@@ -389,44 +316,29 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
     return {*objects}, {key: state_storage.as_setting(value, live[key]) for key, value in settings.items()}
 
 
-def _rank_states(request: LoadRequest, reader: SafeReader) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:
-    """The key and the state that each of this rank's objects loads, and the names of the objects that keep theirs.
+def _rank_states(request: LoadRequest, reader: SafeReader) -> dict[str, tuple[str, Any]]:
+    """The key and the state that each of this rank's objects loads, by the object's name.
 
     If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded, on every
     rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
     """
     if not request.objects:
-        return {}, ()
+        return {}
     by_rank = keys_by_rank(reader.entries)
     skipped = {RANDOM} if len(by_rank) == 1 and agreement.rank_count() > 1 else set()
     if len(by_rank) == agreement.rank_count():
-        own = str(agreement.rank())
-        by_rank = {own: by_rank.get(own, {})}
+        rank = str(agreement.rank())
+        by_rank = {rank: by_rank.get(rank, {})}
     keys = [key for keys_by_name in by_rank.values() for key in keys_by_name.values()]
     for key in keys:
         if conversions.dtype_of(reader.entries[key]) != torch.uint8:
             raise CheckpointError(f"{request.path} is damaged: {key} is not a tensor of bytes; choose another")
-    values, states, unloaded = reader.read(keys), {}, []
+    values, states = reader.read(keys), {}
     for name in request.objects:
         candidates = [names[name] for names in by_rank.values() if name in names and name not in skipped]
-        if not candidates or not all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
-            unloaded.append(name)
-            continue
-        states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
-    return states, tuple(unloaded)
-
-
-def _extra_targets(reader: SafeReader) -> dict[str, Tensor | None]:
-    """The targets to read the caller's entries into: an empty CPU tensor, or None for an object."""
-    targets: dict[str, Tensor | None] = {}
-    for key, entry in reader.entries.items():
-        if not key.startswith(f"{EXTRA}."):
-            continue
-        name = key.removeprefix(f"{EXTRA}.")
-        targets[name] = None
-        if isinstance(entry, TensorStorageMetadata):
-            targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-    return targets
+        if candidates and all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
+            states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
+    return states
 
 
 # Applying
@@ -442,7 +354,7 @@ def _apply(plan: LoadPlan) -> dict[str, Any]:
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state_dicts, plan.paths[key], value)
     masters: list[tuple[ParameterConversion, Tensor]] = []
-    if plan.converts:
+    if plan.request.requantize:
         masters = list(conversions.write_weights(plan.reader, plan.weight_conversions))
         conversions.write_states(plan.reader, plan.state_conversions, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
@@ -472,12 +384,8 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
     seed_master: Any = getattr(request.optimizer, "seed_master", None)
     for conversion, master in masters:
         seed_master(conversion.param, master)
-    _load_rank_states(request.objects, plan.rank_states)
-
-
-def _load_rank_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
-    for name, (key, state) in states.items():
+    for name, (key, state) in plan.rank_states.items():
         try:
-            objects[name].load_state_dict(state)
+            request.objects[name].load_state_dict(state)
         except Exception as error:  # user code can raise anything, and the other ranks wait
             raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error

@@ -30,7 +30,7 @@ from quantshard.checkpoints import loading, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError
-from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
+from quantshard.checkpoints.disk.ownership import Ownership, read_lock
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.loading import LoadRequest
 from quantshard.checkpoints.safe_read import SafeReader
@@ -196,9 +196,8 @@ class Manager:
 
     def _check_save(self, step: object) -> None:
         if self._read_only or self._closed:
-            reason = "read_only" if self._read_only else "closed"
-            raise ConfigurationError(f"this Manager of {self.directory} is {reason}, so it cannot save; make another")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigurationError(f"this Manager of {self.directory} is read_only or closed; make another to save")
+        if type(step) is not int or step < 0:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
         if self._failed is not None and not self._failed.future.done():
             # it shares memory and collectives with a new save
@@ -268,21 +267,24 @@ class Manager:
             )
         if self.keep_last is None or self._closed:
             return
-        if problems := self._problems(last, contents=False):
-            raise CheckpointError(f"{problems[0]}, though it was just saved; nothing older was removed")
+        if problem := self._damage(last):
+            raise CheckpointError(f"{problem}, though it was just saved; nothing older was removed")
         good_steps = [
             step
             for step in self.steps()
-            if step <= last and step not in self._damaged and (step == last or not self._problems(step, contents=False))
+            if step <= last and step not in self._damaged and (step == last or self._damage(step) is None)
         ]
         kept_steps = {
             *good_steps[-self.keep_last :],
             *(step for step in good_steps if self.keep_every and step % self.keep_every == 0),
         }
         for step in good_steps:
-            if step not in kept_steps and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
+            if step in kept_steps:
+                continue
+            with read_lock(self._store, self._store.join(self.path(step), MANIFEST), exclusive=True) as is_unread:
                 try:
-                    commit.remove(self.path(step))
+                    if is_unread:
+                        commit.remove(self.path(step))
                 except CheckpointError as error:
                     warnings.warn(str(error), stacklevel=4)
 
@@ -310,17 +312,15 @@ class Manager:
             raise CheckpointError(f"{self.path(step)} is not a complete checkpoint; choose a step of {steps or 'none'}")
         problem_by_step: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
-            with being_read(self._store, self._store.join(self.path(candidate), MANIFEST)):
-                problem = self._verify(candidate)
-                if problem is None:
-                    try:
-                        path = self.path(candidate)
-                        request = LoadRequest(path, model, optimizer, requantize, lossy, False, self.state)
-                        result = loading.load_checkpoint(request)
-                        self._left_behind = {n for n in steps if n > candidate}
-                        return Restored(candidate, path, skipped=tuple(problem_by_step), **vars(result))
-                    except DamagedError as error:  # if a rank is gone, all_gather_object raises that instead
-                        problem = agreement.all_gather_object(str(error))[0]
+            path = self.path(candidate)
+            with read_lock(self._store, self._store.join(path, MANIFEST)):
+                try:
+                    request = LoadRequest(path, model, optimizer, requantize, lossy, objects=self.state)
+                    extra, unloaded, requantized = loading.load_checkpoint(request)
+                    self._left_behind = {n for n in steps if n > candidate}
+                    return Restored(candidate, path, extra, unloaded, tuple(problem_by_step), requantized)
+                except DamagedError as error:  # if a rank is gone, all_gather_object raises that instead
+                    problem = agreement.all_gather_object(str(error))[0]
             problem_by_step[candidate] = problem
             self._damaged.add(candidate)
             if step is None and agreement.rank() == 0:
@@ -333,26 +333,19 @@ class Manager:
             else f"{problem_by_step[step]}; choose another step of {[n for n in steps if n != step] or 'none'}"
         )
 
-    def _verify(self, step: int) -> str | None:
-        """The first problem of a checkpoint on any rank, or None. A collective call; each rank reads some files."""
-        _, problems_by_rank = agreement.exchange_results(
-            lambda: self._problems(step, contents=True), lambda problems: next(iter(problems), None)
-        )
-        return next((problem for problem in problems_by_rank if problem is not None), None)
-
-    def _problems(self, step: int, contents: bool) -> list[str]:
-        """The problems of this rank's part of a checkpoint's files; without `contents`, wrong lengths of any file."""
+    def _damage(self, step: int) -> str | None:
+        """The first problem of a checkpoint that shows without reading its data, or None."""
         path = self.path(step)
-        part = slice(agreement.rank(), None, agreement.rank_count()) if contents else slice(None)
         try:
             saved_manifest = manifest.read_manifest(path)
             if saved_manifest is None:  # without a manifest, only the metadata can be checked
                 SafeReader(path)
-                return []
+                return None
         except CheckpointError as error:
-            return [str(error)]
-        entries = sorted(saved_manifest.files.items())[part]
-        return [p for name, entry in entries if (p := manifest.wrong_file(path, name, entry, contents)) is not None]
+            return str(error)
+        files = sorted(saved_manifest.files.items())
+        problems = (manifest.wrong_file(path, name, entry, contents=False) for name, entry in files)
+        return next((problem for problem in problems if problem is not None), None)
 
     def close(self) -> None:
         """Release the directory and the resources of background saves. Not a collective call.
@@ -365,15 +358,13 @@ class Manager:
             self._thread.shutdown(wait=False)
         running = self._pending or self._failed
         if running is not None and wait_for([running.future], CLOSE_SECONDS).not_done:
-            running.future.add_done_callback(lambda _: self._release())
+            if (owner := self._owner) is not None:
+                running.future.add_done_callback(lambda _: owner.release())
             return
         if self._stager is not None:
             self._stager.close()
         if self.async_ == "process" and not wait_for(Manager._by_process, 0).not_done:
             private_torch.end_checkpoint_process()
-        self._release()
-
-    def _release(self) -> None:
         if self._owner is not None:
             self._owner.release()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -79,7 +79,8 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     Parameters get states if the checkpoint has some for them. The optimizer and its parameters are not changed. A
     collective call if the optimizer's step on sharded parameters is one.
     """
-    state = state_to_fill(optimizer)
+    # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
+    state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
     _add_entries_of_others(state["param_groups"], stored, state_storage.own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
@@ -96,14 +97,14 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     return state
 
 
-def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: set[str]) -> None:
+def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_settings: set[str]) -> None:
     """Add placeholders for group entries of other code than the optimizer, e.g. a scheduler's `initial_lr`."""
     for key, entry in stored.items():
         number, _, name = key.removeprefix(GROUPS).partition(".")
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own | {*state_storage.PARAMETER_ENTRIES}:
+        if is_value and name not in own_settings | {*state_storage.PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
@@ -180,16 +181,6 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
                 live[key] = value
 
 
-def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load.
-
-    Quantshard's optimizers have a variant of `state_dict` that does not raise after bad steps, since a load repairs
-    them.
-    """
-    state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
-    return state_dict()
-
-
 # Numbers of parameters
 
 
@@ -197,11 +188,11 @@ def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
 class ParameterNumbers:
     """The parameter numbers of an optimizer, under expert parallelism.
 
-    `own`: the number of each local parameter, in the optimizer's order. `groups`: the parameter entries of each group,
-    as in one process. `digest`: a hash of all names, compared between ranks by `check_alike`.
+    `local`: the number of each local parameter, in the optimizer's order. `groups`: the parameter entries of each
+    group, as in one process. `digest`: a hash of all names, compared between ranks by `check_alike`.
     """
 
-    own: Sequence[int]
+    local: Sequence[int]
     groups: Sequence[Group]
     digest: str
 
@@ -210,12 +201,15 @@ class ParameterNumbers:
         """The numbers for a model and its optimizer; None without expert parallelism.
 
         A layer knows its number of experts and holds its local experts in global order, so no communication is needed.
-
-        Raises:
-            UnsupportedOperationError: the optimizer creates its states in its first step; a parameter is not the
-                model's; or the experts of a layer are not in one group, in the order of one process.
+        Refused are optimizers that create their states in the first step, parameters that are not the model's, and
+        experts of a layer that are not in one group, in the order of one process.
         """
-        layers = dict(_spread_layers(model))
+        # only a `GroupedLinear`, which cannot be imported here, has an expert axis
+        layers = {
+            f"{components.canonical_name(name)}." if name else "": module
+            for name, module in model.named_modules()
+            if process_groups.expert_axis(module) is not None
+        }
         if not layers:
             return None
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
@@ -239,33 +233,27 @@ class ParameterNumbers:
 
     def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
         """Convert the keys of an optimizer's state dict to the numbers of a checkpoint."""
-        states = {self.own[number]: value for number, value in state["state"].items()}
+        states = {self.local[number]: value for number, value in state["state"].items()}
         pairs = zip(state["param_groups"], self.groups, strict=True)
         return {**state, "state": states, "param_groups": [{**group, **entries} for group, entries in pairs]}
 
     def from_checkpoint(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Convert a checkpoint's optimizer state dict to the numbers of this rank's optimizer."""
-        local_index = {number: index for index, number in enumerate(self.own)}
+        local_index = {number: index for index, number in enumerate(self.local)}
         states = {local_index[number]: value for number, value in state["state"].items()}
-        groups = []
-        for live_group, stored_group in zip(
-            state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True
-        ):
-            parameter_entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
-            groups.append({**stored_group, **parameter_entries})
+        groups, first = [], 0
+        for live_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
+            entries["params"] = list(range(first, first + len(live_group["params"])))
+            first += len(live_group["params"])
+            groups.append({**stored_group, **entries})
         return {**state, "state": states, "param_groups": groups}
 
-    def is_elsewhere(self, number: str) -> bool:
-        """Whether the states under a number belong to an expert of another rank."""
-        return number.isdecimal() and int(number) not in self._own and int(number) < self._count
-
     @cached_property
-    def _own(self) -> frozenset[int]:
-        return frozenset(self.own)
-
-    @cached_property
-    def _count(self) -> int:
-        return sum(len(group["params"]) for group in self.groups)
+    def elsewhere(self) -> frozenset[str]:
+        """The numbers of experts of other ranks, as in keys."""
+        count = sum(len(group["params"]) for group in self.groups)
+        return frozenset(map(str, {*range(count)} - {*self.local}))
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
@@ -284,14 +272,9 @@ def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
     """The checkpoint's number of each parameter, by `id(param)`."""
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
-    return {id(param): number for param, number in zip(params, known.own if known else range(len(params)), strict=True)}
-
-
-def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix, layer) of each expert-parallel layer, i.e. each `GroupedLinear` (not importable from here)."""
-    for name, module in model.named_modules():
-        if process_groups.expert_axis(module) is not None:
-            yield f"{components.canonical_name(name)}." if name else "", module
+    return {
+        id(param): number for param, number in zip(params, known.local if known else range(len(params)), strict=True)
+    }
 
 
 def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:

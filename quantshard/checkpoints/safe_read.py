@@ -12,7 +12,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError, read_metadata
+from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, DamagedError, read_metadata
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
@@ -152,40 +152,27 @@ def plain_tensor(value: Any) -> Tensor:
 
 
 def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
-    """Return the bytes of an entry to write, and the value that will be read from them.
-
-    If the value could not be read back, a ConfigurationError locates the part of `what` that cannot be saved.
-    """
+    """Return the bytes of an entry to write, and the value that will be read from them. `what`: its name in errors."""
     try:
-        return _written_and_read(value)
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue(), _plain_object(file.getvalue())
     # The caller's objects can raise anything while they are saved.
     except Exception as error:
-        what, part, cause = _culprit(what, value, error)
         raise ConfigurationError(
-            f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); convert it to numbers, "
+            f"{what}, a {type(value).__name__}, cannot be saved as plain data ({why(error)}); convert it to numbers, "
             "strings, tensors, lists, tuples and dicts (a DTensor must be an entry of `extra` itself)"
         ) from error
 
 
-def _written_and_read(value: Any) -> tuple[bytes, Any]:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue(), _plain_object(file.getvalue())
-
-
-def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Any, Exception]:
-    """Find the innermost part that cannot be read back: its description, the part, and its error."""
-    parts = dict(enumerate(value)) if type(value) in (list, tuple) else value
-    if isinstance(parts, dict) and depth < OBJECT_DEPTH:
-        for key, part in parts.items():
-            try:
-                _written_and_read(part)
-            except Exception as part_error:
-                return _culprit(f"{what}[{key!r}]", part, part_error, depth + 1)
-    return what, value, error
-
-
 # Reader
+
+
+def empty(entry: STORAGE_TYPES) -> Tensor | None:
+    """A CPU tensor to read an entry into, or None for an object."""
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    return None
 
 
 class NoManifestWarning(UserWarning):
@@ -225,15 +212,18 @@ class SafeReader(FileSystemReader):
         """Read the items of a plan. Objects are kept in `objects`, because DCP's planner would unpickle them."""
         items = [(item.storage_index, item) for item in plan.items]
         expect_transfer(sum([self.metadata.storage_data[index].length for index, _ in items]))
-        chunks = self._chunks_at({index.fqn for index, _ in items})
         for file, index, item in self._located(items):
-            report_transfer(self.metadata.storage_data[index].length)
-            if item.type == LoadItemType.BYTE_IO:
-                self.objects[index.fqn] = self._object(file, index)
-                continue
-            chunk = self._tensor(file, index, chunks[index])
+            location = self.metadata.storage_data[index]
+            report_transfer(location.length)
+            with named(index.fqn):
+                if item.type == LoadItemType.BYTE_IO:
+                    file.seek(location.offset)
+                    self.objects[index.fqn] = _plain_object(file.read(location.length))
+                    continue
+                chunk = cast(TensorStorageMetadata, self.entries[index.fqn]).chunks[cast(int, index.index)]
+                tensor = self.checked(index.fqn, chunk, read_entry(file, location.offset, location.length))
             target = planner.resolve_tensor(item).detach()
-            part = chunk[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            part = tensor[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             if part.shape != target.shape:
                 raise CheckpointError(
                     f"{index.fqn} has {tuple(part.shape)} here where {tuple(target.shape)} are wanted"
@@ -277,26 +267,8 @@ class SafeReader(FileSystemReader):
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself."""
-        values: dict[str, Any] = {}
-        indices: list[tuple[MetadataIndex, None]] = []
-        for key in keys:
-            entry = self.entries[key]
-            if isinstance(entry, TensorStorageMetadata):
-                values[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-                indices += [(MetadataIndex(key, chunk.offsets), None) for chunk in entry.chunks]
-            else:
-                indices.append((MetadataIndex(key), None))
-        chunks = self._chunks_at(values.keys())
-        try:
-            for file, index, _ in self._located(indices):
-                if index.offset is None:
-                    values[index.fqn] = self._object(file, index)
-                    continue
-                chunk = chunks[index]
-                part = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-                values[index.fqn][part] = self._tensor(file, index, chunk)
-        except CheckpointError as error:
-            raise DamagedError(f"{self.path} is damaged: {error}") from error
+        values: dict[str, Any] = {key: empty(self.entries[key]) for key in keys}
+        self.read_into(values, no_dist=True)
         return values
 
     def value(self, key: str) -> Any:
@@ -307,8 +279,9 @@ class SafeReader(FileSystemReader):
         """Iterate over the chunks of a tensor with the stored objects; one is in memory at a time."""
         for chunk in cast(TensorStorageMetadata, self.entries[key]).chunks:
             for file, index, _ in self._located([(MetadataIndex(key, chunk.offsets), None)]):
+                location = self.metadata.storage_data[index]
                 with named(key):
-                    value = self._value(file, index)
+                    value = read_entry(file, location.offset, location.length)
                 yield chunk, value
 
     def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
@@ -328,13 +301,13 @@ class SafeReader(FileSystemReader):
             )
         return tensor
 
-    def check_files(self, names: Collection[str]) -> None:
-        """Compare this rank's share of files (`names` is the same on all ranks) with the manifest, if there is one."""
+    def check_files(self) -> None:
+        """Compare this rank's share of the files with the manifest, if there is one."""
         if self.manifest is None:
             return
         files = self.manifest.files
         # Under FSDP2, a rank then loads mostly the files that it compared, and finds them in the page cache.
-        share = sorted(names, key=_writer)[agreement.rank() :: agreement.rank_count()]
+        share = sorted(files.keys() - {METADATA_FILE}, key=_writer)[agreement.rank() :: agreement.rank_count()]
         expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
@@ -343,11 +316,6 @@ class SafeReader(FileSystemReader):
                     f"{self.path} is damaged or incomplete: {problem}; nothing was loaded. Restore its files or choose "
                     "another checkpoint"
                 )
-
-    def _chunks_at(self, keys: Iterable[str]) -> dict[MetadataIndex, ChunkStorageMetadata]:
-        entries = ((key, self.entries[key]) for key in keys)
-        tensors = [(key, entry) for key, entry in entries if isinstance(entry, TensorStorageMetadata)]
-        return {MetadataIndex(key, chunk.offsets): chunk for key, entry in tensors for chunk in entry.chunks}
 
     def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:
         """Open each file once, and iterate over the items in the order of the file."""
@@ -363,20 +331,6 @@ class SafeReader(FileSystemReader):
                         yield cast(BinaryIO, file), index, item
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
-
-    def _value(self, file: BinaryIO, index: MetadataIndex) -> Any:
-        location = self.metadata.storage_data[index]
-        return read_entry(file, location.offset, location.length)
-
-    def _tensor(self, file: BinaryIO, index: MetadataIndex, chunk: ChunkStorageMetadata) -> Tensor:
-        with named(index.fqn):
-            return self.checked(index.fqn, chunk, self._value(file, index))
-
-    def _object(self, file: BinaryIO, index: MetadataIndex) -> Any:
-        location = self.metadata.storage_data[index]
-        with named(index.fqn):
-            file.seek(location.offset)
-            return _plain_object(file.read(location.length))
 
 
 def _writer(name: str) -> tuple[list[int], str]:

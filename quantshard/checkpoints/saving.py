@@ -58,14 +58,11 @@ def save(
     Raises:
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
-        ConfigurationError: a shard of a parameter is not at the offset where PyTorch would save it; an entry of `extra`
-            is not plain data; the optimizer's `step()` needs a closure, or its parameters are not the model's.
+        ConfigurationError, UnsupportedOperationError: the model, the optimizer or an entry of `extra` cannot be saved.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
-        UnsupportedOperationError: the model uses expert parallelism, and its optimizer states cannot be numbered as in
-            one process: the optimizer is from `torch.optim`, or has parameters that are not the model's.
     """
     state = checkpoint_state(model, optimizer, extra)
-    target = commit.begin(path)
+    target = agreement.from_rank0(lambda: commit.prepare_target(path))
     writer = CommitWriter(target, facts_of(model, extra or {}))
     with commit.abandoned_if_it_fails(target):
         write_checkpoint(state, writer)
@@ -80,16 +77,15 @@ def checkpoint_state(
     """
     components.check_offsets(model.named_parameters())
     state = {"model": agreement.run_on_all_ranks(model.state_dict), EXTRA: checked_extra(extra)}
-    return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
+    if optimizer is None:
+        return state
 
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    def own() -> tuple[dict[str, Any], str | None]:
+    def optimizer_state() -> tuple[dict[str, Any], str | None]:
         optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 
-    (state, _), digests = agreement.exchange_results(own, lambda result: result[1])
+    (state["optimizer"], _), digests = agreement.exchange_results(optimizer_state, lambda result: result[1])
     check_alike(digests, optimizer)
     return state
 
@@ -140,8 +136,12 @@ def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Each entry is stored whole under `extra.KEY`: a tensor as a tensor, anything else, even if nested, as one object.
     """
-    items, digests = agreement.run_on_all_ranks(lambda: _readable(extra or {}))
-    first, *other_digests = agreement.all_gather_object(digests)
+
+    def readable() -> tuple[dict[str, Any], dict[str, bytes]]:
+        items = {key: _read_again(key, value) for key, value in (extra or {}).items()}
+        return items, {key: digest(value) for key, value in items.items()}
+
+    (items, _), (first, *other_digests) = agreement.exchange_results(readable, lambda result: result[1])
     for rank, rank_digests in enumerate(other_digests, 1):
         differing = [key for key in sorted({*first, *rank_digests}) if first.get(key) != rank_digests.get(key)]
         if differing:
@@ -150,11 +150,6 @@ def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
                 "ranks, and what each has for itself through Manager(state=)"
             )
     return items
-
-
-def _readable(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    items = {key: _read_again(key, value) for key, value in extra.items()}
-    return items, {key: _digest(value) for key, value in items.items()}
 
 
 def _read_again(key: object, value: Any) -> Any:
@@ -167,17 +162,17 @@ def _read_again(key: object, value: Any) -> Any:
     return checked_entry(f"extra[{key!r}]", value)[1]
 
 
-def _digest(value: Any) -> bytes:
-    """Hash a value, independent of the order of sets and dicts; for a DTensor only its dtype and global shape."""
+def digest(value: Any) -> bytes:
+    """Hash a plain value, independent of the order of sets and dicts; for a DTensor only its dtype and global shape."""
     if isinstance(value, DTensor):
         parts = [repr((value.dtype, value.shape)).encode()]
     elif isinstance(value, Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         parts = [repr((value.dtype, value.shape)).encode(), content]
     elif isinstance(value, dict):
-        parts = sorted(_digest(key) + _digest(item) for key, item in value.items())
+        parts = sorted(digest(key) + digest(item) for key, item in value.items())
     elif isinstance(value, list | tuple | set):
-        parts = [_digest(item) for item in value]
+        parts = [digest(item) for item in value]
         parts = sorted(parts) if isinstance(value, set) else parts
     else:
         parts = [repr(value).encode()]

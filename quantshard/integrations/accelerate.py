@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, checkpointing
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, constants, fsdp_utils, modeling
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -141,15 +141,13 @@ def warn_of_replicas(accelerator: Accelerator) -> None:
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
     """Return the names of an optimizer's parameters, by group and position."""
-    by_identity = {id(param): _canonical_name(name) for name, param in named.items()}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in by_identity:
-                raise ConfigurationError(
-                    f"prepare: {type(optimizer).__name__}.param_groups[{number}]['params'][{position}] is not a "
-                    "parameter of the model; build the optimizer after convert"
-                )
-    return [[by_identity[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    names = {id(param): _canonical_name(name) for name, param in named.items()}
+    params = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+    if not names.keys() >= {param for group in params for param in group}:
+        raise ConfigurationError(
+            f"prepare: {type(optimizer).__name__} holds parameters that are not the model's; build it after convert"
+        )
+    return [[names[param] for param in group] for group in params]
 
 
 def _is_factory(other: object) -> bool:
@@ -315,16 +313,6 @@ def _check_checkpoint(arguments: Mapping[str, Any]) -> None:
     _check_model_takes(arguments["model"], _tags_in(files), str(path))
 
 
-def _check_state(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of `Accelerator.load_state` under DDP or with one process."""
-    folder = Path(arguments["input_dir"])
-    for number, model in enumerate(arguments["models"]):
-        ending = f"_{number}" if number else ""
-        names = f"{constants.SAFE_MODEL_NAME}{ending}.safetensors", f"{constants.MODEL_NAME}{ending}.bin"
-        files = [folder / name for name in names if (folder / name).is_file()]
-        _check_model_takes(model, _tags_in(files[:1]), str(folder))
-
-
 def _check_sharded_state(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of `Accelerator.load_state` and of transformers' Trainer under FSDP."""
     name = f"{constants.FSDP_MODEL_NAME}_{arguments.get('model_index', 0)}"
@@ -361,8 +349,12 @@ def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
     """Check that no high-precision weight of a model is quantized in a file."""
-    params = {_without_wrapper(name): param for name, param in components.named_parameters(model).items()}
-    names = {_without_wrapper(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
+    # DistributedDataParallel adds "module."
+    params = {
+        _canonical_name(name).removeprefix("module."): param
+        for name, param in components.named_parameters(model).items()
+    }
+    names = {_canonical_name(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
     mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if mismatched:
         tag = components.read_format_tag(names[mismatched[0]])
@@ -372,11 +364,5 @@ def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) 
         )
 
 
-def _without_wrapper(name: str) -> str:
-    """Remove the name components added by DistributedDataParallel and torch.compile."""
-    return _canonical_name(name).removeprefix("module.")
-
-
 _guard(modeling.load_checkpoint_in_model, _check_checkpoint)
-_guard(checkpointing.load_accelerator_state, _check_state)
 _guard(fsdp_utils.load_fsdp_model, _check_sharded_state)

@@ -23,7 +23,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import HEADS, ROUTERS
 from quantshard.modules import quantized_model_init
-from quantshard.modules.contexts.layer_recipes import matches
+from quantshard.modules.contexts.layer_recipes import check_patterns, matches
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import AUTO, concrete_name, resolve
 from quantshard.tensor.components import FORMAT_SUFFIX
@@ -121,8 +121,10 @@ class TitanConverter(QuantizationConverter):
     def convert(self, model_config: Any) -> Any:
         """Replace the configs of the selected linear layers in place, and return the model config."""
         plain = [entry for entry in model_config.traverse(PlainLinear.Config) if type(entry[1]) is PlainLinear.Config]
-        self._check_patterns([name for name, *_ in plain])
+        check_patterns("TitanConverter(filter=", self.config.filter, [name for name, *_ in plain])
         selected = [entry for entry in plain if self._chooses(entry[0])]
+        if not selected:
+            raise ConfigurationError(f"TitanConverter selects none of {len(plain)} plain linear layers")
         for _, config, parent, attribute in selected:
             new = derive(config, TitanLinearConfig, recipe=self.config.recipe)
             if isinstance(parent, list):
@@ -131,15 +133,6 @@ class TitanConverter(QuantizationConverter):
                 setattr(parent, attribute, new)
         logger.info(f"quantshard: {len(selected)} of {len(plain)} linear layers have weights of {self.config.recipe}")
         return model_config
-
-    def _check_patterns(self, names: list[str]) -> None:
-        unmatched = [p for p in self.config.filter if not any(matches(p, name) for name in names)]
-        if unmatched or not any(map(self._chooses, names)):
-            ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
-            raise ConfigurationError(
-                f"TitanConverter(filter={unmatched or self.config.filter}) matches none of {len(names)} plain linear "
-                f"layers; their names end in: {ends}"
-            )
 
     def _chooses(self, name: str) -> bool:
         if self.config.filter:

@@ -144,32 +144,43 @@ def sum_rows(x: Tensor) -> Tensor:
 MOST_PROGRAMS: Final = 4096
 
 
+ArgumentsOf = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
+"""Function that fills the tensors of a launch into the places of its arguments."""
+
+
 @lru_cache(MOST_PROGRAMS)
-def _program(program: str) -> tuple[Any, tuple[int, ...], list[Any], dict[str, Any]]:
+def _program(program: str) -> tuple[Any, tuple[int, ...], ArgumentsOf, dict[str, Any]]:
     (module, name), grid, templates, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
-    return getattr(importlib.import_module(module), name), grid, templates, options
+    constants: list[Any] = []
+    # compiled: a call for each argument would take the host longer than the launch
+    arguments_of = eval(
+        f"lambda written, read: ({''.join(f'{_expression(template, constants)}, ' for template in templates)})",
+        {"constants": constants, "StoredBytes": StoredBytes},
+    )
+    return getattr(importlib.import_module(module), name), grid, arguments_of, options
 
 
-def _filled(template: Any, written: Sequence[Tensor], read: Sequence[Tensor]) -> Any:
+def _expression(template: Any, constants: list[Any]) -> str:
+    """A Python expression of an argument in terms of the lists of tensors and of constants, which it appends to."""
     if type(template) is _TensorPlace:
-        tensor = (written if template.is_written else read)[template.position]
-        if not template.as_bytes:
-            return tensor
-        return StoredBytes(tensor)
+        tensor = f"{'written' if template.is_written else 'read'}[{template.position}]"
+        return f"StoredBytes({tensor})" if template.as_bytes else tensor
     if type(template) is _NamedTuple:
-        return template.kind(*[_filled(item, written, read) for item in template.values])
+        constants.append(template.kind)
+        kind = f"constants[{len(constants) - 1}]"
+        return f"{kind}({', '.join(_expression(item, constants) for item in template.values)})"
     if type(template) is tuple:
-        return tuple([_filled(item, written, read) for item in template])
-    return template
+        return f"({''.join(f'{_expression(item, constants)}, ' for item in template)})"
+    constants.append(template)
+    return f"constants[{len(constants) - 1}]"
 
 
 def register(launch_kernel: Callable[..., None]) -> None:
     """Register the operator, which calls `launch_kernel`."""
 
     def launch(program: str, written: list[Tensor], read: list[Tensor]) -> None:
-        kernel, grid, templates, options = _program(program)
-        args = [_filled(template, written, read) for template in templates]
-        launch_kernel(kernel, grid, (written or read)[0].device, *args, **options)
+        kernel, grid, arguments_of, options = _program(program)
+        launch_kernel(kernel, grid, (written or read)[0].device, *arguments_of(written, read), **options)
 
     torch.library.define("quantshard::sum_rows", "(Tensor x) -> Tensor")
     torch.library.impl("quantshard::sum_rows", "default", _sum_rows)

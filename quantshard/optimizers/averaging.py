@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,15 +38,10 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     Args:
         model: the model with all parameters that the optimizer averages.
         optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
-
-    Raises:
-        ConfigurationError: the optimizer keeps no averages, or belongs to another model; the averages are already
-            swapped in; or an average is infinite or NaN. Nothing was changed.
     """
-    # Afterwards model.parameters() yields the sharded parameters.
-    _reshard(model)
+    _reshard(model)  # so that model.parameters() yields the sharded parameters
     owner: Any = optimizer
-    copies = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
+    copies = [_WeightCopy(param, owner) for param in _with_averages(model, optimizer)]
     versions: dict[Tensor, int] = {}
     succeeded = False
     try:
@@ -64,46 +58,22 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         _reshard(model)
         owner._averages_swapped_in = False
         owner._versions |= {copy.param: weight_version(copy.param) for copy in copies if copy.is_known}
-        if succeeded:  # an exception must not be hidden by warnings
-            _warn(overwritten, "got new values inside, as by load_state_dict, which were undone; load outside")
-            _warn(
-                [owner._names[param] for param in _not_of(model, versions)],
-                "became another parameter of the model inside, as by load_state_dict(assign=True), which the optimizer "
-                "does not train; load outside",
+        if overwritten and succeeded:  # an exception must not be hidden by a warning
+            first = overwritten[0] + (f" and {len(overwritten) - 1} more" if len(overwritten) > 1 else "")
+            warn_user(
+                f"averaged_weights: {first} got new values inside, as by load_state_dict, which were undone; load "
+                "outside"
             )
 
 
-def _warn(names: Sequence[str], problem: str) -> None:
-    if names:
-        first = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        warn_user(f"averaged_weights: {first} {problem}")
-
-
-def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that are not parameters of the model."""
-    model_ids = {id(param) for param in model.parameters()}
-    return [param for param in params if id(param) not in model_ids]
-
-
-@dataclass(frozen=True)
 class _WeightCopy:
-    """A parameter's local tensors and copies of their values.
+    """Copies of a parameter's values. `is_known`: the optimizer has seen the latest write to the parameter."""
 
-    `is_known`: the optimizer has seen the latest write to the parameter.
-    """
-
-    param: Tensor
-    weight: OptimizerState
-    values: list[Tensor]
-    high_precision: Tensor | None
-    is_known: bool
-
-    @classmethod
-    def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
-        weight, version = make_weight(param), weight_version(param)
-        values = [tensor.detach().clone() for tensor in _tensors_of(weight)]
-        high_precision = None if weight.storage is None else weight.storage.initial_values()
-        return cls(param, weight, values, high_precision, optimizer._versions.get(param, version) == version)
+    def __init__(self, param: Tensor, optimizer: Any) -> None:
+        self.param, self.weight, version = param, make_weight(param), weight_version(param)
+        self.values = [tensor.detach().clone() for tensor in _tensors_of(self.weight)]
+        self.high_precision = None if self.weight.storage is None else self.weight.storage.initial_values()
+        self.is_known = optimizer._versions.get(param, version) == version
 
     def put_back(self) -> None:
         for tensor, value in zip(_tensors_of(self.weight), self.values, strict=True):
@@ -132,7 +102,8 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
             f"averaged_weights: this {name} keeps no averages of weights; build a FusedAdam or MasterWeights with "
             "ema_decay=0.999, or call its begin_average(0.999)"
         )
-    if missing := _not_of(model, averaged):
+    model_ids = {id(param) for param in model.parameters()}
+    if missing := [param for param in averaged if id(param) not in model_ids]:
         raise ConfigurationError(
             f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {name} averages are not the "
             f"model's (the first of shape {tuple(missing[0].shape)}); pass the whole model"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from quantshard.errors import (
     warn_user,
 )
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
-from quantshard.optimizers.guards import LARGEST_RATE, BadStepRecord, GradientFlags
+from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
@@ -36,28 +35,21 @@ _BELOW_ONE: Final = 1 - 2.0**-25
 RANGES: Final = {
     "lr": (0.0, LARGEST_RATE),
     "weight_decay": (0.0, 1e9),  # it can be added to the gradient, whose square must be finite
-    "eps": (0.0, math.inf),
+    "eps": (0.0, 3e38),
     "betas": (0.0, _BELOW_ONE),
     "momentum": (0.0, _BELOW_ONE),
     EMA_DECAY: (0.0, _BELOW_ONE),
 }
-"""The range of each number in a parameter group. Infinite and NaN values are invalid too."""
+"""The range of each number in a parameter group."""
 
 SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
-"""Options of PyTorch's optimizers that have no effect in a group here. PyTorch puts them into groups when they are
-off."""
+"""Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
 
 
 def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
     """Check the numbers of a parameter group against `RANGES`. Tensors on a device are not read.
 
-    Args:
-        where: start of the error message.
-        group: the group's entries.
-        names: the entries to check.
-
-    Raises:
-        ConfigurationError: a value is not a number in its range.
+    `where`: start of the error message. `names`: the entries to check.
     """
     for name, (lowest, highest) in RANGES.items():
         if name not in group or name not in names:
@@ -69,14 +61,11 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":
                 continue
-            if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest or number == math.inf:
-                raise ConfigurationError(f"{where}: {name}={value!r} is invalid: use {_range(lowest, highest)}")
-
-
-def _range(lowest: float, highest: float) -> str:
-    if highest == _BELOW_ONE:
-        return f"numbers from {lowest:g} to less than 1 (in float32)"
-    return f"a finite number, at least {lowest:g}" + ("" if highest == math.inf else f" and at most {highest:g}")
+            if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
+                bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
+                raise ConfigurationError(
+                    f"{where}: {name}={value!r} is invalid: use a finite number, at least {lowest:g} and {bound}"
+                )
 
 
 # Parameters -------------------------------------------------------------------------------------------------------
@@ -126,33 +115,25 @@ def weight_version(param: Tensor) -> int:
     return quantized.quantized_storage.seen_version()
 
 
-def kind(value: Any) -> str:
-    """Describe a value in a message: "a DTensor", "a plain tensor", or its type."""
+def layout(value: Any) -> str:
+    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
+    if not isinstance(value, DTensor):
+        return f"a plain tensor {tuple(value.shape)}"
+    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
+    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Check that a parameter and its gradient or state have the same shape and placements.
-
-    Raises:
-        ConfigurationError: they differ, or only one of them is a DTensor.
-    """
-    same_shape = param.shape == other.shape
-    if isinstance(param, DTensor) is not isinstance(other, DTensor):
-        raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
-    if same_shape and isinstance(param, DTensor) and isinstance(other, DTensor):
-        if param.placements == other.placements and param.device_mesh == other.device_mesh:
-            return
-        raise ConfigurationError(
-            f"{name} has placements {tuple(param.placements)} on {param.device_mesh}, but its {what} "
-            f"{tuple(other.placements)} on {other.device_mesh}; redistribute it to the parameter's"
-        )
-    if not same_shape:
-        raise ConfigurationError(
-            f"{name} has shape {tuple(param.shape)}, but its {what} {tuple(other.shape)}; both must be the same"
-        )
+    """Check that a parameter and its gradient or state have the same shape and placements."""
+    same = param.shape == other.shape and isinstance(param, DTensor) is isinstance(other, DTensor)
+    if same and isinstance(param, DTensor) and isinstance(other, DTensor):
+        local_shapes = [private_torch.local_tensor(tensor).shape for tensor in (param, other)]
+        same = param.placements == other.placements and param.device_mesh == other.device_mesh
+        same = same and local_shapes[0] == local_shapes[1]
+    if not same:
+        raise ConfigurationError(f"{name} is {layout(param)}, but its {what} is {layout(other)}; both must be the same")
 
 
 # The optimizer ----------------------------------------------------------------------------------------------------
@@ -183,20 +164,12 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._is_built = False
         self._is_assigned = False  # values were loaded or set, which new states would lose
         self._averages_swapped_in = False
-        self._last_bad_step = BadStepRecord()
+        self._last_bad_flags: GradientFlags | None = None
         self._unread: GradientFlags | None = None  # flags of the last step, if they are still on the device
         self._late_error: Exception | None = None
 
-    # Groups ----------------------------------------------------------------------------------------------------------
-
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values: by default those in `checked_numbers` must be in their range.
-
-        `where`: start of the error messages.
-
-        Raises:
-            ConfigurationError: a value is invalid.
-        """
+        """Validate a group's values, by default those in `checked_numbers`. `where`: start of the error messages."""
         # A learning rate on a device is checked there (`guards.wrong_rates`).
         check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
@@ -206,9 +179,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         group, number = dict(param_group), len(self.param_groups)
         where, params = f"{self._name}: param_groups[{number}]", group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        ids = {id(entry[1] if isinstance(entry, tuple) else entry) for entry in group["params"]}
-        if len(ids) < len(group["params"]):
-            raise ConfigurationError(f"{where} has a parameter twice; pass it once")
         invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
         invalid += [name for name in SWITCHES if group.get(name) and name not in options]
         if group.get(EMA_DECAY) and not self._is_averaging:
@@ -216,6 +186,15 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if invalid:
             raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
         return group
+
+    def _group_of(self, param: Tensor) -> dict[str, Any]:
+        for group in self.param_groups:
+            if any(candidate is param for candidate in group["params"]):
+                return group
+        raise ConfigurationError(
+            f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
+            "itself (the DTensor, not its local tensor)"
+        )
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
@@ -227,31 +206,28 @@ class ParameterOptimizer(torch.optim.Optimizer):
         seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
 
-    # Skipped steps ---------------------------------------------------------------------------------------------------
-
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
-    def _skips(self, flags: GradientFlags) -> bool:
-        """Return whether this step must be skipped, and count it."""
-        is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row)
+    def _skips(self, flags: GradientFlags, deferred: bool = False) -> bool:
+        """Return whether a step must be skipped, and count it; `deferred`: whether the device has skipped it."""
+        try:
+            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred)
+        except (NonFiniteGradientError, RankMismatchError) as error:
+            if not deferred:
+                raise
+            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
         if is_skipped:
-            self._last_bad_step.keep(flags)
+            self._last_bad_flags = flags
         return is_skipped
 
     def _read_flags(self) -> None:
         """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
         flags, self._unread = self._unread, None
-        if flags is None:
-            return
-        try:
-            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
-        except (NonFiniteGradientError, RankMismatchError) as error:
-            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
-        if is_skipped:
-            self._last_bad_step.keep(flags)
+        if flags is not None:
+            self._skips(flags, deferred=True)
 
     def _raise_late_error(self) -> None:
         """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
@@ -259,8 +235,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         error, self._late_error = self._late_error, None
         if error is not None:
             raise error
-
-    # Parameters ------------------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -312,10 +286,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Check the parameters on all ranks: random keys, the seed, and the places of shards.
 
         Runs one collective per axis of each mesh.
-
-        Raises:
-            ConfigurationError: two parameters have the same key, or a shard is not where checkpoints expect it.
-            RankMismatchError: keys or seeds differ between ranks.
         """
         seed = {}
         if self._seed is not None:
@@ -346,30 +316,35 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if components.quantized_local(param) is None and param.dtype not in dtypes:
             raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
 
-    def _check_fits(self, param: Tensor, depends_on_dtype: bool) -> None:
-        """Check that a parameter still has the shape and dtype for which its states were made (`_made_for`).
+    def _is_overwritten(
+        self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool
+    ) -> bool:
+        """Check that a parameter and its gradient fit the states. Return whether others wrote to a plain parameter that
+        has a master.
 
-        `Module.half` and transformers' resizing of embeddings replace a parameter's data.
+        `Module.half` and transformers' resizing of embeddings replace a parameter's data after its states were made.
         """
-        dtype, shape = self._made_for[param]
-        is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
-        if param.shape == shape and (param.dtype is dtype or not (depends_on_dtype or is_wider)):
-            return
-        raise ConfigurationError(
-            f"{self._name}: {self._names[param]} was {dtype!s} {tuple(shape)} when its states were made, and is now "
-            f"{param.dtype!s} {tuple(param.shape)}; build the optimizer after the model is cast or resized"
-        )
+        if grad is not None and self._made_for[param] != (param.dtype, param.shape):
+            dtype, shape = self._made_for[param]
+            is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
+            if param.shape != shape or (param.dtype is not dtype and (depends_on_dtype or is_wider)):
+                raise ConfigurationError(
+                    f"{self._name}: {self._names[param]} was {dtype} {tuple(shape)} when its states were made, and is "
+                    f"now {param.dtype} {tuple(param.shape)}; build the optimizer after the model is cast"
+                )
+        if self._versions.setdefault(param, version) == version or not has_master:
+            return False
+        if components.quantized_local(param) is not None:
+            raise ConfigurationError(
+                f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
+                "overwrite them; load the optimizer's state too, or call reseed_masters()"
+            )
+        return True
 
     def _raise_for_frozen(self, param: Tensor) -> None:
         raise ConfigurationError(
             f"{self._names[param]} was frozen when this {self._name} was built and has a gradient now; call "
             "initialize_state(parameter) when you unfreeze it"
-        )
-
-    def _raise_for_new_values(self, param: Tensor) -> None:
-        raise ConfigurationError(
-            f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
-            "overwrite them; load the optimizer's state too, or call reseed_masters()"
         )
 
     def _accept_plain_values(self) -> None:
@@ -381,10 +356,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Check the argument of `begin_average`."""
         where = f"{self._name}.begin_average({decay})"
         check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
-        if self._is_averaging:
-            raise ConfigurationError(f"{where}: averages are kept already; set group['ema_decay']")
-        if not decay:
-            raise ConfigurationError(f"{where}: a decay of 0 keeps no average")
+        if self._is_averaging or not decay:
+            raise ConfigurationError(f"{where}: use a decay above 0, once; change group['ema_decay'] later")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, as any optimizer does."""

@@ -40,22 +40,12 @@ def clip_grad_norm_(
     Returns:
         The norm before scaling: a float32 scalar on the gradients' device, equal on every rank. A norm beyond float32's
         range is returned as infinity, but gradients are scaled by the true norm.
-
-    Raises:
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is True; raised on every rank.
-        ConfigurationError: the layout of a gradient differs from its parameter's, or an argument is invalid, such as a
-            negative or NaN `max_norm`.
     """
     if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"clip_grad_norm_(model={type(model).__name__}): pass the model, not its parameters")
+    if not (norm_type > 0 and max_norm >= 0):
         raise ConfigurationError(
-            f"clip_grad_norm_(model={type(model).__name__}): give the model itself, not its parameters; "
-            "torch.nn.utils.clip_grad_norm_ takes parameters of one mesh"
-        )
-    if not norm_type > 0:
-        raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
-    if not max_norm >= 0:
-        raise ConfigurationError(
-            f"clip_grad_norm_(max_norm={max_norm}): use a number, 0 or more; math.inf only measures"
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): use max_norm >= 0 and norm_type > 0"
         )
     norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads = []
@@ -70,7 +60,7 @@ def clip_grad_norm_(
                 local_norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
     norms = [_over_ranks(local_norms, groups, norm_type, device) for groups, local_norms in norms_by_groups.items()]
-    total = torch.linalg.vector_norm(torch.stack(norms or [_zero(device)]), norm_type)
+    total = _norm(norms, norm_type, device)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -91,16 +81,17 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
                 yield name, param, process_groups.united([process_groups.sharding_group(param), expert_groups])
 
 
+def _norm(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
+    """Return the norm of a vector that has parts with these norms; 0 if there are none."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [zero]), p)
+
+
 def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
     """Combine local norms into the norm over all ranks of `groups`, with one all-reduce per group."""
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [_zero(device)]), p)
+    total = _norm(norms, p, device)
     for group in groups:
         powers = (total if math.isinf(p) else total**p).to(process_groups.collective_device(group))
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
         total = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
     return total
-
-
-def _zero(device: torch.device) -> Tensor:
-    """Return the norm of an empty set."""
-    return torch.zeros((), dtype=torch.float64, device=device)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,81 +35,68 @@ Update = tuple[Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class UpdateFormula:
-    """The update rule of a group: `states` and `update` of its `ElementwiseOptimizer`."""
-
-    optimizer: str
-    states: tuple[StateSpec, ...]
-    update: Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], Any], Update]
-
-    @cached_property
-    def words(self) -> dict[str, tuple[int, bool]]:
-        """Stream number of each role's random bits, and whether the two halves of each word are swapped."""
-        streams = {role: number for number, role in enumerate([*(spec.role for spec in self.states), MASTER, WEIGHT])}
-        shared_with = {spec.role: spec.words_of for spec in self.states if spec.words_of is not None}
-        return {role: (streams[shared_with.get(role, role)], role in shared_with) for role in streams}
-
-
-@dataclass(frozen=True)
 class GroupSettings:
     """A group's settings in one step.
 
-    `number`: index of the group. `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of
-    the averages, 0 if there are none.
+    `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of the averages, 0 if there are
+    none.
     """
 
-    number: int
     step: int | Tensor
     settings: Any
     ema_decay: float = 0.0
 
     @cached_property
-    def share(self) -> float | Tensor:
+    def average_share(self) -> float | Tensor:
         """Share of the new values in the averages."""
         return adam.average_share(self.ema_decay, self.step)
 
 
 class ParameterStep:
-    """One parameter's part of a step: call `set_inputs` and `measure`, run the reduction, then call `finish`.
+    """One parameter's part of a step: set the inputs, call `measure`, run the reduction, then call `finish`.
 
     Args:
-        param: the parameter.
-        states: its states by role.
-        weight: the parameter as a state.
-        number: index of its group.
-        formula: the update rule.
+        states: the parameter's states by role, including the parameter itself as `WEIGHT`.
+        specs: the states that `update` reads and returns.
         stream: stream number of the first role's random bits; the other roles follow.
 
     Attributes:
         source: the state that the formula reads as master: a master, or the weight.
         targets: the states to write, by role, including the weight unless its master writes it.
         local: this rank's tensor of the parameter.
+        streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
+        grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
+        in_kernels: whether kernels do the present step.
     """
 
     def __init__(
         self,
         param: Tensor,
         states: Mapping[str, OptimizerState],
-        weight: OptimizerState,
-        number: int,
-        formula: UpdateFormula,
+        specs: tuple[StateSpec, ...],
+        optimizer: ElementwiseOptimizer,
+        group_index: int,
         stream: int,
     ) -> None:
-        self.param, self.local = param, private_torch.local_tensor(param)
-        self.number, self.formula, self.stream = number, formula, stream
-        self.states, self.weight, self.source = states, weight, states.get(MASTER, weight)
-        self.targets = dict(states)
+        self.param, self.local, self.group_index = param, private_torch.local_tensor(param), group_index
+        self.specs, self.optimizer, self.stream = specs, optimizer, stream
+        self.weight, self.source = states[WEIGHT], states.get(MASTER, states[WEIGHT])
+        self.targets = {role: state for role, state in states.items() if role != WEIGHT}
         if not self.source.writes_weight:
-            self.targets[WEIGHT] = weight
-        self.storage = weight.storage
-        self.has_draws = self.storage is not None and self.source is weight
+            self.targets[WEIGHT] = self.weight
+        roles = [*(spec.role for spec in specs), MASTER, WEIGHT]
+        shared_with = {spec.role: spec.words_of for spec in specs if spec.words_of is not None}
+        self.streams = {
+            role: (stream + roles.index(shared_with.get(role, role)), role in shared_with) for role in roles
+        }
+        self.storage = self.weight.storage
+        self.depends_on_dtype = self.source.writes_weight and self.storage is None  # holds what its dtype lacks
+        self.has_draws = self.storage is not None and self.source is self.weight
         self.grad: Tensor | None = None
+        self.group: GroupSettings
+        self.seed: int | None = None
+        self.in_kernels = False
         self.requantizations: dict[str, Requantization | None] = {}
-
-    @property
-    def depends_on_dtype(self) -> bool:
-        """Whether the master holds only the bits that a plain parameter of its dtype lacks."""
-        return self.storage is None and self.source.writes_weight
 
     def version(self) -> int:
         """See `base.weight_version`."""
@@ -117,56 +104,38 @@ class ParameterStep:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
 
-    def mark_written(self) -> None:
-        """Record that kernels wrote the parameter."""
+    def record_kernel_write(self) -> None:
+        """Record that kernels wrote the parameter, if they did."""
+        if self.grad is None or not self.in_kernels:
+            return
         torch.autograd.graph.increment_version(self.local)
         if self.storage is not None:
             self.storage.mark_written()
             if self.has_draws:
                 self.storage.state[DRAWS].add_(1)
 
-    def set_inputs(self, grad: Tensor | None, group: GroupSettings, seed: int | None) -> None:
-        """Set the inputs of a step. `seed`: for random bits; None if nothing is rounded stochastically."""
-        self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.group, self.seed, self.requantizations = group, seed, {}
-
-    @property
-    def average(self) -> OptimizerState | None:
-        """The average of the parameter, or None if averages are off."""
-        return self.targets.get(AVERAGE)
-
     def measure(self, reduction: FlatMax) -> None:
         """Register the amaxes of blocks shared with other ranks."""
-        if any(state.shares_blocks for state in self.targets.values()):
+        if any(state.shared for state in self.targets.values()):
             # All ranks must register the same shapes, so a missing gradient counts as zeros.
             self._measure(self._new_values(), reduction)
 
     def _measure(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
         self.requantizations = {role: state.measure(values[role], reduction) for role, state in self.targets.items()}
 
-    def _draws(self) -> dict[str, StateDraw]:
-        """Return the random bits of each role that is rounded stochastically."""
-        draws: dict[str, StateDraw] = {}
-        if self.seed is None:
-            return draws
-        for role in rounded_roles(self.targets):
-            number, swapped = self.formula.words[role]
-            draws[role] = StateDraw(self.seed, self.group.step, self.stream + number, swapped)
-        return draws
-
     def _new_values(self) -> dict[str, Tensor]:
         master = self.source.read()
         grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
-        states = {spec.role: self.targets[spec.role].read() for spec in self.formula.states}
-        master, updated = self.formula.update(self.param, grad, master, states, self.group.settings)
+        states = {spec.role: self.targets[spec.role].read() for spec in self.specs}
+        master, updated = self.optimizer.update(self.param, grad, master, states, self.group.settings)
         if updated.keys() != states.keys():
             raise ConfigurationError(
-                f"{self.formula.optimizer}.update returned the states {sorted(updated)}; `states` declares "
+                f"{type(self.optimizer).__name__}.update returned the states {sorted(updated)}; `states` declares "
                 f"{sorted(states)}"
             )
         new = {role: updated.get(role, master) for role in self.targets}
-        if self.average is not None:
-            new[AVERAGE] = adam.moved_average(self.average.read(), master, self.group.share)
+        if AVERAGE in self.targets:
+            new[AVERAGE] = adam.moved_average(self.targets[AVERAGE].read(), master, self.group.average_share)
         return new
 
     def finish(self, skip: Tensor | None = None) -> None:
@@ -179,37 +148,30 @@ class ParameterStep:
         values = self._new_values()
         if not self.requantizations:
             self._measure(values, FlatMax())
-        draws = self._draws()
+        rounded = rounded_roles(self.targets)
         for role, state in self.targets.items():
-            state.write(values[role], self.requantizations[role], draws.get(role))
+            draw = None
+            if self.seed is not None and role in rounded:
+                draw = StateDraw(self.seed, self.group.step, *self.streams[role])
+            state.write(values[role], self.requantizations[role], draw)
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
 
     def _move_average(self, skip: Tensor | None) -> None:
         """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
-        if self.average is None:
-            return
-        before = self.average.read()
-        after = adam.moved_average(before, self.source.read(), self.group.share)
-        self.average.write(after if skip is None else torch.where(skip, before, after), None)
+        if AVERAGE in self.targets:
+            before = self.targets[AVERAGE].read()
+            after = adam.moved_average(before, self.source.read(), self.group.average_share)
+            self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """The parameters of an optimizer's steps, until a state or a local tensor of a parameter is replaced.
-
-    `items`: the parameters with states. `frozen`: those without. `flags`: the names and ranks of `items`.
-    """
+class StepPlan(NamedTuple):
+    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
+    parameter, is replaced."""
 
     items: list[ParameterStep]
-    frozen: list[Tensor]
     flags: FlagLayout
-
-    def release_gradients(self) -> None:
-        """Drop the references to gradients and new values of a step."""
-        for item in self.items:
-            item.grad, item.requantizations = None, {}
 
     def is_current(self) -> bool:
         """Return whether all parameters still have their local tensors and storages."""
@@ -249,13 +211,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
         use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
-
-    Raises:
-        ConfigurationError: an argument is invalid.
-        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
-
-    # For subclasses --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def update(
@@ -282,8 +238,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """
         return {**group, "step": group["step"] + 1}
 
-    # Step ------------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
@@ -294,11 +248,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         the next step counts it and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step`
         in a group includes the skipped step.
 
-        Raises:
-            ConfigurationError: a gradient does not have its parameter's layout, a group has an invalid value, or
-                parameters were replaced after the first step.
-            RankMismatchError: a parameter has a gradient on some ranks only.
-            NonFiniteGradientError: too many consecutive steps were skipped; on a GPU raised one step later.
+        Raises a RankMismatchError if a parameter has a gradient on some ranks only, and a NonFiniteGradientError if too
+        many consecutive steps were skipped, on a GPU one step later.
         """
         if grad_scaler is not None:
             raise ConfigurationError(
@@ -310,67 +261,68 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [self._group_settings(number, group) for number, group in enumerate(self.param_groups)]
-        plan, applied = self._current_plan(), False
+        groups = [self._group_settings(index, group) for index, group in enumerate(self.param_groups)]
+        plan = self._current_plan()
         try:
             self._take_gradients(plan, groups)
-            flags, remaining = self._reduce_flags_and_launch(plan)
+            flags, remaining = self._start_updates(plan)
             flags.warn_of_no_gradient()
-            applied = self._finish_updates(flags, remaining)
+            if self._finish_or_skip(flags, remaining):
+                for item in plan.items:
+                    item.record_kernel_write()
+                    self._versions[item.param] = item.version()
         finally:
-            self._post_step(applied)
-            plan.release_gradients()
-        if applied:
             for item in plan.items:
-                self._versions[item.param] = item.version()
+                item.grad, item.requantizations = None, {}  # frees their memory
         return loss
 
+    def _group_settings(self, index: int, group: dict[str, Any]) -> GroupSettings:
+        self.check_group(f"{self._name}: param_groups[{index}]", group)
+        if self._capturable and not isinstance(group["lr"], Tensor):
+            raise ConfigurationError(
+                f"{self._name}: param_groups[{index}]: lr={group['lr']!r} has replaced the tensor that "
+                f"capturable=True reads; use group['lr'].fill_({group['lr']!r})"
+            )
+        return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
+
     def _current_plan(self) -> StepPlan:
-        """Return the parameters of a step with their states; made again if a state or a local tensor was replaced."""
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             self._warn_of_replaced_parameters()
-        if self._plan is None or not self._plan.is_current():
-            formulas = [self._formula(group) for group in self.param_groups]
+        if plan is None or not plan.is_current():
+            # One stream of random bits for each state, the master and the weight.
+            streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
             items = [
-                ParameterStep(
-                    param, self._states[param], self._weights[param], number, formulas[number], self._streams[param]
-                )
-                for number, group in enumerate(self.param_groups)
+                ParameterStep(param, self._states[param], self.group_states(group), self, group_index, streams[param])
+                for group_index, group in enumerate(self.param_groups)
                 for param in group["params"]
                 if param in self._states
             ]
-            frozen = [param for param in self._names if param not in self._states]
-            self._plan = StepPlan(items, frozen, FlagLayout((self._names[item.param], item.param) for item in items))
+            self._plan = StepPlan(items, FlagLayout((self._names[item.param], item.param) for item in items))
         return self._plan
 
     def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
         attribute = DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
         seed = self._seed
-        for param in plan.frozen:
-            if getattr(param, attribute, None) is not None:
+        for param in self._names:
+            if param not in self._states and getattr(param, attribute, None) is not None:
                 self._raise_for_frozen(param)
         for item in plan.items:
-            param, version = item.param, item.version()
+            param = item.param
             grad: Tensor | None = getattr(param, attribute, None)
             if grad is not None:
                 check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
-                if self._made_for[param] != (param.dtype, param.shape):
-                    # without a master, which the parameter could need in another dtype
-                    lacks_master = self._master_weights and item.source is item.weight
-                    self._check_fits(param, item.depends_on_dtype or lacks_master)
-            if self._versions.setdefault(param, version) != version and MASTER in item.states:
-                if item.storage is not None:
-                    self._raise_for_new_values(param)
+            has_master = item.source is not item.weight
+            # Without a master the parameter could need one in another dtype.
+            depends_on_dtype = item.depends_on_dtype or (self._master_weights and not has_master)
+            if self._is_overwritten(param, grad, item.version(), has_master, depends_on_dtype):
                 item.source.adopt()
-            item.set_inputs(grad, groups[item.number], seed)
-            if item.grad is not None and item.grad.shape != item.local.shape:
-                raise ConfigurationError(
-                    f"{self._names[param]} has local shape {tuple(item.local.shape)}, its gradient "
-                    f"{tuple(item.grad.shape)}"
-                )
+            item.grad = None if grad is None else private_torch.local_tensor(grad)
+            item.group, item.seed = groups[item.group_index], seed
+            item.in_kernels, item.requantizations = False, {}
 
-    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
 
         A subclass with kernels overrides this and launches its part of the step, which does nothing if a gradient is
@@ -379,9 +331,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         reduction = FlatMax()
         for item in plan.items:
             item.measure(reduction)
-        return self._flags(plan, reduction), plan.items
+        return self._reduce_flags(plan, reduction), plan.items
 
-    def _finish_updates(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
+    def _reduce_flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
+        """Return the gradient flags of all ranks, reduced together with what is pending in `reduction`."""
+        rate_flags = wrong_rates(self.param_groups, len(plan.items)) if self._capturable else None
+        return GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
+
+    def _finish_or_skip(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
         """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
         step.
 
@@ -394,14 +351,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """
         if self._capturable:
             bad = flags.bad()
-            self._last_bad_step.keep_if(bad, flags)
             for item in remaining:
-                item.finish(skip=bad)
-            for group in self.param_groups:
-                skipped = bad.to(group["step"].device).to(torch.int64)
-                group["step"].add_(1 - skipped)
-                group["skipped_steps"].add_(skipped)
-                group["skipped_in_a_row"].add_(1).mul_(skipped)
+                item.finish(bad)
+            self._count_on_device(bad, flags)
             return True
         deferred = flags.deferred and self._master_weights
         if not deferred and self._skips(flags):
@@ -413,38 +365,10 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         self._unread = flags if deferred else None
         return True
 
-    def _post_step(self, applied: bool) -> None:
-        """Hook that runs at the end of a step, applied, skipped or failed."""
-        return
-
-    def _flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
-        """Run the pending reductions and return the gradient flags of all ranks."""
-        rate_flags = wrong_rates(self.param_groups, len(plan.items)) if self._capturable else None
-        flags = GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
-        reduction.reduce()
-        flags.gather()
-        return flags
-
-    def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
-        """Return the update formula of a group's parameters."""
-        return UpdateFormula(self._name, self.group_states(group), self.update)
-
-    def _group_settings(self, number: int, group: dict[str, Any]) -> GroupSettings:
-        self.check_group(f"{self._name}: param_groups[{number}]", group)
-        if self._capturable and not isinstance(group["lr"], Tensor):
-            raise ConfigurationError(
-                f"{self._name}: param_groups[{number}]: lr={group['lr']!r} has replaced the tensor that "
-                f"capturable=True reads; use group['lr'].fill_({group['lr']!r})"
-            )
-        return GroupSettings(number, group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""
-        self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
-        if not self._use_decoupled_grad:
-            return
-        for param in self._names:
+        for param in self._names if self._use_decoupled_grad else ():
             grad = getattr(param, DECOUPLED_GRAD, None)
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]

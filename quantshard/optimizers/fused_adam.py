@@ -2,72 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam, largest_ratio
-from quantshard.numerics.states import EMA_DECAY, StateSpec
-from quantshard.optimizers.elementwise import Update
-from quantshard.optimizers.kernel_step import CommonOptions, KernelOptimizer
-from quantshard.state_storage import floor_of
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.optimizers.kernel_step import AdamOptimizer, CommonOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class AdamOptimizer(KernelOptimizer):
-    """Adam's update rule, for all groups of `FusedAdam` and the "adamw" groups of `Muon`."""
-
-    states: ClassVar[tuple[StateSpec, ...]] = STATES
-    checked_numbers = ("lr", "weight_decay", "betas", "eps", EMA_DECAY)
-
-    def update(
-        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Hyperparameters
-    ) -> Update:
-        """Apply `numerics.adam.adam` to one parameter."""
-        new = adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
-        return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
-
-    kernel_formula = update
-
-    def settings(self, group: dict[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of a group for this step."""
-        beta1, beta2 = map(float, group["betas"])
-        return Hyperparameters(
-            step=group["step"] + 1,
-            lr=group["lr"] if self._capturable else float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=group["adam_w_mode"],
-            bias_correction=group["bias_correction"],
-            ema_decay=float(group.get(EMA_DECAY, 0.0)),
-        )
-
-    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values, and whether updates that need a bound have one."""
-        super().check_group(where, group)
-        if self._bounds_ratio and largest_ratio(*map(float, group["betas"])) == math.inf:
-            raise ConfigurationError(
-                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
-                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
-            )
-
-    @cached_property
-    def _bounds_ratio(self) -> bool:
-        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
-        squares."""
-        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
-
-    def _is_bounded(self, param: Tensor) -> bool:
-        return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None
 
 
 class FusedAdam(AdamOptimizer):
@@ -83,8 +29,8 @@ class FusedAdam(AdamOptimizer):
     so the result is bitwise the same on any mesh and after resuming.
 
     State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8: E4M3 for the first
-    moment, UE5M3 for the second). The last two have a power-of-two scale per block of 128 elements of a row. Only 2-D
-    parameters have scaled states; other parameters use float32 instead.
+    moment, UE5M3 for the second). The last two have a power-of-two scale per block of 128 elements of a row; parameters
+    that are not 2-D use float32 instead.
 
     If any gradient is infinite or NaN, the step is skipped on all ranks: no weight, moment, scale or amax history
     changes, and `skipped_steps` counts it. On GPUs a step runs in kernels that process all parameters at once, with the
@@ -99,34 +45,27 @@ class FusedAdam(AdamOptimizer):
         bias_correction: divide the moments by 1 - beta**step.
         adam_w_mode: decoupled weight decay (AdamW). False adds the decay to the gradient (L2).
         capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`, so
-            that a CUDA graph can capture a step. The bits equal `capturable=False`. A bad step is reported late:
-            reading `skipped_steps` or calling `state_dict()` raises, once, the error that `step` would have raised. Set
-            the rate with `group["lr"].fill_(rate)`; LR schedulers do. Quantized weights then need masters. Run one step
+            that a CUDA graph can capture a step, with the same bits. A bad step is reported late: reading
+            `skipped_steps` or calling `state_dict()` raises, once, the error that `step` would have raised. Set the
+            rate with `group["lr"].fill_(rate)`; LR schedulers do. Quantized weights then need masters. Run one step
             before capturing, and do not replace any tensor afterwards.
-        preset: "lean8" or "lean6" (`PRESETS`), which sets the next four options and store_param_remainders.
-            Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
-            with a preset must agree with it.
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the next four options and store_param_remainders, with which
+            explicit options must agree.
         master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated
             and rounded stochastically to their own format. The largest element of an FP4 block then grows only by 3% or
             more, because the block's scale is rounded to E4M3.
         master_weight_dtype: float32 (default), float16 or bfloat16.
         exp_avg_dtype, exp_avg_sq_dtype: float32 (default), float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
-        store_param_remainders: False by default. True stores only the bits of a master that the parameter itself does
-            not hold: for a bfloat16 parameter the low 16 bits of a float32 master (the same training, bit for bit), for
-            an 8-bit quantized weight with `master_weight_dtype=torch.float16` the low 8 bits of a 16-bit master, which
-            shares the weight's scales. Other parameters keep a full master.
+        store_param_remainders: True stores only the bits of a master that the parameter lacks: for a bfloat16 parameter
+            the low 16 bits of a float32 master (the same training, bit for bit), for an 8-bit quantized weight with
+            `master_weight_dtype=torch.float16` the low 8 bits of a 16-bit master, which shares the weight's scales.
         set_grad_none: deprecated default of `zero_grad`. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state
             `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
-            master (or, without one, the new values before rounding), with bias correction (`numerics.adam`).
-            `averaged_weights` evaluates with the averages, `begin_average` and `drop_average` switch them on and off
-            later, and `group["ema_decay"]` can be set between steps.
-
-    Raises:
-        ConfigurationError: an argument is invalid.
-        RankMismatchError: ranks have different random keys for a weight, or different seeds.
+            master (or, without one, the new values before rounding), with bias correction (`numerics.adam`). See
+            `averaged_weights`, `begin_average` and `drop_average`.
     """
 
     def __init__(

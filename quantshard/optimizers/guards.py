@@ -76,18 +76,14 @@ class FlagLayout:
 class GradientFlags:
     """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
-    The flags are float32 [3, parameters], registered with `reduction` by the constructor; call `gather` after its
-    `reduce`. Only `skips`, `large_gradient` and the checks wait for the device.
+    The constructor is a collective call if parameters are sharded: it reduces the flags together with what is pending
+    in `reduction`. Only `skips`, `large_gradient` and the checks wait for the device.
 
-    Args:
-        layout: the parameters.
-        grads: this rank's gradient of each parameter, or None.
-        reduction: collects the flags for one collective.
-        exceeding: problems of the gradients, float32 [parameters]; computed here if None.
-        wrong: other problems, float32, of the first len(wrong) parameters.
+    `exceeding`: problems of the gradients, float32 [parameters]; computed here if None. `wrong`: other problems of the
+    first len(wrong) parameters.
 
     Attributes:
-        table: the flags of all ranks, after `gather`.
+        table: the flags of all ranks, float32 [3, parameters].
     """
 
     def __init__(
@@ -98,38 +94,27 @@ class GradientFlags:
         exceeding: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        self._layout, self._names = layout, layout.names
+        self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
-        self._parts: list[Tensor] = []
         self._sent: PendingFlag | None = None
-        if grads:
-            flags = _flags_of(layout, grads, exceeding)
-            if wrong is not None:
-                flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
-            self._parts = (
-                [flags]
-                if len(layout.indices) == 1
-                else [torch.stack([flags[:, index] for index in indices], dim=1) for indices in layout.indices.values()]
-            )
-        for group, part in zip(layout.indices, self._parts, strict=True):
+        flags = _local_flags(layout, grads, exceeding)
+        if wrong is not None:
+            flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
+        parts = [flags]
+        if len(layout.indices) > 1:
+            columns = flags.unbind(1)  # indexing by a list would copy it to the device and synchronize
+            parts = [torch.stack([columns[i] for i in indices], dim=1) for indices in layout.indices.values()]
+        for group, part in zip(layout.indices, parts, strict=False):  # none without parameters
             if group:
                 reduction.add(part, group)
-
-    def gather(self) -> None:
-        """Build `table` from the reduced flags.
-
-        A collective call if parameters are sharded over different axes or ranks hold different parameters.
-        """
-        if not self._parts:
-            self.table = torch.zeros(3, 0, dtype=torch.float32, device="cpu")
-            return
-        self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
-        if len(self._parts) > 1 or self._layout.has_experts:
+        if layout.ranks:
+            reduction.reduce()
+        self.table = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        if len(parts) > 1 or layout.has_experts:
             # A rank outside the group of a bad gradient must skip too: add a column that summarizes all parameters.
             present, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
             any_parameter = torch.stack([present, missing, self.table[2].amax()]).unsqueeze(1)
-            reduction = FlatMax()
-            reduction.add(any_parameter, self._layout.ranks)
+            reduction.add(any_parameter, layout.ranks)
             reduction.reduce()
             self.table = torch.cat([self.table, any_parameter], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
@@ -142,11 +127,11 @@ class GradientFlags:
             return
         if not self._names:
             warn_user("this optimizer has no parameter that is trained, so the step changes nothing")
-            return
-        warn_user(
-            f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
-            "step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
-        )
+        else:
+            warn_user(
+                f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so "
+                "the step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
+            )
 
     def bad(self) -> Tensor:
         """Return a bool scalar on the device: a gradient is missing on some ranks only, or has a problem."""
@@ -166,29 +151,25 @@ class GradientFlags:
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
         """Return whether the step must be skipped, and count it in every group.
 
+        Raises the errors of `check_missing`, `check_skipped` and, if not `deferred`, of delayed scaling (`MISMATCHES`).
         `deferred`: the step was counted as applied, and the device can be several steps ahead.
-
-        Raises:
-            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`. If not `deferred`, also
-                for mismatches of delayed scaling (`MISMATCHES`).
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
             MISMATCHES.settle()  # does not wait: the device has already reached this point
-        for group in groups if bad and deferred else ():
-            group["step"] -= 1
-        if bad:
-            self.check_missing()
+        if not bad:
+            for group in groups:
+                group["skipped_in_a_row"] = 0
+            return False
+        if deferred:
+            for group in groups:
+                group["step"] -= 1
+        self.check_missing()
         for group in groups:
-            group["skipped_steps"] += bad
-            group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
-        if bad:
-            self.check_skipped(groups, most_in_a_row)
-            self._warn_of_skip("the step before this one was" if deferred else "this step is", groups, most_in_a_row)
-        return bad
-
-    def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Warn about a large gradient, or about the first of consecutive steps with gradients that are not finite."""
+            group["skipped_steps"] += 1
+            group["skipped_in_a_row"] += 1
+        self.check_skipped(groups, most_in_a_row)
+        which = "the step before this one was" if deferred else "this step is"
         if name := self.large_gradient():
             warn_user(f"{too_large(name)}; {which} skipped")
         elif groups[0]["skipped_in_a_row"] == 1:
@@ -196,6 +177,7 @@ class GradientFlags:
                 f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and nothing "
                 f"changed ({most_in_a_row} in a row are an error)"
             )
+        return True
 
     def large_gradient(self) -> str:
         """Return the name of the first parameter with a finite but too large gradient; empty if a worse problem exists.
@@ -216,12 +198,8 @@ class GradientFlags:
             )
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise if `most_in_a_row` consecutive steps were skipped, or if only a checkpoint can help.
-
-        Raises:
-            NonFiniteGradientError: names the first bad parameter of the last step.
-            ConfigurationError: the learning rate was invalid.
-        """
+        """Raise if `most_in_a_row` consecutive steps were skipped, the learning rate was invalid, or only a checkpoint
+        can help."""
         in_a_row = int(groups[0]["skipped_in_a_row"])
         worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
         if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):
@@ -246,38 +224,6 @@ class GradientFlags:
         return self._names[int(mask.nonzero()[0])]
 
 
-class BadStepRecord:
-    """The flags of the last bad step: one number per parameter that says what was wrong.
-
-    With `capturable` they stay on the device and are read only on request, so a normal step does not synchronize.
-    """
-
-    def __init__(self) -> None:
-        self._flags: GradientFlags | None = None
-
-    def keep(self, flags: GradientFlags) -> None:
-        """Record the flags of a bad step that the host already knows about."""
-        self._flags = flags
-
-    def keep_if(self, bad: Tensor, flags: GradientFlags) -> None:
-        """Record flags on the device if `bad`, a bool scalar tensor, is true."""
-        table = flags.table
-        if self._flags is None or self._flags.table.shape != table.shape:
-            self._flags, flags.table = flags, torch.zeros_like(table)
-        last_table = self._flags.table
-        last_table.copy_(torch.where(bad, table, last_table))
-
-    def large_gradient(self) -> str:
-        """See `GradientFlags.large_gradient`."""
-        return "" if self._flags is None else self._flags.large_gradient()
-
-    def check(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise the errors of the steps since the last good one; see `GradientFlags`."""
-        if self._flags is not None:
-            self._flags.check_missing()
-            self._flags.check_skipped(groups, most_in_a_row)
-
-
 def too_large(name: str) -> str:
     """Describe a parameter whose gradient is finite but too large, for messages."""
     return (
@@ -287,14 +233,14 @@ def too_large(name: str) -> str:
     )
 
 
-def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
+def _local_flags(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
     flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=layout.device), 0
     # Filling runs on the device; a copy from the host would synchronize.
     for is_present, run in groupby([grad is not None for grad in grads]):
         end = index + len(list(run))
         flags[0 if is_present else 1, index:end].fill_(1.0)
         index = end
-    if exceeding is None:
+    if exceeding is None and grads:
         parts = []
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
             present = {
@@ -305,7 +251,8 @@ def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Ten
             if present:
                 parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
         exceeding = in_order(parts, len(grads), layout.device)
-    flags[2].copy_(exceeding)
+    if exceeding is not None:
+        flags[2].copy_(exceeding)
     return flags
 
 

@@ -1,4 +1,4 @@
-"""A step of Adam, Lion or Muon in multi-tensor kernels, and the base of these optimizers.
+"""A step of Adam, Lion or Muon in multi-tensor kernels, and the bases of these optimizers.
 
 A plan per device holds the addresses of the tensors that a step reads and writes, and is rebuilt if one changes. It
 also keeps the tensors alive, so that no address is reused. `elementwise.ParameterStep` handles what the kernels do not
@@ -20,30 +20,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, numerics, private_torch
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernels.optimizer.stored import (
-    Algorithm,
-    MatrixRegion,
-    SettingsRow,
-    StepParameter,
-)
-from quantshard.numerics.adam import Hyperparameters, float32
+from quantshard.errors import ConfigurationError
+from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
+from quantshard.numerics import adam
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
-from quantshard.numerics.states import WEIGHT
-from quantshard.optimizers.elementwise import ElementwiseOptimizer, ParameterStep, StepPlan
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, WEIGHT, StateSpec
+from quantshard.optimizers.elementwise import ElementwiseOptimizer, ParameterStep, StepPlan, Update
 from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags, in_order
 from quantshard.optimizers.state import TensorRegion
-from quantshard.state_storage import chosen_options
+from quantshard.state_storage import chosen_options, floor_of
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from quantshard.optimizers.matrix_exchange import MatrixWorkspace
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
@@ -51,141 +46,144 @@ if kernels.USABLE:
 
 @dataclass
 class _DevicePlan:
-    """The plan of one device.
+    """The launch plan of one device.
 
-    `places`: index in the step's work of each parameter. `shared`: amaxes shared between ranks, with their process
-    groups, by index. `sizes`: local shapes of the parameters to orthogonalize, by index.
+    `indices`: the parameters, by index in the step's work. `shared`: amaxes shared between ranks, with their process
+    groups, by index.
     """
 
-    plan: StepLaunchPlan
-    places: list[int]
+    launches: StepLaunchPlan
+    indices: list[int]
     shared: dict[int, list[tuple[Tensor, Groups]]]
-    sizes: dict[int, tuple[int, int]]
 
 
 class KernelStep:
     """The parameters of an optimizer that kernels update.
 
-    Each step calls `take`, `exceeding`, `update` and `finished`, and for matrices of Muon `make_directions` and
-    `set_directions` before `update`. Plans are made again if the work or the address of a tensor has changed.
+    Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
+    before `update`. Plans are made again if the work or the address of a tensor has changed.
+
+    Args:
+        enabled: False leaves all parameters to PyTorch.
     """
 
-    def __init__(self) -> None:
-        self._planned: list[_DevicePlan] = []
-        self._planned_work: Sequence[ParameterStep] = ()
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._plans: list[_DevicePlan] = []
+        self._work: Sequence[ParameterStep] = ()
         self._tensors: list[Tensor] = []
         self._storages: list[QuantizedStorage] = []
-        self._drawing: list[QuantizedStorage] = []
         self._addresses: list[int] = []
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
         self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
-        self._work: Sequence[ParameterStep] = ()
-        self._remaining: set[int] = set()
         self._directions: dict[int, Tensor] = {}
 
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph reads tables of this object, so that it must stay alive."""
-        return bool(self._captured) or any(device_plan.plan.is_captured for device_plan in self._planned)
+        return bool(self._captured) or any(plan.launches.is_captured for plan in self._plans)
 
     def take(
         self,
         work: Sequence[ParameterStep],
         seed: int | None,
         is_bounded: Callable[[Tensor], bool] | None = None,
-        workspace: MatrixWorkspace | None = None,
+        workspace: Callable[[torch.device], Tensor] | None = None,
     ) -> bool:
         """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
 
         `seed`: seed of the optimizer's random bits. `is_bounded`: argument `bounded` of `numerics.adam.adam`, by
-        parameter. `workspace`: memory for the directions of Muon's matrices.
-
-        Raises:
-            UnsupportedOperationError: the step is being captured in a CUDA graph, and there is no plan for it yet.
+        parameter. `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
         """
-        self._work = ()
-        if work is not self._planned_work:
+        if not self.enabled:
+            self._work = work
+            return False
+        is_new = work is not self._work
+        if is_new:
             states = [state for item in work for state in item.targets.values()]
             self._tensors = [tensor for state in states for tensor in state.live()]
             self._storages = [state.storage for state in states if state.storage is not None]
-            self._drawing = [item.storage for item in work if item.storage is not None and item.has_draws]
-        if work is not self._planned_work or self._addresses != self._current_addresses():
+        addresses = self._current_addresses(work)
+        if is_new or addresses != self._addresses:
+            self._work, self._addresses = (), []  # in case that a plan cannot be made
             self._make_plans(work, is_bounded)
+            self._work, self._addresses = work, addresses
         if not self._rows:
             return False
         rows = [
             settings_row(item.group.settings, item.group.step, item.group.ema_decay, shape)
             for (_, shape), item in self._rows.items()
         ]
-        self._work, self._remaining, self._directions = work, set(range(len(work))), {}
-        for device_plan in self._planned:
-            grads, draws, sizes = [], [], {}
-            for index in device_plan.places:
-                item, grad = work[index], work[index].grad
-                if grad is None or (grad.dtype in GRADIENT_DTYPES and grad.device == device_plan.plan.device):
-                    self._remaining.remove(index)
-                else:
-                    grad = None
-                grads.append(grad)
-                # the next random draw of a quantized weight without a master
-                storage = item.storage if item.has_draws and grad is not None else None
-                draws.append(0 if storage is None else int(storage.state[DRAWS]))
-                if grad is not None and index in device_plan.sizes:
-                    sizes[index] = device_plan.sizes[index]
-            if sizes:
-                assert workspace is not None
-                self._directions |= workspace.views(device_plan.plan.device, sizes)
-            directions = [self._directions.get(index) for index in device_plan.places]
-            device_plan.plan.take(grads, rows, seed, draws, directions)
+        self._directions = {}
+        for plan in self._plans:
+            grads, rng_counters, directions, offset = [], [], [], 0
+            for index in plan.indices:
+                item = work[index]
+                grad, direction = item.grad, None
+                item.in_kernels = grad is None or (
+                    grad.dtype in GRADIENT_DTYPES and grad.device == plan.launches.device
+                )
+                if item.in_kernels and grad is not None and isinstance(item.group.settings, MuonSettings):
+                    assert workspace is not None
+                    direction = workspace(grad.device)[offset : offset + grad.numel()].view(grad.shape)
+                    self._directions[index] = direction
+                    offset += padded_size(grad.numel())
+                grads.append(grad if item.in_kernels else None)
+                storage = item.storage if item.has_draws else None
+                rng_counters.append(0 if storage is None else int(storage.state[DRAWS]))
+                directions.append(direction)
+            plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
 
-    def _current_addresses(self) -> list[int]:
+    def _current_addresses(self, work: Sequence[ParameterStep]) -> list[int]:
         """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
         tensors = [*self._tensors]
         for storage in self._storages:  # their entries can be replaced
             tensors += storage.components.values()
             tensors += storage.state.values()
-        return [tensor.data_ptr() for tensor in tensors] + [int(storage.state[KEY]) for storage in self._drawing]
+        keys = [int(item.storage.state[KEY]) for item in work if item.has_draws and item.storage is not None]
+        return [tensor.data_ptr() for tensor in tensors] + keys
 
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
-        self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
-        self._planned, self._rows = [], {}
-        if any(kernel_dispatch.has_kernels(item.local) for item in work):
-            by_device: dict[torch.device, dict[int, StepParameter]] = {}
-            for index, item in enumerate(work):
-                shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
-                self._rows.setdefault((item.number, shape), item)
-                row = [*self._rows].index((item.number, shape))
-                bounded = is_bounded is not None and is_bounded(item.param)
-                parameter = _parameter(item, row, bounded) if kernel_dispatch.has_kernels(item.local) else None
-                if parameter is not None:
-                    by_device.setdefault(item.local.device, {})[index] = parameter
-            self._planned = [self._device_plan(work, *entry) for entry in by_device.items()]
-        self._planned_work, self._addresses = work, self._current_addresses()
-
-    def _device_plan(
-        self, work: Sequence[ParameterStep], device: torch.device, parameters: dict[int, StepParameter]
-    ) -> _DevicePlan:
-        plan = StepLaunchPlan([*parameters.values()], len(self._rows), device)
-        grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
-        shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(parameters)}
-        sizes = {i: entry.rectangle.shape for i, entry in parameters.items() if entry.algorithm is Algorithm.MUON}
-        return _DevicePlan(plan, [*parameters], {index: amaxes for index, amaxes in shared.items() if amaxes}, sizes)
+        self._captured += [plan.launches for plan in self._plans if plan.launches.is_captured]
+        self._plans, self._rows = [], {}
+        if not any(kernel_dispatch.has_kernels(item.local) for item in work):
+            return
+        by_device: dict[torch.device, dict[int, StepParameter]] = {}
+        for index, item in enumerate(work):
+            shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
+            self._rows.setdefault((item.group_index, shape), item)
+            row = [*self._rows].index((item.group_index, shape))
+            bounded = is_bounded is not None and is_bounded(item.param)
+            if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row, bounded)) is not None:
+                by_device.setdefault(item.local.device, {})[index] = parameter
+        for device, parameters in by_device.items():
+            launches = StepLaunchPlan([*parameters.values()], len(self._rows), device)
+            numbers = {index: number for number, index in enumerate(parameters)}
+            shared = {index: list(_shared(work[index], number, launches.amaxes)) for index, number in numbers.items()}
+            self._plans.append(_DevicePlan(launches, [*parameters], shared))
 
     def exceeding(self) -> Tensor:
-        """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]."""
-        flags = [device_plan.plan.exceeding(LARGEST_GRADIENT) for device_plan in self._planned]
-        if len(flags) == 1 and not self._remaining and len(flags[0]) == len(self._work):
-            return flags[0]
-        device, remaining = private_torch.local_tensor(self._work[0].param).device, sorted(self._remaining)
-        parts = [(device_plan.places, part) for device_plan, part in zip(self._planned, flags, strict=True)]
-        parts.append((remaining, exceeding([self._work[index].grad for index in remaining], device)))
+        """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]; 0 for a missing gradient."""
+        parts = [(plan.indices, plan.launches.exceeding(LARGEST_GRADIENT)) for plan in self._plans]
+        remaining = self._remaining()
+        if len(parts) == 1 and not remaining and len(parts[0][0]) == len(self._work):
+            return parts[0][1]
+        device = self._work[0].local.device
+        grads = {index: grad for index in remaining if (grad := self._work[index].grad) is not None}
+        if grads:
+            flags = [numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in grads.values()]
+            parts.append(([*grads], torch.stack(flags)))
         return in_order(parts, len(self._work), device)
+
+    def _remaining(self) -> list[int]:
+        """Indices of the parameters that PyTorch updates in this step."""
+        return [index for index, item in enumerate(self._work) if not item.in_kernels]
 
     def make_directions(self) -> dict[int, Tensor]:
         """Return this rank's shards of the matrices to orthogonalize, bfloat16, by index in the work."""
-        for device_plan in self._planned:
-            device_plan.plan.make_directions()
+        for plan in self._plans:
+            plan.launches.make_directions()
         return self._directions
 
     def set_directions(self, parts: Sequence[Tensor]) -> None:
@@ -199,63 +197,53 @@ class KernelStep:
         Returns the parameter steps that are still to be finished: those measured here in PyTorch, and averages without
         a gradient.
         """
-        for device_plan in self._planned:
-            device_plan.plan.update(skip.to(device_plan.plan.device))
+        for plan in self._plans:
+            plan.launches.update(skip.to(plan.launches.device))
+        remaining = self._remaining()
+        amaxes = {index: entries for plan in self._plans for index, entries in plan.shared.items() if entries}
         reduction = FlatMax()
-        shared = {index: amaxes for device_plan in self._planned for index, amaxes in device_plan.shared.items()}
         # All ranks need the same order, even if kernels take different parameters on each.
-        for index in sorted(self._remaining | shared.keys()):
-            if index in self._remaining:
+        for index in sorted({*remaining, *amaxes}):
+            if not self._work[index].in_kernels:
                 self._work[index].measure(reduction)
                 continue
-            for values, groups in shared[index]:
+            for values, groups in amaxes[index]:
                 reduction.add(values, groups)
-        reduction.reduce()
-        for device_plan in self._planned:
-            device_plan.plan.finish()
-        averaged = {index for index, item in enumerate(self._work) if item.grad is None and item.average is not None}
-        return [self._work[index] for index in sorted(self._remaining | averaged)]
-
-    def finished(self, applied: bool) -> None:
-        """Release the work and its gradients. If the step was applied, record the parameters that kernels wrote."""
-        for index, item in enumerate(self._work if applied else ()):
-            if index not in self._remaining and item.grad is not None:
-                item.mark_written()
-        self._work, self._directions = (), {}
-
-
-def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return `numerics.exceeds` of gradients that no kernel takes, float32 [gradients]; 0 for a missing gradient."""
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    flags = [zero if grad is None else numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in gradients]
-    return torch.stack(flags) if flags else zero.new_empty(0)
+        if remaining or amaxes:
+            reduction.reduce()
+        for plan in self._plans:
+            plan.launches.finish()
+        self._directions = {}  # frees their memory
+        return [item for item in self._work if not item.in_kernels or (item.grad is None and AVERAGE in item.targets)]
 
 
 def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
     """Return a group's settings as kernels read them. `shape`: global shape of the matrices, for Muon."""
     if isinstance(settings, MuonSettings):
-        columns = {**_shares(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
+        columns = {**_weights(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
         return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
     if isinstance(settings, LionSettings):
-        columns = {**_shares(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
+        columns = {**_weights(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
         return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
     assert isinstance(settings, Hyperparameters)
     betas = float32(settings.beta1), float32(settings.beta2)
     l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
-    columns = {**_shares(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
+    columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
     if not isinstance(step, Tensor):
         columns |= dict(zip(("correction1", "correction2"), map(float, settings.corrections), strict=True))
     return SettingsRow(step, settings.lr, columns, betas=betas, corrects=settings.bias_correction, ema_decay=ema_decay)
 
 
-def _shares(beta1: float, beta2: float) -> dict[str, float]:
+def _weights(beta1: float, beta2: float) -> dict[str, float]:
     return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
 
 
-def _algorithm(settings: Any) -> Algorithm:
-    if isinstance(settings, MuonSettings):
-        return Algorithm.MUON
-    return Algorithm.LION if isinstance(settings, LionSettings) else Algorithm.ADAM
+def padded_size(count: int) -> int:
+    """Return the number of elements that a matrix of `count` elements occupies in the workspace of directions."""
+    return -(count // -16) * 16
+
+
+# Plans ------------------------------------------------------------------------------------------------------------
 
 
 def _shared(
@@ -271,36 +259,21 @@ def _shared(
                 yield grids[number, role, name], state.shared[name]
 
 
-# -------------------------------------------------------------------------------------------- parameters of a plan
-
-
 def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | None:
     """Describe a parameter for a plan; None if kernels do not support it."""
     states = {**item.targets, WEIGHT: item.weight}
     for_kernels = {role: tensors for role, state in states.items() if (tensors := state.for_kernels()) is not None}
-    rectangle, storage = _rectangle(item.param), item.weight.storage
+    rectangle = TensorRegion.of_local(item.param).matrix()
     if rectangle is None or len(for_kernels) < len(states):
         return None
-    key = 0 if storage is None else int(storage.state[KEY])
-    algorithm = _algorithm(item.group.settings)
-    return StepParameter(for_kernels, rectangle, row, item.stream, key, WEIGHT_STREAM, bounded, algorithm)
-
-
-def _rectangle(param: Tensor) -> MatrixRegion | None:
-    """Return the local elements as a rectangle of a global matrix; None if they are not a rectangle. See
-    `StateDraw.words`."""
-    region = TensorRegion.of_local(param)
-    global_shape, origin, shape = region.global_shape, region.origin, region.shape
-    if len(shape) < 2:
-        return MatrixRegion((1, math.prod(global_shape)), (0, sum(origin)), (1, math.prod(shape)))
-    if len(shape) > 2 and shape[1:] != global_shape[1:]:
-        return None
-    return MatrixRegion(
-        (global_shape[0], math.prod(global_shape[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
+    rng_key = 0 if item.storage is None else int(item.storage.state[KEY])
+    algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(
+        type(item.group.settings), Algorithm.ADAM
     )
+    return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bounded, algorithm)
 
 
-# ------------------------------------------------------------------------------------------------------- optimizers
+# Optimizers -------------------------------------------------------------------------------------------------------
 
 
 class CommonOptions(TypedDict, total=False):
@@ -319,11 +292,7 @@ class CommonOptions(TypedDict, total=False):
 class KernelOptimizer(ElementwiseOptimizer):
     """Base of `FusedAdam`, `Lion` and `Muon`. Steps run in kernels where possible, with the bits of `update`.
 
-    Args:
-        params: parameters, (name, parameter) pairs or groups.
-        defaults: group entries for groups that do not set them.
-        state_dtypes: dtype of each state, by role; None for the preset's, or float32.
-        common: see `CommonOptions`.
+    `state_dtypes`: dtype of each state, by role; None for the preset's, or float32.
     """
 
     kernel_formula: ClassVar[Any] = None
@@ -353,21 +322,63 @@ class KernelOptimizer(ElementwiseOptimizer):
 
     @cached_property
     def _kernels(self) -> KernelStep:
-        return KernelStep()
-
-    @property
-    def _has_kernels(self) -> bool:
-        return type(self).update is type(self).kernel_formula
+        return KernelStep(enabled=type(self).update is type(self).kernel_formula)
 
     def _is_bounded(self, param: Tensor) -> bool:
         """Return the argument `bounded` of `numerics.adam.adam` for a parameter."""
         return False
 
-    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        if not self._has_kernels or not self._kernels.take(plan.items, self._seed, self._is_bounded):
-            return super()._reduce_flags_and_launch(plan)
-        flags = self._flags(plan, FlatMax(), self._kernels.exceeding())
+    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+        if not self._kernels.take(plan.items, self._seed, self._is_bounded):
+            return super()._start_updates(plan)
+        flags = self._reduce_flags(plan, FlatMax(), self._kernels.exceeding())
         return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
 
-    def _post_step(self, applied: bool) -> None:
-        self._kernels.finished(applied)
+
+class AdamOptimizer(KernelOptimizer):
+    """Adam's update rule, for all groups of `FusedAdam` and the "adamw" groups of `Muon`."""
+
+    states: ClassVar[tuple[StateSpec, ...]] = adam.STATES
+    checked_numbers = ("lr", "weight_decay", "betas", "eps", EMA_DECAY)
+
+    def update(
+        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
+    ) -> Update:
+        """Apply `numerics.adam.adam` to one parameter."""
+        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
+        return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
+
+    kernel_formula = update
+
+    def settings(self, group: dict[str, Any]) -> Any:
+        """Return the hyperparameters of a group for this step."""
+        beta1, beta2 = map(float, group["betas"])
+        return Hyperparameters(
+            step=group["step"] + 1,
+            lr=group["lr"] if self._capturable else float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+            ema_decay=float(group.get(EMA_DECAY, 0.0)),
+        )
+
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values, and whether updates that need a bound have one."""
+        super().check_group(where, group)
+        if self._bounds_ratio and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
+            raise ConfigurationError(
+                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
+                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
+            )
+
+    @cached_property
+    def _bounds_ratio(self) -> bool:
+        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
+        squares."""
+        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
+
+    def _is_bounded(self, param: Tensor) -> bool:
+        return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None

@@ -38,10 +38,6 @@ class Lion(KernelOptimizer):
         exp_avg_dtype: dtype of the moment: float32 (default), float16, bfloat16 or uint8 (FP8).
 
     Other arguments are those of `FusedAdam`.
-
-    Raises:
-        ConfigurationError: an argument is invalid.
-        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
     states = STATES

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch, state_storage
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.optimizers.base import kind
+from quantshard.optimizers.base import layout
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -24,10 +24,8 @@ SAVED_OPTIONS = "build it with the options that it was saved with (dtypes, maste
 def with_hooks(
     load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
 ) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
-    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does.
-
-    Pre-hooks can change the copy of the state dict that they get, or return another one.
-    """
+    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does. Pre-hooks can change or replace a
+    copy of the state dict."""
 
     @wraps(load_state_dict)
     def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:
@@ -44,11 +42,7 @@ def with_hooks(
 
 
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str]) -> bool:
-    """Load a state dict into an optimizer's live states and groups. Return whether this rank's states changed.
-
-    Raises:
-        CheckpointError: it belongs to other parameters or states; the message names the first difference.
-    """
+    """Load a state dict into an optimizer's live states and groups. Return whether this rank's states changed."""
     # dcp_to_torch_save turns the integer keys of "state" into strings.
     groups, states = state_dict["param_groups"], state_dict["state"]
     _check_groups(groups, optimizer)
@@ -142,10 +136,9 @@ def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any])
 
 
 def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return kind(value)
-    local = private_torch.local_tensor(value)
-    return f"{local.dtype} {tuple(value.shape)} in {kind(value)} (local {tuple(local.shape)})"
+    return (
+        f"{private_torch.local_tensor(value).dtype} in {layout(value)}" if isinstance(value, Tensor) else layout(value)
+    )
 
 
 def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

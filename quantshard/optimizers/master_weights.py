@@ -66,10 +66,6 @@ class MasterWeights(ParameterOptimizer):
         ema_decay: keep an average of the masters (or of parameters without one), in their dtype, as the state
             `ema_param`; see `FusedAdam`.
         settings: arguments of `optimizer_class`, such as lr and weight_decay. `fused=True` and `foreach=True` work.
-
-    Raises:
-        ConfigurationError: a parameter is on the meta device or of another dtype.
-        RankMismatchError: ranks have different random keys for a weight.
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class MasterWeights(ParameterOptimizer):
         super().__init__(params, {})  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
         self._masters: dict[Tensor, Tensor] = {}
-        self._averages: dict[Tensor, Tensor] = {}
         self._overflown: Tensor | None = None  # see `_overflown_masters`
         groups = self.param_groups
         for group in groups:
@@ -120,13 +115,11 @@ class MasterWeights(ParameterOptimizer):
         """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
 
-    # State -----------------------------------------------------------------------------------------------------------
-
     def _has_updates(self) -> bool:
         return any(int(state[UPDATES]) for state in self.state.values())
 
     def _make_states(self) -> None:
-        for mapping in (self._masters, self._averages, self._made_for, self._names, self._versions):
+        for mapping in (self._masters, self._made_for, self._names, self._versions):
             mapping.clear()
         self.state.clear()
         self._inner.state.clear()
@@ -141,17 +134,16 @@ class MasterWeights(ParameterOptimizer):
     def _add_masters(self, group: dict[str, Any]) -> None:
         """Record the names of a group's parameters and create their masters."""
         self._add_names(group)
-        for param in group["params"]:
-            if param.requires_grad:
-                self._masters[param] = self._new_master(param)
+        self._masters |= {param: self._new_master(param) for param in group["params"] if param.requires_grad}
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._masters.get(param, param) for param in group["params"]]}
 
     def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Put the model's parameters and blank states into a group that the inner optimizer filled in."""
-        decay = group.get(EMA_DECAY)
-        group.update({"params": params, **self._own_entries, **({EMA_DECAY: decay} if decay is not None else {})})
+        group.update(
+            {**self._own_entries, **{key: group[key] for key in (EMA_DECAY,) if key in group}, "params": params}
+        )
         for param in params:
             if param in self._masters:
                 self._inner.state.pop(self._masters[param], None)  # made again before the first update
@@ -173,7 +165,7 @@ class MasterWeights(ParameterOptimizer):
     def initialize_state(self, param: Tensor) -> None:
         """Allocate the master and states of a parameter that was frozen when this optimizer was built."""
         self._adopt_replaced_parameters()
-        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
+        group = self._group_of(param)
         self._masters[param] = self._new_master(param)
         self.state[param] = self._blank_state(param, group)
 
@@ -192,20 +184,13 @@ class MasterWeights(ParameterOptimizer):
         for value in state.values():
             if isinstance(value, Tensor):
                 private_torch.local_tensor(value).zero_()
-        return self._with_own(param, state, torch.zeros((), dtype=torch.float32, device="cpu"))
+        updates = torch.zeros((), dtype=torch.float32, device="cpu")
+        average = {AVERAGE: self._masters[param].detach().clone()} if self._is_averaging else {}
+        return {**state, **self._master_entry(param), UPDATES: updates, **average}
 
-    def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
-        """Add the master, the update count and the average to an inner state, in place."""
-        if self._masters[param] is not param:
-            state[MASTER] = self._masters[param].detach()
-        state[UPDATES] = updates
-        if self._is_averaging:
-            if param not in self._averages:
-                self._averages[param] = self._masters[param].detach().clone()
-            state[AVERAGE] = self._averages[param]
-        return state
-
-    # Averages --------------------------------------------------------------------------------------------------------
+    def _master_entry(self, param: Tensor) -> dict[str, Tensor]:
+        master = self._masters[param]
+        return {} if master is param else {MASTER: master.detach()}
 
     @property
     def _is_averaging(self) -> bool:
@@ -223,8 +208,8 @@ class MasterWeights(ParameterOptimizer):
         for group in self.param_groups:
             counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
             group.update({EMA_DECAY: float(decay), EMA_STEPS: max(counts, default=0)})
-        for param, state in ((param, self.state[param]) for param in self._masters):
-            self._with_own(param, state, state[UPDATES])
+        for param, master in self._masters.items():
+            self.state[param][AVERAGE] = master.detach().clone()
 
     def drop_average(self) -> None:
         """Stop averaging and free the averages."""
@@ -232,45 +217,37 @@ class MasterWeights(ParameterOptimizer):
         for entries in (self._own_entries, *self.param_groups, *(self.state[param] for param in self._masters)):
             for name in (EMA_DECAY, EMA_STEPS, AVERAGE):
                 entries.pop(name, None)
-        self._averages.clear()
 
     def _move_averages(self) -> None:
         """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
             share = adam.average_share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
-            for param in group["params"]:
-                if param in self._masters:
-                    average = private_torch.local_tensor(self._averages[param])
-                    average.copy_(adam.moved_average(average, private_torch.local_tensor(self._masters[param]), share))
+            for param in self._masters.keys() & {*group["params"]}:
+                average, master = map(private_torch.local_tensor, (self.state[param][AVERAGE], self._masters[param]))
+                average.copy_(adam.moved_average(average, master, share))
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
+        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
                 private_torch.local_tensor(master).copy_(initial_master(param))
             if self._is_averaging:
-                private_torch.local_tensor(self._averages[param]).copy_(private_torch.local_tensor(master))
+                private_torch.local_tensor(self.state[param][AVERAGE]).copy_(private_torch.local_tensor(master))
             self._versions[param] = weight_version(param)
 
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts.
-
-        Raises:
-            CheckpointError: it belongs to other parameters or another inner optimizer; the message names the first
-                difference.
-        """
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
+        fit."""
         self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._accept_plain_values()
-
-    # Step ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -284,8 +261,6 @@ class MasterWeights(ParameterOptimizer):
             RankMismatchError: a gradient is missing on some ranks only.
             NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
                 infinite or NaN.
-            ConfigurationError: others wrote to a quantized parameter, a parameter that was frozen has a gradient, or a
-                group has an invalid value.
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -297,11 +272,8 @@ class MasterWeights(ParameterOptimizer):
         self._check_parameters_unchanged()
         if not self._has_updates():
             self._warn_of_replaced_parameters()
-        reduction = FlatMax()
         layout = FlagLayout((self._names[param], param) for param in self._masters)
-        flags = GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)
-        reduction.reduce()
-        flags.gather()
+        flags = GradientFlags(layout, [param.grad for param in self._masters], FlatMax(), wrong=self._overflown)
         flags.warn_of_no_gradient()
         if self._skips(flags):
             return loss
@@ -315,8 +287,7 @@ class MasterWeights(ParameterOptimizer):
     def _overflown_masters(self) -> Tensor | None:
         """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
 
-        The next step sends the result together with its gradient flags. Checking it now would cost a second
-        synchronization and a second collective.
+        The next step sends the result with its gradient flags, which saves a collective and a synchronization.
         """
         if not self._masters:
             return None
@@ -332,17 +303,10 @@ class MasterWeights(ParameterOptimizer):
                 if param.grad is not None:
                     self._raise_for_frozen(param)
                 continue
-            master = self._masters[param]
             if param.grad is not None:
-                if self._made_for[param] != (param.dtype, param.shape):
-                    self._check_fits(param, master is param)
                 check_alike(param, param.grad, name, "gradient")
-            version = weight_version(param)
-            if self._versions.setdefault(param, version) == version:
-                continue
-            if components.quantized_local(param) is not None:
-                self._raise_for_new_values(param)
-            if master is not param:
+            master, version = self._masters[param], weight_version(param)
+            if self._is_overwritten(param, param.grad, version, master is not param, depends_on_dtype=master is param):
                 local_master = private_torch.local_tensor(master).detach()
                 adopt(local_master, private_torch.local_tensor(param).detach(), local_master.to(param.dtype))
             self._versions[param] = version
@@ -364,8 +328,9 @@ class MasterWeights(ParameterOptimizer):
                 group["params"] = self._inner_group(group)["params"]
             yield
             for param in self._updated(self._masters):
-                updates = self.state[param][UPDATES] + 1
-                self.state[param] = self._with_own(param, self._inner.state[self._masters[param]], updates)
+                own, inner = self.state[param], self._inner.state[self._masters[param]]
+                own[UPDATES] = own[UPDATES] + 1
+                self.state[param] = {**inner, **{key: own[key] for key in (MASTER, UPDATES, AVERAGE) if key in own}}
         finally:
             for group, model_params in zip(self.param_groups, params, strict=True):
                 group["params"] = model_params

@@ -22,6 +22,7 @@ from quantshard.optimizers.base import (
     rounding_seed,
     weight_version,
 )
+from quantshard.optimizers.guards import GradientFlags
 from quantshard.optimizers.state import (
     OptimizerState,
     assign,
@@ -74,20 +75,16 @@ class MasterOptimizer(ParameterOptimizer):
     ) -> None:
         self._set_up(max_skipped_in_a_row)
         dtypes = dict(state_dtypes or {})
-        if "lr" not in defaults:
-            raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
-        self._roles = [spec.role for spec in self.states]
-        used_roles = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
-        if len({*self._roles, MASTER, AVERAGE, WEIGHT}) < len(self._roles) + 3 or not used_roles <= set(self._roles):
+        roles = [spec.role for spec in self.states]
+        shared = {spec.words_of for spec in self.states} - {None, *roles}
+        if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3 or shared:
             raise ConfigurationError(
                 f"{self._name}.states = {self.states}: roles must differ, also from {MASTER!r}, {AVERAGE!r} and "
                 f"{WEIGHT!r}, and words_of must be one of them"
             )
-        if unknown := dtypes.keys() - set(self._roles):
-            raise ConfigurationError(
-                f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {self._roles}"
-            )
-        self._dtypes = {role: dtypes.get(role, torch.float32) for role in self._roles} | {MASTER: master_weight_dtype}
+        if unknown := dtypes.keys() - set(roles):
+            raise ConfigurationError(f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {roles}")
+        self._dtypes = {role: dtypes.get(role, torch.float32) for role in roles} | {MASTER: master_weight_dtype}
         for role, dtype in self._dtypes.items():
             check_dtype(self._name, role, dtype)
         self._master_weights, self._remainders = master_weights, store_param_remainders
@@ -99,9 +96,7 @@ class MasterOptimizer(ParameterOptimizer):
         super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
         if capturable:
             self.register_state_dict_post_hook(_counters_to_numbers)  # first, so that later hooks see numbers
-        self._states: dict[Tensor, dict[str, OptimizerState]] = {}
-        self._weights: dict[Tensor, OptimizerState] = {}
-        self._streams: dict[Tensor, int] = {}
+        self._states: dict[Tensor, dict[str, OptimizerState]] = {}  # with the parameter itself as WEIGHT
         self._plan: Any = None  # the `StepPlan` of `step`; None after a state was added or removed
         self._reported_skips = -1  # if capturable: number of skipped steps at the last error about them
         self._is_built = True
@@ -110,8 +105,6 @@ class MasterOptimizer(ParameterOptimizer):
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
         """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
         return self.states
-
-    # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and allocate its states. A collective call where parameters are sharded."""
@@ -142,20 +135,33 @@ class MasterOptimizer(ParameterOptimizer):
         """Name of the first parameter whose finite gradient exceeded `guards.LARGEST_GRADIENT` in the last skipped
         step. Empty if that step had a worse problem. Reading it waits for the device."""
         self._read_flags()
-        return self._last_bad_step.large_gradient()
+        return "" if self._last_bad_flags is None else self._last_bad_flags.large_gradient()
+
+    def _count_on_device(self, bad: Tensor, flags: GradientFlags) -> None:
+        """Count a step of a `capturable` optimizer without reading `bad`, and record the flags of a bad one."""
+        for group in self.param_groups:
+            skipped = bad.to(group["step"].device).to(torch.int64)
+            group["step"].add_(1 - skipped)
+            group["skipped_steps"].add_(skipped)
+            group["skipped_in_a_row"].add_(1).mul_(skipped)
+        table = flags.table
+        if self._last_bad_flags is None or self._last_bad_flags.table.shape != table.shape:
+            self._last_bad_flags, flags.table = flags, torch.zeros_like(table)
+        last_table = self._last_bad_flags.table
+        last_table.copy_(torch.where(bad, table, last_table))
 
     def _raise_for_bad_steps(self) -> None:
         MISMATCHES.settle()
         skipped = int(self.param_groups[0]["skipped_steps"])
-        if skipped == self._reported_skips:  # raise only once, so that a load can still get a state dict
+        # Raise only once, so that a load can still get a state dict.
+        if skipped == self._reported_skips or self._last_bad_flags is None:
             return
         try:
-            self._last_bad_step.check(self.param_groups, self._max_skipped_in_a_row)
+            self._last_bad_flags.check_missing()
+            self._last_bad_flags.check_skipped(self.param_groups, self._max_skipped_in_a_row)
         except (NonFiniteGradientError, ConfigurationError):
             self._reported_skips = skipped
             raise
-
-    # State -----------------------------------------------------------------------------------------------------------
 
     @property
     def _is_averaging(self) -> bool:
@@ -170,7 +176,7 @@ class MasterOptimizer(ParameterOptimizer):
         if self._names and any(components.quantized_local(param) is not None for param in params):
             for group in self.param_groups:
                 group.pop(ROUNDING_SEED, None)  # it derives from the keys of the present weights
-        for mapping in (self._states, self._weights, self._made_for, self._streams, self._names, self._versions):
+        for mapping in (self._states, self._made_for, self._names, self._versions):
             mapping.clear()
         self.state.clear()
         for group in self.param_groups:
@@ -179,9 +185,6 @@ class MasterOptimizer(ParameterOptimizer):
 
     def _add_states(self, group: dict[str, Any]) -> None:
         """Make the names and states of a group's parameters."""
-        for number, param in enumerate(group["params"], len(self._names)):
-            # One stream of random bits for each state, the master and the weight.
-            self._streams[param] = number * (len(self._roles) + 2)
         self._add_names(group)
         for param in group["params"]:
             if param.requires_grad:
@@ -200,9 +203,7 @@ class MasterOptimizer(ParameterOptimizer):
         `store_param_remainders`: overrides the constructor's option for this parameter.
         """
         self._adopt_replaced_parameters()
-        self._check_known(param)
-        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
-        self._initialize(param, group, store_param_remainders)
+        self._initialize(param, self._group_of(param), store_param_remainders)
 
     @torch.no_grad()
     def _initialize(self, param: Tensor, group: Mapping[str, Any], store_param_remainders: bool | None = None) -> None:
@@ -219,35 +220,35 @@ class MasterOptimizer(ParameterOptimizer):
         states = {
             spec.role: make_state(param, self._dtypes[spec.role], spec.nonnegative) for spec in self.group_states(group)
         }
-        self._states[param], self._weights[param] = states, make_weight(param)
-        self._made_for[param], self._plan = (param.dtype, param.shape), None
-        self._add_master(param, remainders)
-        if self._is_averaging:
-            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
-        self._versions[param] = weight_version(param)
-        self.state[param] = {k: v for role, entry in states.items() for k, v in entry.tensors(role).items()}
-
-    def _add_master(self, param: Tensor, remainders: bool) -> None:
-        """Create the master if the parameter is coarser, and draw the seed if anything needs random bits."""
-        states = self._states[param]
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
             master.seed(initial_master(param))
             states[MASTER] = master
-        if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
+        states[WEIGHT] = make_weight(param)
+        if self._is_averaging:
+            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
+        self._states[param], self._made_for[param], self._plan = states, (param.dtype, param.shape), None
+        self._versions[param] = weight_version(param)
+        self.state[param] = {
+            key: tensor
+            for role, state in states.items()
+            if role != WEIGHT
+            for key, tensor in state.tensors(role).items()
+        }
+        if self._seed is None and rounded_roles(states):
             seed = rounding_seed([param for group in self.param_groups for param in group["params"]])
-            for group in self.param_groups:
-                group[ROUNDING_SEED] = seed
+            for entries in self.param_groups:
+                entries[ROUNDING_SEED] = seed
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
+        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         for param, states in self._states.items():
             if MASTER in states:
                 states[MASTER].seed(initial_master(param))
             if AVERAGE in states:
-                assign(states[AVERAGE], states.get(MASTER, self._weights[param]).read())
+                assign(states[AVERAGE], states.get(MASTER, states[WEIGHT]).read())
             self._versions[param] = weight_version(param)
 
     @torch.no_grad()
@@ -263,7 +264,7 @@ class MasterOptimizer(ParameterOptimizer):
             entries[EMA_DECAY] = float(decay)
         self._plan = None
         for param, states in self._states.items():
-            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
+            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
             self.state[param] |= states[AVERAGE].tensors(AVERAGE)
 
     def drop_average(self) -> None:
@@ -280,28 +281,20 @@ class MasterOptimizer(ParameterOptimizer):
         self._read_flags()
         return super().__getstate__()
 
-    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one.
-
-        `skip_unscale` must be False, because states have block scales.
-        """
-        if skip_unscale:
-            raise ConfigurationError(
-                "get_unscaled_state(skip_unscale=True) is not supported; state_dict() holds codes and scales"
-            )
-        state = self._state_of(param, state_name)
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
+        values = self._state_of(param, state_name).read()
         if isinstance(param, DTensor):
-            return components.as_dtensor(state.read(), param, list(param.placements), tuple(param.shape))
-        return state.read()
+            return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
+        return values
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
-        parameter.
+        parameter. Setting a master stored as remainders sets the parameter.
 
-        The values have the parameter's shape and layout. For a sharded parameter, a plain tensor with this rank's shard
-        works too, as returned by its local tensor's `get_high_precision_init_val`. Setting a master stored as
-        remainders sets the parameter.
+        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard, as returned by
+        the local tensor's `get_high_precision_init_val`.
         """
         state, name = self._state_of(param, state_name), self._names[param]
         local_shape = tuple(private_torch.local_tensor(param).shape)
@@ -324,21 +317,14 @@ class MasterOptimizer(ParameterOptimizer):
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._adopt_replaced_parameters()
-        self._check_known(param)
-        states = self._states.get(param, {})
+        self._group_of(param)
+        states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
         if state_name not in states:
             raise ConfigurationError(
                 f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none (it is frozen)'}; "
                 f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
             )
         return states[state_name]
-
-    def _check_known(self, param: Tensor) -> None:
-        if param not in self._names:
-            raise ConfigurationError(
-                f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
-                "itself (the DTensor, not its local tensor)"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load
@@ -355,11 +341,8 @@ class MasterOptimizer(ParameterOptimizer):
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts.
-
-        Raises:
-            CheckpointError: it belongs to other parameters or state dtypes; the message names the first difference.
-        """
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
+        fit."""
         self._adopt_replaced_parameters()
         self._read_flags()
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)

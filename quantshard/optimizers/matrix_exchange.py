@@ -251,27 +251,3 @@ def _owners(layouts: Sequence[MatrixLayout], sizes: Sequence[int]) -> list[Coord
         owners[number] = owner
         loads[owner] += layouts[number].cost
     return [owners[number] for number in range(len(layouts))]
-
-
-class MatrixWorkspace:
-    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._flat: dict[torch.device, Tensor] = {}
-
-    def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
-        """Return a bfloat16 matrix of each size, aligned to 16 elements."""
-        if device not in self._flat:
-            self._flat[device] = torch.empty(self._size, dtype=torch.bfloat16, device=device)
-        matrices, offset = {}, 0
-        for index, size in sizes.items():
-            count = math.prod(size)
-            matrices[index] = self._flat[device][offset : offset + count].view(size)
-            offset += rounded_up(count)
-        return matrices
-
-
-def rounded_up(count: int) -> int:
-    """Return the number of elements that a matrix of `count` elements occupies in a `MatrixWorkspace`."""
-    return -(count // -16) * 16

@@ -9,27 +9,25 @@ extra memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam, muon
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER, RATE_FACTORS, MuonSettings
 from quantshard.numerics.states import EMA_DECAY, StateSpec
-from quantshard.optimizers import kernel_step
 from quantshard.optimizers.base import check_ranges
-from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update, UpdateFormula
-from quantshard.optimizers.fused_adam import AdamOptimizer
+from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update
 from quantshard.optimizers.guards import GradientFlags, in_order
-from quantshard.optimizers.kernel_step import CommonOptions, KernelStep
-from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, MatrixWorkspace, buckets, rounded_up
+from quantshard.optimizers.kernel_step import AdamOptimizer, CommonOptions, KernelStep, padded_size
+from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
 from quantshard.state_storage import ADAMW, MUON
 
 if TYPE_CHECKING:
@@ -64,12 +62,10 @@ class Muon(AdamOptimizer):
     software versions and the number of CPU threads.
 
     Each rank orthogonalizes its share of the matrices (`matrix_exchange`). A step needs up to about 8 times 128 MiB of
-    extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger. Replicas (HSDP,
-    DDP) each repeat the work.
+    extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger.
 
     The entry `algorithm` of a group chooses "muon" (default) or "adamw"; the latter takes `betas`, `eps` and
-    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. A step is taken or skipped for all groups. A
-    matrix keeps a master and the momentum: 8 bytes per parameter in float32. Masters, low-precision states, stochastic
+    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. Masters, low-precision states, stochastic
     rounding, skipped steps, loading and GPU kernels work as in `FusedAdam`.
 
     Args:
@@ -85,16 +81,11 @@ class Muon(AdamOptimizer):
             groups inherit this lr.
         preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of masters, momentum and moments, as in
             `FusedAdam`; momentum is bfloat16.
-        momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8). The rounding
-            errors of FP8 are amplified together with the smallest singular values and raise the loss
-            (docs/optimizers.md).
+        momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8), which raises
+            the loss (docs/optimizers.md).
         exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments in "adamw" groups; float32 by default.
 
     Other arguments are those of `FusedAdam`; `capturable` keeps lr in a float64 tensor.
-
-    Raises:
-        ConfigurationError: an argument is invalid, or a "muon" group has a parameter that is not a matrix.
-        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
     states = (*muon.STATES, *adam.STATES)
@@ -135,8 +126,6 @@ class Muon(AdamOptimizer):
         state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
         super().__init__(params, defaults, state_dtypes, **common)
 
-    # Groups ----------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`."""
         group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
@@ -145,11 +134,6 @@ class Muon(AdamOptimizer):
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
         """Return the states of a group's parameters: momentum, or Adam's moments."""
         return muon.STATES if group[ALGORITHM] == MUON else adam.STATES
-
-    def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
-        if group[ALGORITHM] == MUON:
-            return UpdateFormula(self._name, muon.STATES, self._muon_update)
-        return super()._formula(group)
 
     def settings(self, group: dict[str, Any]) -> Any:
         """Return the hyperparameters of a group for this step: MuonSettings or Adam's Hyperparameters."""
@@ -185,97 +169,76 @@ class Muon(AdamOptimizer):
                 "and finite coefficients"
             )
 
-    # Step ------------------------------------------------------------------------------------------------------------
-
-    def _muon_update(
-        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: MuonSettings
+    def update(
+        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
-        """Apply `numerics.muon` to one parameter, whose orthogonalized direction is in `_directions`."""
+        """Apply Adam, or `numerics.muon` to a parameter whose orthogonalized direction is in `_directions`."""
+        if not isinstance(settings, MuonSettings):
+            return super().update(param, grad, master, states, settings)
         buffer, _ = muon.momentum(grad, states[MOMENTUM_BUFFER], settings)
         new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
-    def _reduce_flags_and_launch(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+    kernel_formula = update
+
+    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         matrices = self._current_matrix_plan(plan)
-        workspace = MatrixWorkspace(matrices.workspace_size)
+
+        @cache
+        def workspace(device: torch.device) -> Tensor:
+            return torch.empty(matrices.workspace_size, dtype=torch.bfloat16, device=device)
+
         in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
-        adam_in_kernels = self._has_kernels and self._kernels.take(matrices.others, self._seed, self._is_bounded)
-        parts = [
-            *[
-                (bucket.indices, bucket.kernels, used)
-                for bucket, used in zip(matrices.buckets, in_kernels, strict=True)
-            ],
-            (matrices.other_indices, self._kernels, adam_in_kernels),
-        ]
-        on_kernels = any(uses_kernels for _, _, uses_kernels in parts)
-        flags = self._flags(plan, FlatMax(), _exceeding(plan.items, parts) if on_kernels else None)
-        bad = flags.send() if on_kernels and not self._capturable else flags.bad()
+        in_kernels.append(self._kernels.take(matrices.others, self._seed, self._is_bounded))
+        exceeding = None
+        if any(in_kernels):
+            parts = [(bucket.indices, bucket.kernels.exceeding()) for bucket in matrices.buckets]
+            if matrices.others:
+                parts.append((matrices.other_indices, self._kernels.exceeding()))
+            exceeding = in_order(parts, len(plan.items), plan.items[0].local.device)
+        flags = self._reduce_flags(plan, FlatMax(), exceeding)
+        bad = flags.send() if any(in_kernels) and not self._capturable else flags.bad()
         undone_on_device = self._capturable or (flags.deferred and self._master_weights)
-        if not on_kernels and not self._capturable and bad:
+        if not any(in_kernels) and not self._capturable and bad:
             # The caller reads the same flags, and warns.
             return flags, []
-        for bucket, uses_kernels in zip(matrices.buckets, in_kernels, strict=True):
-            self._step_matrices(bucket, bad, undone_on_device, uses_kernels)
-        if adam_in_kernels:
-            return flags, self._kernels.update(bad)
-        _measure(matrices.others)
-        return flags, matrices.others
+        for bucket in matrices.buckets:
+            self._step_matrices(bucket, bad, undone_on_device)
+        return flags, self._kernels.update(bad)
 
-    def _step_matrices(self, bucket: MatrixBucket, bad: Tensor, undone_on_device: bool, on_kernels: bool) -> None:
+    def _step_matrices(self, bucket: MatrixBucket, bad: Tensor, undone_on_device: bool) -> None:
         """Orthogonalize the momentum of a bucket and update its parameters, unless `bad`. A collective call if the
         matrices are sharded.
 
         `undone_on_device`: the host does not read `bad`, and the device undoes updates in PyTorch. Otherwise they are
         not run at all, because a write that is undone still counts as a write.
         """
-        work = bucket.work
-        kernel_directions = bucket.kernels.make_directions() if on_kernels else {}
-        directions = self._orthogonalized(work, bucket.exchange, kernel_directions)
-        self._directions = dict(zip((item.param for item in work), directions, strict=True))
-        remaining = work
-        if on_kernels:
-            bucket.kernels.set_directions(directions)
-            remaining = bucket.kernels.update(bad)
-        else:
-            _measure(work)
+        directions = self._orthogonalized(bucket)
+        self._directions = dict(zip((item.param for item in bucket.work), directions, strict=True))
+        bucket.kernels.set_directions(directions)
+        remaining = bucket.kernels.update(bad)
         if remaining and (undone_on_device or not bad):
             for item in remaining:
                 item.finish(bad if undone_on_device else None)
         self._directions = {}
 
     @staticmethod
-    def _orthogonalized(
-        work: list[ParameterStep], exchange: MatrixExchange, kernel_directions: Mapping[int, Tensor]
-    ) -> list[Tensor]:
-        """Return this rank's shard of the orthogonalized momentum of each parameter, as bfloat16. A collective call.
-
-        `kernel_directions`: momentum shards that kernels already computed, by index in `work`.
-        """
-        parts = (
-            kernel_directions[index] if index in kernel_directions else _to_orthogonalize(item)
-            for index, item in enumerate(work)
-        )
-        matrices = exchange.gather(parts)
+    def _orthogonalized(bucket: MatrixBucket) -> list[Tensor]:
+        """Return this rank's shard of the orthogonalized momentum of each parameter, as bfloat16. A collective call."""
+        work, in_kernels = bucket.work, bucket.kernels.make_directions()
+        shards = (in_kernels[i] if i in in_kernels else _to_orthogonalize(item) for i, item in enumerate(work))
         owned = {
             number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
-            for number, matrix in matrices
+            for number, matrix in bucket.exchange.gather(shards)
         }
-        return [
-            part.to(private_torch.local_tensor(item.param).device)
-            for item, part in zip(work, exchange.scatter(owned), strict=True)
-        ]
-
-    def _post_step(self, applied: bool) -> None:
-        super()._post_step(applied)
-        for bucket in () if self._matrix_plan is None else self._matrix_plan.buckets:
-            bucket.kernels.finished(applied)
+        return [shard.to(item.local.device) for item, shard in zip(work, bucket.exchange.scatter(owned), strict=True)]
 
     def _current_matrix_plan(self, plan: StepPlan) -> MatrixPlan:
         """Return the buckets of a step's matrices; made again if the plan of the step was."""
         if self._matrix_plan is None or self._matrix_plan.plan is not plan:
             if self._matrix_plan is not None:
                 self._captured += [bucket.kernels for bucket in self._matrix_plan.buckets if bucket.kernels.is_captured]
-            self._matrix_plan = MatrixPlan.of(plan)
+            self._matrix_plan = MatrixPlan.of(plan, self._kernels.enabled)
         return self._matrix_plan
 
 
@@ -295,7 +258,7 @@ class MatrixBucket(NamedTuple):
 class MatrixPlan(NamedTuple):
     """The parameters of a step: buckets of matrices, and the others, which Adam steps.
 
-    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
+    `workspace_size`: number of elements of the largest bucket. Buckets use the same memory in turn.
     """
 
     plan: StepPlan
@@ -305,7 +268,7 @@ class MatrixPlan(NamedTuple):
     others: list[ParameterStep]
 
     @staticmethod
-    def of(plan: StepPlan) -> MatrixPlan:
+    def of(plan: StepPlan, uses_kernels: bool) -> MatrixPlan:
         """Divide the parameters of a step into buckets."""
         items = plan.items
         matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
@@ -315,27 +278,10 @@ class MatrixPlan(NamedTuple):
         for numbers in buckets(layouts, BUCKET_BYTES):
             indices = [matrices[number] for number in numbers]
             exchange = MatrixExchange([layouts[number] for number in numbers])
-            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
-        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
+            work = [items[index] for index in indices]
+            result.append(MatrixBucket(indices, work, exchange, KernelStep(uses_kernels)))
+        sizes = [sum(padded_size(item.local.numel()) for item in bucket.work) for bucket in result]
         return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])
-
-
-def _exceeding(work: Sequence[ParameterStep], parts: Sequence[tuple[list[int], KernelStep, bool]]) -> Tensor:
-    """Return `numerics.exceeds` of each gradient, float32 [parameters]; `parts` says which ones kernels process."""
-    device = private_torch.local_tensor(work[0].param).device
-    flags = [
-        kernels.exceeding() if uses_kernels else kernel_step.exceeding([work[index].grad for index in indices], device)
-        for indices, kernels, uses_kernels in parts
-    ]
-    return in_order(zip([indices for indices, _, _ in parts], flags, strict=True), len(work), device)
-
-
-def _measure(work: Iterable[ParameterStep]) -> None:
-    """Agree on the amaxes of blocks that ranks share, in one collective."""
-    reduction = FlatMax()
-    for item in work:
-        item.measure(reduction)
-    reduction.reduce()
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:
@@ -363,7 +309,7 @@ def muon_groups(
     AdamW.
 
     AdamW gets embeddings (weights of `nn.Embedding` and parameters tied to them), the output head, and all parameters
-    that are not 2-D: norms, biases, stacked experts. Vectors form a separate group without weight decay.
+    that are not 2-D: norms, biases, stacked experts. Vectors get no weight decay.
 
         optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
 
@@ -373,9 +319,6 @@ def muon_groups(
             the logits, and any others. () means that there is none. By default the head is detected from
             `get_output_embeddings` (transformers models) or from being tied to an embedding.
         adamw: entries of the "adamw" groups: lr, betas, eps, weight_decay (for parameters with two dims or more).
-
-    Raises:
-        ConfigurationError: the head cannot be detected, or a name matches nothing.
     """
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
         raise ConfigurationError(
@@ -406,8 +349,9 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(output, nn.Module):
         return {id(param) for param in output.parameters(recurse=False)}
-    if len(embedded) > 0 and _is_tied(model, embedded):
-        return set()
+    layers = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    if any(id(param) in embedded for layer in layers for param in layer.parameters(recurse=False)):
+        return set()  # tied to an embedding
     weighted_modules = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     raise ConfigurationError(
         "muon_groups(model): the layer that computes the logits is not known, and AdamW should train it; name it, as "
@@ -415,16 +359,15 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
     )
 
 
-def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
-    """Whether a layer other than an embedding uses an embedding's weight."""
-    other_modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    return any(id(param) in embedded for module in other_modules for param in module.parameters(recurse=False))
-
-
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
+    """Return the ids of the parameters whose name, or that of a module around them, matches a pattern."""
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        ids = [id(param) for name, param in named if any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))]
+        ids = [
+            id(param)
+            for name, param in named
+            if any(fnmatchcase(".".join(name.split(".")[:end]), pattern) for end in range(1, name.count(".") + 2))
+        ]
         if not ids:
             raise ConfigurationError(
                 f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
@@ -434,39 +377,28 @@ def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]
     return matched
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield a parameter's name and the names of the modules that contain it."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-
-
 def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) -> dict[str, Any]:
     """Return the group to add as number `number`, with the defaults of "adamw" groups filled in if it is one."""
-    algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
+    where, algorithm = f"Muon: param_groups[{number}]", group.setdefault(ALGORITHM, defaults[ALGORITHM])
     if algorithm not in (MUON, ADAMW):
-        raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")
+        raise ConfigurationError(f"{where}: {ALGORITHM}={algorithm!r}; use {MUON!r} or {ADAMW!r}")
     if unused := [name for name in (ADAMW_ENTRIES if algorithm == MUON else MUON_ENTRIES) if name in group]:
         raise ConfigurationError(
-            f"Muon: group {number} has {', '.join(unused)}, which would do nothing, since its {ALGORITHM} is "
-            f"{algorithm!r}; leave it out"
+            f"{where}: {', '.join(unused)} has no effect with {ALGORITHM}={algorithm!r}; remove it"
         )
-    if algorithm == MUON:
-        _check_matrices(number, group["params"])
-        return group
-    if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
-        raise ConfigurationError(
-            f"Muon: group {number}, of {ADAMW!r}, has no lr of its own, and Muon's lr suits AdamW only with "
-            "adjust_lr_fn='match_rms_adamw'; set one, as muon_groups(model, adamw={'lr': 3e-4}) does"
-        )
-    return {**ADAMW_SETTINGS, **group}
-
-
-def _check_matrices(number: int, params: Iterable[Any]) -> None:
-    pairs = (entry if isinstance(entry, tuple) else (f"number {index}", entry) for index, entry in enumerate(params))
-    invalid = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
+    if algorithm == ADAMW:
+        if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
+            raise ConfigurationError(
+                f"{where}: set lr, because Muon's lr suits AdamW only with adjust_lr_fn='match_rms_adamw'"
+            )
+        return {**ADAMW_SETTINGS, **group}
+    named = [
+        entry if isinstance(entry, tuple) else (f"parameter {i}", entry) for i, entry in enumerate(group["params"])
+    ]
+    invalid = [f"{name} {tuple(param.shape)}" for name, param in named if param.ndim != 2]
     if invalid:
         raise ConfigurationError(
-            f"Muon: group {number} has parameters that are no matrices: {', '.join(invalid[:8])}"
-            + (f" and {len(invalid) - 8} more" if len(invalid) > 8 else "")
-            + ". Give these to AdamW, as optimizers.muon_groups(model, adamw={'lr': 3e-4}) does"
+            f"{where}: {', '.join(invalid[:3])} {'are' if len(invalid) > 1 else 'is'} not 2-D; put all of "
+            f"{len(invalid)} such parameters into an {ADAMW!r} group, as muon_groups does"
         )
+    return group

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import FP16, Orientation, OrientedCodes
-from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind
 from quantshard.recipe import QuantSpec
@@ -30,8 +30,6 @@ from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
-
-# Rounding ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,25 @@ class TensorRegion:
         """Return the region of a `Shard`."""
         return TensorRegion(shard.global_shape, shard.origin, shard.shape)
 
+    def matrix(self) -> MatrixRegion | None:
+        """Return the region as a rectangle of a matrix; None if it is not one. A vector has one row; further dims than
+        two are flattened into the columns."""
+        if len(self.shape) < 2:
+            return MatrixRegion((1, math.prod(self.global_shape)), (0, sum(self.origin)), (1, math.prod(self.shape)))
+        if len(self.shape) > 2 and self.shape[1:] != self.global_shape[1:]:
+            return None
+        return MatrixRegion(
+            (self.global_shape[0], math.prod(self.global_shape[1:])),
+            (self.origin[0], sum(self.origin[1:])),
+            (self.shape[0], math.prod(self.shape[1:])),
+        )
+
 
 class StateDraw(NamedTuple):
     """Identifies the random bits of one state in one step: the optimizer's seed, the step, and the stream number of the
     state. They depend on the index in the global tensor, so results are the same on any mesh.
 
-    `swapped`: swap the high and low 16 bits of each word. Rounding uses the high bits, so two states can share one
+    `swapped`: swap the high and low 16 bits of each number. Rounding uses the high bits, so two states can share one
     stream.
     """
 
@@ -73,46 +84,44 @@ class StateDraw(NamedTuple):
     stream: int
     swapped: bool = False
 
-    def words(self, region: TensorRegion, device: torch.device) -> Tensor:
-        """Return int64 in [0, 2**32), of the region's shape: one word per element, in row-major order of the global
+    def random_bits(self, region: TensorRegion, device: torch.device) -> Tensor:
+        """Return int64 in [0, 2**32), of the region's shape: one number per element, in row-major order of the global
         tensor."""
-        trailing_dims = region.global_shape[1:]
-        whole: tuple[int, ...] = (*(region.global_shape[:1] or (1,)), math.prod(trailing_dims))
-        origin, shape = region.origin, region.shape
-        if len(region.shape) != 2:  # whole rows, which are then cut along the other dims
-            origin, shape = (*(origin[:1] or (0,)), 0), (*(shape[:1] or (1,)), whole[1])
-        bits = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)  # type: ignore[arg-type]
-        words = kernel_dispatch.random_words(bits, device)
-        if len(region.shape) != 2:
-            words = words.view((*region.shape[:1], *trailing_dims))
+        matrix = region.matrix()
+        if matrix is None:  # whole rows, which are then cut along the other dims
+            trailing_dims = region.global_shape[1:]
+            rows = TensorRegion(
+                region.global_shape,
+                (region.origin[0], *(0 for _ in trailing_dims)),
+                (region.shape[0], *trailing_dims),
+            )
+            bits = self.random_bits(rows, device)
             for dim in range(1, len(region.shape)):
-                words = words.narrow(dim, region.origin[dim], region.shape[dim])
-        return numerics.swap_halves(words) if self.swapped else words
+                bits = bits.narrow(dim, region.origin[dim], region.shape[dim])
+            return bits
+        request = RandomBits(self.seed, self.step, self.stream, *matrix)
+        bits = kernel_dispatch.random_words(request, device).view(region.shape)
+        return numerics.swap_halves(bits) if self.swapped else bits
 
 
-def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
-    """Round float32 to `dtype`: stochastically if `words` are given, otherwise to nearest (as `numerics.split_bfloat16`
-    does).
+def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
+    """Round float32 to `dtype`: stochastically if there are `random_bits`, otherwise to nearest (as
+    `numerics.split_bfloat16` does).
 
     Stochastic rounding goes up with a probability proportional to the remainder, so small updates add up on average. It
     saturates at the largest finite value. Dtypes other than bfloat16 and float16 are cast.
     """
     if dtype is torch.bfloat16:
-        return numerics.split_bfloat16(values)[0] if words is None else _stochastic_bfloat16(values, words)
-    if dtype is torch.float16 and words is not None:
-        return numerics.encode_stochastic(values, FP16, words)
+        if random_bits is None:
+            return numerics.split_bfloat16(values)[0]
+        # The low 16 bits are the fraction of the way to the next bfloat16; a carry rounds up. NaN becomes one fixed
+        # NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
+        bits = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).view(torch.int32)
+        high = torch.where(values.isnan(), 0x7FC0, (bits + (random_bits >> 16)) >> 16)
+        return high.to(torch.int16).view(torch.bfloat16)
+    if dtype is torch.float16 and random_bits is not None:
+        return numerics.encode_stochastic(values, FP16, random_bits)
     return values.to(dtype)
-
-
-def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
-    """Add 16 random bits to the low 16 bits, which are the fraction of the way to the next bfloat16; a carry rounds up.
-    Exact.
-
-    NaN becomes one fixed NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
-    """
-    bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
-    high = torch.where(values.isnan(), 0x7FC0, (bits + (words >> 16)) >> 16)
-    return high.to(torch.int16).view(torch.bfloat16)
 
 
 def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
@@ -121,9 +130,6 @@ def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
     `rounded_master`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
     """
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
-
-
-# States -----------------------------------------------------------------------------------------------------------
 
 
 class OptimizerState(ABC):
@@ -137,19 +143,12 @@ class OptimizerState(ABC):
         return None
 
     @property
-    def shares_blocks(self) -> bool:
-        """Whether writing needs amaxes from other ranks."""
-        return bool(self.shared)
-
-    @property
     def rounds(self) -> bool:
         """False if every float32 value fits, so that writing needs no random bits."""
         return True
 
-    @property
-    def writes_weight(self) -> bool:
-        """True for a master that also writes the parameter."""
-        return False
+    writes_weight = False
+    """True for a master that also writes the parameter."""
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -173,11 +172,8 @@ class OptimizerState(ABC):
         """Return the local values in float32."""
 
     def adopt(self) -> None:
-        """Copy the elements that others changed in a plain parameter into this master.
-
-        By default does nothing. Changes cannot be detected for a master that was itself rounded, and a master whose
-        high half is the parameter needs no copy.
-        """
+        """Copy the elements that others changed in a plain parameter into this master, if changes can be detected: the
+        master is neither rounded itself nor stored in part by the parameter."""
         return
 
     def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
@@ -237,8 +233,7 @@ class FloatState(OptimizerState):
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         dtype = self.local.dtype
-        words = None if draw is None else draw.words(self.region, values.device)
-        new = round_to(values, dtype, words)
+        new = round_to(values, dtype, None if draw is None else draw.random_bits(self.region, values.device))
         if self.nonnegative and self.rounds:
             limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
@@ -253,34 +248,50 @@ class PlainWeight(FloatState):
         self.nonnegative = False
 
 
-class RemainderState(OptimizerState):
-    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks. Writes both.
+class LowBytesState(OptimizerState):
+    """A master stored as the bytes that its parameter lacks. Writing it writes the parameter too."""
+
+    kind: StateKind
+
+    def __init__(self, param: Tensor, *trailing_dims: int) -> None:
+        self.owner = param
+        self.bytes = components.zeros_like(param, torch.uint8, *trailing_dims)
+
+    writes_weight = True
+
+    @property
+    def low(self) -> Tensor:
+        """The bytes of this rank's shard."""
+        return private_torch.local_tensor(self.bytes)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name + REMAINDER_SUFFIX: self.bytes}
+
+    def for_kernels(self) -> StoredTensor | None:
+        return PlainTensor(self.low, self.kind) if self.low.is_contiguous() else None
+
+
+class RemainderState(LowBytesState):
+    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks.
 
     The bits are uint8 [..., 2], low byte first, because neither gloo nor NCCL can gather int16.
     """
 
+    kind = StateKind.REMAINDER
+
     def __init__(self, param: Tensor) -> None:
-        self.owner = param
-        self.bytes = components.zeros_like(param, torch.uint8, 2)
+        super().__init__(param, 2)
 
     @property
     def rounds(self) -> bool:
         return False
 
     @property
-    def writes_weight(self) -> bool:
-        return True
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {name + REMAINDER_SUFFIX: self.bytes}
+    def low(self) -> Tensor:
+        return super().low.view(torch.int16).squeeze(-1)
 
     def live(self) -> list[Tensor]:
-        low = private_torch.local_tensor(self.bytes).view(torch.int16).squeeze(-1)
-        return [private_torch.local_tensor(self.owner), low]
-
-    def for_kernels(self) -> StoredTensor | None:
-        low = self.live()[-1]
-        return PlainTensor(low, StateKind.REMAINDER) if low.is_contiguous() else None
+        return [private_torch.local_tensor(self.owner), self.low]
 
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
@@ -335,7 +346,7 @@ class QuantizedState(OptimizerState):
     def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         assert requantization is not None
         requantization.commit(
-            values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
+            values, None if draw is None else draw.random_bits(TensorRegion.of_shard(self.storage.shard), values.device)
         )
         if self.nonnegative:
             for copy in self.storage.spec.format.copies.values():
@@ -364,17 +375,17 @@ class QuantizedWeight(QuantizedState):
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
-class SplitState(OptimizerState):
-    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here. Writes
-    both.
+class SplitState(LowBytesState):
+    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here.
 
     The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
     """
 
+    kind = StateKind.SPLIT
+
     def __init__(self, param: Tensor) -> None:
-        self.owner = param
+        super().__init__(param)
         self.weight = QuantizedWeight(param)
-        self.bytes = components.zeros_like(param, torch.uint8)
 
     @property
     def storage(self) -> QuantizedStorage:
@@ -385,26 +396,11 @@ class SplitState(OptimizerState):
         return self.weight.shared
 
     @property
-    def writes_weight(self) -> bool:
-        return True
-
-    @property
-    def low(self) -> Tensor:
-        """The low bytes of this rank's shard."""
-        return private_torch.local_tensor(self.bytes)
-
-    @property
     def _codes(self) -> OrientedCodes:
         return self.storage.spec.format.copies[Orientation.ROWWISE]
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {name + REMAINDER_SUFFIX: self.bytes}
-
     def live(self) -> list[Tensor]:
         return [*self.weight.live(), self.low]
-
-    def for_kernels(self) -> StoredTensor | None:
-        return PlainTensor(self.low, StateKind.SPLIT) if self.low.is_contiguous() else None
 
     def read(self) -> Tensor:
         storage = self.storage
@@ -417,7 +413,7 @@ class SplitState(OptimizerState):
         assert requantization is not None
         region = TensorRegion.of_shard(self.storage.shard)
         requantization.commit(
-            values, remainder=Remainder(self.low, None if draw is None else draw.words(region, values.device))
+            values, remainder=Remainder(self.low, None if draw is None else draw.random_bits(region, values.device))
         )
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 

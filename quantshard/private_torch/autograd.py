@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,11 @@ _engine = private_name("torch.autograd.Variable._execution_engine", "delayed sca
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
 _functional_mode = private_name(
-    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernels in compiled graphs (QUANTSHARD_TRACE_KERNELS)"
+    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernel launches in compiled graphs"
 )
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
+_compile_times = private_name_later("torch._dynamo.utils.compilation_time_metrics", "graphs of compiled layers")
 _register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", _COMPILED)
 _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _COMPILED)
 
@@ -267,6 +269,14 @@ def trace_through(operator: str, body: Callable[..., Any]) -> None:
 
     if missing(_functional_mode) is None:
         torch.library.register_torch_dispatch(operator, _functional_mode, rule)
+
+
+def num_compilations() -> int:
+    """A number that grows whenever torch.compile compiles something in this process."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    times = _compile_times()
+    return 0 if missing(times) else sum(map(len, times.values()))
 
 
 def check_order_is_kept() -> None:

@@ -45,6 +45,11 @@ def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]
         raise error
 
     class OperationMode(_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            # otherwise Dynamo runs compiled functions eagerly
+            return True
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})
 

@@ -47,6 +47,9 @@ scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized o
 """The implementation of the public `torch.nn.functional.scaled_mm`, which takes its enums as numbers. The public
 function builds lists of these numbers in every call."""
 
+scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compiled graph")
+"""The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
+
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of class `cls` with a shape, dtype and device but no data of its own.

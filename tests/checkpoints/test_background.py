@@ -148,6 +148,6 @@ def test_what_is_closed_writes_nothing_more(tmp_path: Path, trained: Any, monkey
     for mode in (None, "thread"):
         closed = Manager(tmp_path, async_=mode)
         closed.close()
-        with pytest.raises(ConfigurationError, match="is closed, so it cannot save; make another"):
+        with pytest.raises(ConfigurationError, match="is read_only or closed; make another"):
             closed.save(3, *trained)
     assert manager.steps() == [1, 2]

@@ -1,5 +1,6 @@
 """Comparing checkpoints that were written on different numbers of ranks."""
 
+import copy
 import gc
 import json
 import math
@@ -214,7 +215,7 @@ def test_entries_that_are_not_tensors(tmp_path):
     changed = [{"lr": 0.1, "betas": (0.9, 0.999)}, {"lr": float("nan")}]
     found = compare(a, plain(tmp_path / "c", groups=changed, step=4, name="run", x=torch.ones(1)))
     assert {d.key: d.what for d in found.differences} == {
-        "groups.0.betas": "[1]: 0.99 and 0.999",
+        "groups.0.betas": "(0.9, 0.99) and (0.9, 0.999)",
         "step": "3 and 4",
         "x": f"not a tensor in {a}, a tensor in {tmp_path / 'c'}",
     }
@@ -222,21 +223,19 @@ def test_entries_that_are_not_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "what"),
+    ("a", "b"),
     [
-        (1, True, "1 and True, a int and a bool"),
-        (0.0, -0.0, "0.0 and -0.0"),
-        ([1], [1, 2], "1 and 2 entries"),
-        ({"a": 1}, {"b": 1}, "'a' is in one of them only"),
-        ([{"t": torch.ones(2)}], [{"t": torch.zeros(2)}], "[0]['t']: 1.0 (0x3f800000) and 0.0 (0x00000000) at [0]"),
-        ([torch.ones(2)], [torch.ones(3)], "[0]: torch.float32 (2,) and torch.float32 (3,)"),
+        (1, True),
+        (0.0, -0.0),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        ([{"t": torch.ones(2)}], [{"t": torch.zeros(2)}]),
+        ([torch.ones(2)], [torch.ones(3)]),
     ],
 )
-def test_first_unequal_entry_is_named(a, b, what):
-    found = module._first_unequal(a, b, "")
-    assert found is not None
-    assert found.startswith(what)
-    assert module._first_unequal(a, a, "") is None
+def test_unequal_objects_are_shown(a, b):
+    assert module.digest(a) != module.digest(b)
+    assert module.digest(a) == module.digest(copy.deepcopy(a))
 
 
 class Malicious:
@@ -265,7 +264,7 @@ def test_a_damaged_object_is_a_difference(tmp_path, first):
     good, bad = plain(tmp_path / "a", thing=3), plain(tmp_path / "b", thing=3)
     change_entry(bad, "thing", b"no archive")
     (difference,) = compare(*((bad, good) if first else (good, bad))).differences
-    assert f"{bad} is damaged: thing cannot be read: it is not a complete archive" in difference.what
+    assert f"{bad} is damaged or incomplete: thing cannot be read: it is not a complete archive" in difference.what
 
 
 def test_two_tensors_at_a_time(tmp_path, monkeypatch):

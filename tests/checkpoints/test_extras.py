@@ -107,15 +107,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a namespace": (argparse.Namespace(lr=1), r"extra\['x'\], a Namespace, cannot .* names argparse\.Namespace"),
     "a path": (Path("x"), r"extra\['x'\], a PosixPath, "),
     "NumPy's number": (np.float64(1.5), r"extra\['x'\], a float64, "),
-    "NumPy's array": ({"a": [1, np.arange(3)]}, r"extra\['x'\]\['a'\]\[1\], a ndarray, "),
+    "NumPy's array": ({"a": [1, np.arange(3)]}, r"extra\['x'\], a dict, .*numpy"),
     "a dataclass": (Config(), r"extra\['x'\], a Config, "),
-    "an enum": ([Colour.RED], r"extra\['x'\]\[0\], a Colour, "),
+    "an enum": ([Colour.RED], r"extra\['x'\], a list, .*Colour"),
     "a date": (datetime.date(2026, 1, 2), r"extra\['x'\], a date, "),
     "a defaultdict": (collections.defaultdict(int), r"extra\['x'\], a defaultdict, "),
-    "a function": ({"f": lambda: 0}, r"extra\['x'\]\['f'\], a function, .*pickle"),
+    "a function": ({"f": lambda: 0}, r"extra\['x'\], a dict, .*pickle"),
     "a sequence": (collections.UserList([1]), r"extra\['x'\], a UserList, "),
     "a sparse tensor": (torch.eye(3).to_sparse(), r"extra\['x'\], a Tensor, .*not a plain tensor"),
-    "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\]\[0\], a QuantizedTensor, "),
+    "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\], a list, .*a quantized tensor is not pickled"),
     "a quantized weight by itself": (built("mxfp8")[0][0].weight, r"extra\['x'\], a QuantizedTensor, "),
     "too deep": (eval("[" * 40 + "]" * 40), "nested too deeply"),
     "itself": (ENDLESS, "nested too deeply, contain each other, or are too many"),
@@ -157,9 +157,16 @@ def test_an_entry_that_needs_code_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.object(saving.agreement, "all_gather_object", lambda own: [saving._readable(first)[1], own]):
-        with mock.patch.object(saving.agreement, "run_on_all_ranks", lambda find: find()):
-            return saving.checked_extra(second)
+    digests: list[Any] = []
+
+    def exchange(find: Callable[[], Any], summarize: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+        result = find()
+        digests.append(summarize(result))
+        return result, list(digests)
+
+    with mock.patch.object(saving.agreement, "exchange_results", exchange):
+        saving.checked_extra(first)
+        return saving.checked_extra(second)
 
 
 def test_equal_values_are_equal_however_they_were_made() -> None:

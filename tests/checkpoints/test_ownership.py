@@ -43,7 +43,7 @@ class Slow(Dataset[None]):
 
 def own_with_a_worker(told: Connection, run: Path, file: Path) -> None:
     manager = Manager(run)
-    with ownership.being_read(LocalStore(), str(file)):
+    with ownership.read_lock(LocalStore(), str(file)):
         next(iter(DataLoader(Slow(told), num_workers=1, multiprocessing_context="fork")))
     manager.close()
 
@@ -80,7 +80,8 @@ def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, mon
     with owner_with_a_worker(tmp_path) as owner:
         with pytest.raises(CheckpointError, match="in use by another run"):
             Manager(tmp_path / "run")
-        assert ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
+        with ownership.read_lock(LocalStore(), str(tmp_path / "file"), exclusive=True) as is_free:
+            assert not is_free
         owner.kill()
         owner.join()
         monkeypatch.setattr(ownership, "LOCK_SECONDS", 60)

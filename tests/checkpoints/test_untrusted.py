@@ -374,7 +374,7 @@ def test_objects_that_run_code(forged: Path, tmp_path: Path) -> None:
 def test_settings_that_run_code(forged: Path, tmp_path: Path) -> None:
     key = "optimizer.param_groups.0.weight_decay"
     change_object(forged, key, Call(os.mkdir, str(tmp_path / "ran")))
-    refused(forged, rf"is damaged: {re.escape(key)} cannot be read: it names posix\.mkdir", ("load",))
+    refused(forged, rf"is damaged or incomplete: {re.escape(key)} cannot be read: it names posix\.mkdir", ("load",))
     assert not verify(forged).ok
 
 

@@ -278,7 +278,7 @@ def all_of_them(folder: str, turn: int, server: dict[str, Any]) -> tuple[list[st
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
+@pytest.mark.parametrize("turn", [0, 1, 2])
 def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:
     """2 ranks: by stock PyTorch, recipes by both, on FSDP2 or tensor-parallel; a process fails, and a run."""
     by_rank = on_new_ranks(2, all_of_them, str(tmp_path), turn, fork_server())

@@ -32,7 +32,7 @@ def traced(run: str, order: str) -> tuple[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("delayed", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
 def test_compiled_layers_are_recomputed(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 rank: losses, weights, histories and draws."""
     monkeypatch.setattr(commands, "_work", traced)

@@ -20,10 +20,7 @@ def metrics(run):
 
 
 def losses(run):
-    return [
-        {k: r[k] for k in ("step", "loss", "grad_norm", "source_tokens", "heldout_loss") if k in r}
-        for r in metrics(run)
-    ]
+    return [{k: r[k] for k in ("step", "loss", "grad_norm", "heldout_loss") if k in r} for r in metrics(run)]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +63,7 @@ def test_records(trained, folder):
     assert settings.heldout == 0.0
     assert settings.data[1] == str(folder / "b") and settings.data[0].startswith(str(trained / "tokens" / "a.jsonl-"))
     assert [r["step"] for r in losses(trained) if "heldout_loss" in r] == [2, 4]
-    assert all(sum(r["source_tokens"]) == 6 * 16 and r["data_wait_s"] >= 0 for r in metrics(trained))
-    assert sum(r["source_tokens"][0] for r in metrics(trained)) > 4 * 6 * 16 / 2
+    assert all(r["data_wait_s"] >= 0 for r in metrics(trained))
     samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [0, 4] and all(s["text"].startswith("shard scale") for s in samples)
 
@@ -88,7 +84,6 @@ def test_moved_and_resumed_is_bitwise(trained, folder, tmp_path):
         if processes == 2:
             assert losses(run) == losses(trained)
         for now, then in zip(losses(run), losses(trained), strict=True):
-            assert now["source_tokens"] == then["source_tokens"]
             assert now["loss"] == pytest.approx(then["loss"], abs=0.02)  # bf16 activations, other order of sums
 
 
@@ -107,7 +102,10 @@ def test_changed_data_are_refused(trained, folder, tmp_path):
     data = ["--data", shards, "--data", folder / "b"]
     before = (run / "config.toml").read_bytes()
     one_line(quantshard("resume", run, "--steps", 5, *data), "its content is another; restore it")
-    one_line(quantshard("resume", run, "--steps", 5, "--data", shards), "3,1': 2 given, and --data 1 times")
+    one_line(
+        quantshard("resume", run, "--steps", 5, "--data", shards),
+        "give a number above 0 for each --data, of which there are 1",
+    )
     other = sources.tokenizer_folder(tmp_path / "other", eos_token="<|other|>")
     one_line(
         quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer that the data were made"

@@ -63,7 +63,7 @@ def flops_on(mesh: str) -> float | None:
     ).resolved()
     spec = ModelSpec(settings)
     model = spec.converted()[0] if not mesh else build(spec, MeshSpec.parse(mesh).device_mesh("cpu"))
-    return flops_of_token(model, settings, None)
+    return flops_of_token(model, settings)
 
 
 def test_flops_are_those_of_all_experts() -> None:

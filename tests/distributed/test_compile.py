@@ -77,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "autocast inside": {"inside": True},
     "with an MLP": {"blocks": True},
     "with an MLP on kernels": {"blocks": True, "steps": 2},  # Triton's interpreter takes seconds for a step
+    "linear layers on kernels": {"steps": 2},
     "an MLP on kernels": {"blocks": True, "shapes": SHAPES[1:], "steps": 1},
 }
 """What is compiled. Inductor sums the norm of the MLP in another order, so it is given the linear layers only."""
@@ -97,6 +98,7 @@ def cells(backend: str) -> Cells:
         return {(first, 1): ["delayed"]}
     return {
         ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
+        ("linear layers on kernels", 2): ["current"],
     }
 
 
@@ -108,6 +110,7 @@ def rest() -> Cells:
     labels = SETTINGS.keys() - {first, "a linear layer, gathered once", "an MLP on kernels"}
     every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in sorted(labels) for ranks in (1, 2, 3)}
     every["an MLP on kernels", 2] = ["nvfp4"]
+    every |= {("linear layers on kernels", ranks): list(RECIPES) for ranks in (2, 3)}
     return {at: [name for name in recipes if name not in chosen.get(at, ())] for at, recipes in every.items()}
 
 

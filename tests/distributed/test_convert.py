@@ -160,11 +160,12 @@ def test_stacked_experts_are_listed() -> None:
             model = kind(config(**SIZES, **sizes)).to(torch.bfloat16)
         report = qs.convert(model, "mxfp8")
         assert len(report.converted) == 2 * 4  # attention's
-        gate_up, down = report.experts[:2]
+        experts = [layer for layer in report.left if "stacked experts" in layer.reason]
+        gate_up, down = experts[:2]
         inner = gate_up.shape[1] // 2
-        assert gate_up.name == "model.layers.0.mlp.experts.gate_up_proj" and gate_up.bytes == 4 * 2 * inner * 64 * 2
+        assert gate_up.name == "model.layers.0.mlp.experts.gate_up_proj" and gate_up.shape == (4, 2 * inner, 64)
         assert down.name == "model.layers.0.mlp.experts.down_proj" and down.shape == (4, 64, inner)
-        assert len(report.experts) == 4
+        assert len(experts) == 4
 
 
 def refused(_: object) -> list[str]:

@@ -180,7 +180,7 @@ def test_buffers_are_those_of_the_checkpoint(llama, monkeypatch):
         (["nothing"], "there is nothing at nothing"),
         (["empty"], "empty is no run"),
         (["there.png"], "there.png is no run"),
-        (["alone"], "alone is not in a run's folder"),
+        (["alone"], "alone is no run"),
         (["unsaved"], "has no complete checkpoint"),
         (["plain"], "trained by recipe = 'bf16', which quantizes nothing"),
         (["named"], "trained by recipe = 'layers.0=bf16,*=bf16', which quantizes nothing"),

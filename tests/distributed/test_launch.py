@@ -54,7 +54,7 @@ def test_a_signal_ends_all_processes(tmp_path: Path, how: str, number: int, code
     found, said = None, ""
     try:
         launch.launch(2, [str(tmp_path / "worker.py"), str(begun), how])
-    except launch.RunStoppedError as error:
+    except launch.LaunchError as error:
         found, said = error.exit_code, str(error)
     except SystemExit as end:
         found = end.code

@@ -212,13 +212,14 @@ def test_a_damaged_checkpoint_is_skipped_by_name(tmp_path: Path) -> None:
         assert told["again"].count("holds a complete checkpoint") == 2
         assert bool(told["said"]) == (rank == 0)
     first, second = by_rank[0]["said"]
-    assert "step-000003/__1_0.distcp is damaged: its checksum is" in first and "step-000002/.metadata has 5" in second
+    assert "step-000003/__1_0.distcp is damaged: its checksum is" in first
+    assert "it is not the file that manifest.json describes" in second
     assert manifest.problems(tmp_path / "step-000002") == []  # written anew
     for step in (1, 2, 3):
         (tmp_path / f"step-{step:06d}" / "__0_0.distcp").unlink(missing_ok=True)
     for message in run_ranks(2, restore_nothing, case, str(tmp_path)):
-        assert "has no checkpoint to go on from" in message and message.count("; ") == 2
-        assert message.count("__0_0.distcp is missing") == 2  # of the third, the bit is found first
+        assert "has no checkpoint to go on from" in message
+        assert message.count("__0_0.distcp is missing") == 3
 
 
 def restore_nothing(case: Case, folder: str) -> str:
@@ -338,7 +339,7 @@ def test_a_state_that_cannot_be_plain_is_refused_on_every_rank(tmp_path: Path) -
     """2 ranks: and arguments that do not fit."""
     first, second = run_ranks(2, with_such_a_state, Case("mxfp8", (2,), shapes=((32, 32),)), str(tmp_path))
     assert first == second and len(first) == 8, first
-    assert first[0].startswith("on rank 1: the state of 'data'['at'], a Counter, cannot be saved as plain data")
+    assert first[0].startswith("on rank 1: the state of 'data', a dict, cannot be saved as plain data")
     assert first[1] == "[]"
     assert first[2] == "on rank 1: KeyError: 1"
     assert first[3] == "[False]"  # another's complete checkpoint of the step would not be replaced
@@ -352,7 +353,7 @@ def retained(case: Case, folder: str) -> list[list[int]]:
     run, found = new_run(case, folder), []
     with Manager(folder, keep_last=2, keep_every=3) as manager:
         for step in range(1, 8):
-            with ownership.being_read(store.LocalStore(), f"{manager.path(5)}/manifest.json"):
+            with ownership.read_lock(store.LocalStore(), f"{manager.path(5)}/manifest.json"):
                 manager.save(step, run.model, run.optimizer)
             if step == 6 and dist.get_rank() == 0:
                 Path(manager.path(6), "__0_0.distcp").write_bytes(b"cut")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints
-from quantshard.checkpoints import high_precision, loading
+from quantshard.checkpoints import high_precision, saving
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader
@@ -165,7 +165,11 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
             (FusedAdam, "load_state_dict"),
             other,
         ),
-        "restore": (lambda run: restoring.restore(run.model, run.optimizer), (loading, "_load_rank_states"), case),
+        "restore": (
+            lambda run: restoring.restore(run.model, run.optimizer),
+            (saving.RandomGenerators, "load_state_dict"),
+            case,
+        ),
         "load_from_rank0": (
             lambda run: checkpoints.load_from_rank0(run.model, whole),
             (nn.Module, "load_state_dict"),

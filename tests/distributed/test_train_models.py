@@ -84,7 +84,7 @@ def born(settings: TrainSettings, kinds: Sequence[str]) -> dict[str, tuple[dict[
             layer.input_layernorm.register_forward_pre_hook(lambda *_, n=number, c=computed: add_one(c, n))
         loss = models.loss(models.logits(model, tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
-        assert computed == [1 + (settings.recompute == "layer"), 1]  # every second layer, from the first on
+        assert computed == [1 + (settings.recompute == "layer")] * 2
         found[kind] = made, loss.item(), sum(param.grad is not None for param in model.parameters())
     return found
 
@@ -96,7 +96,7 @@ def born(settings: TrainSettings, kinds: Sequence[str]) -> dict[str, tuple[dict[
 def test_models_of_transformers_are_born_the_same_on_any_number_of_ranks(kinds):
     """1 and 3 ranks, the latter with recomputation; sizes that nothing divides, tied weights, buffers."""
     alone = run_ranks(1, born, SHORT, kinds)[0]
-    for found in run_ranks(3, born, replace(SHORT, recompute="layer", recompute_every=2), kinds):
+    for found in run_ranks(3, born, replace(SHORT, recompute="layer"), kinds):
         assert found == alone
     for kind, (made, _, trained) in alone.items():
         head = {made["lm_head.weight"], made["model.embed_tokens.weight"]}
@@ -134,9 +134,9 @@ def test_recipes_by_layer():
         ("*=bf16,*=mxfp8", "'*=mxfp8' is there twice"),
         (
             "layers.7=bf16,*=mxfp8",
-            "'layers.7' matches none of the layers of this model, nor a part of one; its linear layers",
+            "'layers.7' matches no layer, or only those of an earlier pattern; the linear layers",
         ),
-        ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches none of the layers"),
+        ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches no layer"),
         ("*=mxfp8,layers.0=bf16", "recipe: 'layers.0' would do nothing, since the first pattern that matches"),
         ("layers.[01]=bf16,layers.1=block,*=mxfp8", "recipe: 'layers.1' would do nothing"),
     ],
@@ -162,7 +162,7 @@ def test_named_sizes_are_those_models(name):
     model = models.ModelSpec(settings).converted()[0]
     count = sum(param.numel() for param in model.parameters())
     assert count / 1e6 == pytest.approx(MILLIONS[name], rel=1e-3)
-    flops = flops_of_token(model, settings, None)
+    flops = flops_of_token(model, settings)
     looked_up = (
         0 if settings.tied and name != "gpt2-small" else 1024 * 768 if name == "gpt2-small" else vocabulary * 4096
     )
@@ -231,9 +231,7 @@ def tokenized(tmp_path_factory):
 
 
 FLAGS = "--seq-length 16 --global-batch 6 --micro-batch 1 --warmup 1 --eval-sequences 3 --save-every 2 --decay-steps 9"
-FLAGS += (
-    " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --peak-tflops 1 --sample-tokens 4 --sample-every 4"
-)
+FLAGS += " --z-loss 1e-4 --schedule wsd --recompute layer --profile 1 --sample-tokens 4"
 
 
 @pytest.mark.distributed
@@ -257,12 +255,10 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(tokenized, tmp
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert samples[0]["step"] == 0 and samples[-1]["step"] == done + 3
     assert json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
-    flops = flops_of_token(
-        AutoModelForCausalLM.from_pretrained(tokenized / "llama"),
-        replace(TrainSettings(), seq_length=16, model=ANY),
-        json.loads((tokenized / "llama" / "config.json").read_text()),
-    )
-    assert found[-1]["mfu"] == pytest.approx(found[-1]["tokens_per_s"] * flops / 3e12)
+    model = AutoModelForCausalLM.from_pretrained(tokenized / "llama")
+    config, weights = model.config, [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    flops = flops_of_token(model, replace(TrainSettings(), seq_length=16, model=ANY))
+    assert flops == 6 * sum(p.numel() for p in weights) + 12 * config.num_hidden_layers * config.hidden_size * 16
     last = run / "checkpoints" / f"step-{done + 3:06d}"
     for arguments in (["explain", run], ["plan", run], ["verify", last], ["status", run]):
         result = quantshard(*arguments)
@@ -334,27 +330,27 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
     [
         (
             ["--model", "llama3-8B"],
-            "neither a folder or config.json, nor one of the known sizes; did you mean 'llama3-8b'",
+            "is no folder or config.json; did you mean 'llama3-8b'? known sizes are",
         ),
         (["--model", "FOLDER", "--hidden", "64"], "hidden = 64, but the configuration of model = "),
         (["--model", "FOLDER", "--tied"], "tied = True, but the configuration of model = "),
         (["--model", "FOLDER/none"], "there is nothing at "),
         (["--model", "FOLDER", "--seq-length", "65"], "seq_length = 65, but model = "),
-        (["--model", "FOLDER", "--mesh", "tp=2"], "for which there is no tp in the mesh here"),
-        (["--model", "FOLDER", "--dropout", "0.1"], "for which there is no dropout here"),
-        (["--model", "FOLDER", "--recompute", "activation"], "there is no recompute = 'activation' here"),
+        (["--model", "FOLDER", "--mesh", "tp=2"], "a transformers model cannot be combined with tp in the mesh"),
+        (["--model", "FOLDER", "--dropout", "0.1"], "a transformers model cannot be combined with dropout"),
+        (["--model", "FOLDER", "--recompute", "activation"], "cannot be combined with recompute = 'activation'"),
         (["--model", "FOLDER", "--seq-length", "9", "--recipe", "*.up_prj=bf16,*=mxfp8"], "did you mean 'up_proj'?"),
         (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
         (["--recompute", "all"], "choose one of: none, activation, layer"),
         (
             ["--micro-batch", "5"],
-            "global_batch = 16 sequences cannot be split evenly over 1 processes x micro_batch = 5",
+            "global_batch = 16 cannot be split evenly over 1 data-parallel processes x micro_batch = 5",
         ),
         (["--decay-share", "2"], "decay_share = 2.0: must be 0 or more"),
         (["--z-loss", "-1"], "z_loss = -1.0: must be 0 or more"),
         (["--experts", "4", "--experts-per-token", "5"], "experts_per_token = 5, but there are experts = 4"),
-        (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
-        (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
+        (["--experts", "4", "--mesh", "tp=2"], "experts cannot be combined with tp in the mesh"),
+        (["--experts", "4", "--architecture", "gpt"], "experts cannot be combined with architecture = 'gpt'"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):
@@ -374,7 +370,7 @@ def test_what_would_train_on_something_else_is_refused(folder, tmp_path):
         shutil.copy(model / "config.json", tmp_path / "bare")
         initialization.chosen({"model": str(tmp_path / "bare")}, {})
     spec = models.ModelSpec(replace(SHORT, model=str(model), seq_length=16), huggingface.read_configuration(str(model)))
-    with pytest.raises(ConfigurationError, match=r"no tokenizer in model = .*--vocabulary 257 for bytes"):
+    with pytest.raises(ConfigurationError, match=r"has \d+ tokens, and the data 257; .*--vocabulary 257 for bytes"):
         spec.check()
     for kind in ("bert", "roberta", "electra"):
         content = {"model_type": kind, "num_hidden_layers": 1, "architectures": ["BertForMaskedLM"]}
@@ -423,10 +419,10 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
     line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
-    says = f"{tmp_path / 'llama'} has no model.layers.1.mlp.up_proj.weight; "
+    says = f"{tmp_path / 'llama'} has no model.layers.1.mlp.up_proj.weight"
     result = quantshard(*line, "--model", tmp_path / "llama")
     assert result.returncode == 1 and says in result.stderr
     other = tmp_path / "other"
     shutil.copytree(folder / "llama", other)
     result = quantshard(*line, "--model", other, "--init-from", tmp_path / "llama")
-    assert result.returncode == 1 and f"{says}--init-from must match this model's names and sizes" in result.stderr
+    assert result.returncode == 1 and says in result.stderr

@@ -37,25 +37,6 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert len(errors) > 5 and set(errors) == {"True |"}
 
 
-@pytest.mark.exhaustive
-def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours with the oracle's bits; the bytes of a step; one that cannot be imported is passed over by name."""
-    monkeypatch.setattr(adam, "SMALL", [(3, 34)])
-    monkeypatch.setattr(adam, "AdamWFp8", None)
-    monkeypatch.setattr(adam, "AdamW8bit", None)
-    with kernels_on(DEVICE):
-        found = adam.measure([(3, 34), (2, 128)], DEVICE, 1, "ours mxfp8")
-    found |= adam.measure([(3, 34), (2, 128)], DEVICE, 2, "torch")
-    fp32, fp8, lean8, torch_adamw = found.values()
-    assert fp32["right"] and fp8["right"] and lean8["right"] and torch_adamw["right"] is None
-    scales, of_moments = 2 + 4, (4 + 1) * (3 + 2)  # of 32x32 blocks, and of 1x128
-    assert fp32["bytes"] == 358 * (2 + 8 + 16 + 1) + scales and torch_adamw["bytes"] == 358 * (4 + 8 + 16) + 2 * 2 * 4
-    assert fp8["bytes"] == 358 * (2 + 8 + 4 + 1) + scales + 2 * of_moments
-    assert lean8["bytes"] == 358 * (2 + 2 + 4 + 2) + 2 * (scales + of_moments)  # a weight is read as well
-    assert [len(case["ms"]) for case in (fp32, torch_adamw)] == [1, 2]
-    assert "| torchao AdamWFp8, bf16 | cannot be imported |" in capsys.readouterr().out
-
-
 def test_wrong_bits_of_optimizers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "SMALL", [(2, 5)])
     monkeypatch.setattr(kernel_step.KernelStep, "update", lambda self, skip: [])

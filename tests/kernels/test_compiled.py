@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -152,13 +151,13 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-EVALUATED = [("norm and linear", "delayed")]
+CHOSEN = [("norm and linear", "delayed", True), ("norm and three linears", "nvfp4", False)]
+"""Module, recipe, and whether it is evaluated too: recipes that keep or draw something."""
 
 
 def cells() -> list[Any]:
     """(Module, recipe, weights stored quantized, autocast inside, evaluated too): every module with delayed scaling,
-    which keeps most between steps, the gated MLP with every recipe, and a layer with two; without `make test-all`,
-    recipes that keep or draw something, and one evaluation."""
+    which keeps most between steps, the gated MLP with every recipe, and a layer with two."""
     found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
     found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
     found += [
@@ -166,12 +165,8 @@ def cells() -> list[Any]:
         ("mlp", "current", False, True),
         ("norm and three linears", "nvfp4", False, False),
     ]
-    left = {("layer", "delayed"), ("layer with fused projections", "current")}
-    left |= {("norm and three linears", recipe) for recipe in ("delayed", "nvfp4")}  # whose biases are tried below
-    left |= {("gated mlp", recipe) for recipe in RECIPES if recipe != "nvfp4"} | {("mlp", "current")}
-    left |= {(name, "delayed") for name in ("layer with fused projections", "mlp", "recomputing mlp", "storing mlp")}
     every = [(*cell, evaluate) for cell in sorted(set(found)) for evaluate in (False, True)]
-    return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in found if cell[:2] not in left})
+    return exhaustive(every, [cell for cell in every if (*cell[:2], cell[-1]) in CHOSEN])
 
 
 @pytest.mark.parametrize(("name", "recipe", "stored", "inside", "evaluate"), cells())
@@ -188,10 +183,8 @@ def test_bits(name: str, recipe: str, stored: bool, inside: bool, evaluate: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("current", "delayed", "nvfp4", "block")],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4", "block"])
 def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
     eager = trained(build("gated mlp", recipe), recipe, None, steps=2)
     forwards = len(used)
@@ -251,9 +244,7 @@ def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> N
     ("kind", "forward"),
     [
         (lambda *args, **o: qs.LayerNormLinear(SIZE, SIZE, *args, **o), "_run_norm_linear"),
-        pytest.param(
-            lambda *args, **o: qs.LayerNormMLP(SIZE, FFN, *args, **o), "_run_mlp", marks=pytest.mark.exhaustive
-        ),
+        (lambda *args, **o: qs.LayerNormMLP(SIZE, FFN, *args, **o), "_run_mlp"),
     ],
     ids=["linear", "mlp"],
 )
@@ -281,7 +272,7 @@ def test_layers_that_differ_in_a_number_are_compiled_one_by_one(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["quantized", pytest.param("float32", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("how", ["quantized", "float32"])
 def test_weights_that_differ(how: str, used: list[str]) -> None:
     """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
     found = []
@@ -309,10 +300,8 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("recipe", "recomputes"),
-    exhaustive(product(["delayed", "block"], [False, True]), [("delayed", False)]),
-)
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
     """A compiled MLP keeps the bytes of an eager one, but for scalars and alignment."""
     tokens, kept = 128, []

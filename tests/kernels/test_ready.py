@@ -285,8 +285,13 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
         assert SECOND_SCALE in one.components or bool(one.dequantize().isnan().all()) == bad
 
 
-@pytest.mark.parametrize("name", ["current", "block", "rowwise", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("role", [TensorRole.INPUT, TensorRole.GRAD_OUTPUT])
+ROLES, NAMES = (TensorRole.INPUT, TensorRole.GRAD_OUTPUT), ("current", "block", "rowwise", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    exhaustive(itertools.product(NAMES, ROLES), [(name, ROLES[turn % 2]) for turn, name in enumerate(NAMES)]),
+)
 def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: dict[str, tuple[int, int]]) -> None:
     """As the operands that formats store, which who observes gets, and which are read where there is no product."""
     products["is"] = CAPABILITIES[name]

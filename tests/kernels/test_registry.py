@@ -37,17 +37,17 @@ SLOW_CASES = {"Adam, block, lean8", "Adam, rowwise, lean8"}
 
 
 def cells():
-    """(Row, case, shape), of each row every third where programs of a kernel are not full, and every third where there
+    """(Row, case, shape), of each row every sixth where programs of a kernel are not full, and every third where there
     are few programs; of Adam every recipe, and every way to keep states, in turns."""
     for number, row in enumerate(table.ROWS):
         for turn, name in enumerate(row.cases):
             if row.uneven == SMALL:
                 chosen = name not in SLOW_CASES and (turn < 2 or (turn - 2) % 4 == (turn - 2) // 4 % 4)
             else:
-                chosen = turn % 3 == 0 and (turn == 0 or len(row.cases) > 4)
+                chosen = turn % 6 == 0 and (turn == 0 or len(row.cases) > 4)
                 if not chosen:
                     # Another format than in the row before; beyond the first, of every second three.
-                    left = turn % 3 == 1 + (turn // 3 + number) % 2 or turn // 3 % 2 == 1
+                    left = turn % 3 > 0 and (turn % 3 == 1 + (turn // 3 + number) % 2 or turn // 3 % 2 == 1)
                     marks = pytest.mark.exhaustive if left else ()
                     yield pytest.param(row, name, SMALL, id=f"{name}, small", marks=marks)
             yield pytest.param(row, name, row.uneven, id=name, marks=() if chosen else pytest.mark.exhaustive)

@@ -116,12 +116,12 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
     for number, name in enumerate(("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16")):
         fmt = FORMATS[name]
         copy = fmt.copies[Orientation.ROWWISE]
-        x = torch.randn(130, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+        x = torch.randn(66, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
         parts = numerics.quantize(torch.zeros_like(x) if values == "zero" else x, fmt)
         if scales == "tiny":
             x = x.float() * 2.0**-140
         if values == "not finite":
-            x[0, 0], x[3, 5], x[129, 271] = math.inf, math.nan, -math.inf
+            x[0, 0], x[3, 5], x[65, 271] = math.inf, math.nan, -math.inf
         else:
             x *= 0.0 if values == "zero" else 2.0**40
         x = x.t().contiguous().t() if (number % 2 == 0 if is_turned is None else is_turned) else x
@@ -141,7 +141,7 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
 @pytest.mark.parametrize("is_turned", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> None:
     """One in four columns of tiles, which the last does not fill; and all of a matrix that is not large."""
-    x = torch.randn(130, 1100, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    x = torch.randn(66, 1100, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     x[:, 300:320] = 0.0  # in no tile that is measured first
     fmt = FORMATS["mxfp8_1x32"]
     copy, parts = fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt)
@@ -155,14 +155,14 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
         for first, last in chosen:
             piece = x[:, first:last].contiguous()
             add_error_(exact[0], outer[0], piece, copy, numerics.quantize(piece, fmt))
-        assert exact[0, 0] == 130 * sum(last - first for first, last in chosen)
+        assert exact[0, 0] == 66 * sum(last - first for first, last in chosen)
         assert torch.equal(sums.sum(0)[:6], exact[0, :6])
         assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0])
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", exhaustive([("block",), ("mxfp8",), ("nvfp4",)], [("block",)]))
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
 def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
     """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values. In NVFP4,
     whose gradient is transformed before, its values are looked at by themselves, all of them."""

@@ -8,6 +8,7 @@ are bounded by float32 accumulation: each of the K products and the sums of them
 import copy
 import pickle
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from quantshard import recipe as recipes
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.tensor.storage import DRAWS, KEY
+from tests.covering import exhaustive, in_turns
 from tests.distributed.models import MXFP4_RECIPE
 
 U = 2.0**-24
@@ -136,13 +138,16 @@ def build(recipe, dtype):
     return linear
 
 
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+"""Of inputs and of parameters."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "params"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ("name", "tokens", "dtypes"),
+    exhaustive(product(CASES, [1, 3, 37], DTYPES), in_turns(CASES, [1, 3, 37], DTYPES)),
 )
-@pytest.mark.parametrize("tokens", [1, 3, 37])
-@pytest.mark.parametrize("name", CASES)
-def test_three_gemms(name, tokens, dtype, params):
+def test_three_gemms(name, tokens, dtypes):
+    dtype, params = dtypes
     case = CASES[name]
     linear = build(case.recipe, params)
     weight = linear.weight.get_high_precision_init_val()

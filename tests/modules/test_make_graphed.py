@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.recipe import Recipe
 from tests.distributed.models import RECIPES, bits
 from tests.modules.graphed import MODULES, Failing, Training, assert_same, module_of
 
@@ -193,12 +194,36 @@ def test_host_tensors_are_refused() -> None:
         qs.make_graphed_callables(layer, (torch.zeros(16, 64),), recipe="current")
 
 
+class _LastLayerError(Exception):
+    """Ends a forward that is run for the layers' arguments."""
+
+
+def capture_layers(model: nn.Module, recipe: str | Recipe, **inputs: Tensor) -> None:
+    """Capture the decoder layers of a model of transformers with the arguments that its forward gives them."""
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        arguments.append((args, kwargs))
+        if len(arguments) == len(layers):
+            raise _LastLayerError
+        return args[0]
+
+    for layer in layers:
+        layer.forward = note
+    with pytest.raises(_LastLayerError):
+        model(**inputs)
+    for layer in layers:
+        del layer.forward
+    qs.make_graphed_callables(
+        list(layers), [args for args, _ in arguments], sample_kwargs=[kwargs for _, kwargs in arguments], recipe=recipe
+    )
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_layers_of_transformers(recipe: str) -> None:
     """1 process: the decoder layers of a converted Llama, with the arguments that its forward gives them."""
     transformers = pytest.importorskip("transformers")
-    from benchmarks.convert_models import capture_layers
-
     found = []
     for captured in (False, True):
         gc.collect()

@@ -21,7 +21,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
-from tests.turns import by_turns
+from tests.covering import by_turns
 
 U = 2.0**-24
 RECIPES = {

@@ -143,9 +143,9 @@ LAYERS = [kind for kind in MODULES if kind.startswith("TransformerLayer")]
 OTHERS = [
     (kind, recipe)
     for (i, kind), (j, recipe) in product(enumerate(MODULES), enumerate(RECIPES))
-    if kind not in LAYERS and (i + j) % 2 == 0
+    if kind not in LAYERS and (i + j) % 3 == 0
 ]
-"""What layers consist of, with every second recipe; and each recipe in one of the layers, in turns."""
+"""What layers consist of, with every third recipe; and each recipe in one of the layers, in turns."""
 IN_TURNS = [(LAYERS[turn % len(LAYERS)], recipe) for turn, recipe in enumerate(RECIPES)]
 
 

@@ -41,7 +41,7 @@ from quantshard.formats import (
     Scaling,
 )
 from quantshard.numerics import distributions
-from tests.turns import by_turns
+from tests.covering import by_turns
 
 ELEMENTS = [E4M3, E5M2, E2M1]
 ML_DTYPES = {

@@ -15,6 +15,7 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
+from tests.covering import by_turns
 from tests.tensor.test_tensor import (
     CELLS,
     MXFP8,
@@ -28,7 +29,6 @@ from tests.tensor.test_tensor import (
     weight,
     write,
 )
-from tests.turns import by_turns
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.uint8)
@@ -214,7 +214,7 @@ def test_numbers_that_make_no_step_are_refused(option, value):
 
 
 def test_clipping_takes_a_model_and_says_so():
-    with pytest.raises(ConfigurationError, match=r"model=list\): give the model itself"):
+    with pytest.raises(ConfigurationError, match=r"model=list\): pass the model"):
         clip_grad_norm_([nn.Parameter(torch.ones(4))], 1.0)
 
 

@@ -70,8 +70,10 @@ def planned(optimizer: KernelOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
     kernels = [optimizer._kernels]
     kernels += [bucket.kernels for bucket in optimizer._matrix_plan.buckets] if isinstance(optimizer, Muon) else []
-    assert all(each._remaining == set() and not each._work and not each._directions for each in kernels)
-    return sum(len(plan.places) for each in kernels for plan in each._planned)
+    assert not any(each._directions or any(item.grad is not None for item in each._work) for each in kernels)
+    taken = sum(len(plan.indices) for each in kernels for plan in each._plans)
+    assert not taken or not any(each._remaining() for each in kernels)
+    return taken
 
 
 def train(name: str, recipe: str, *devices: str, **options: Any) -> tuple[dict[str, Any], int]:
@@ -163,7 +165,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
         param.grad = random(4, 16, seed=2).to(DEVICE)
         with kernels_on(DEVICE):
             optimizer.step()
-        assert bool(optimizer._kernels._planned) == (of is Lion)
+        assert bool(optimizer._kernels._plans) == (of is Lion)
         moved.append((before - param.detach()).abs().amax().item())
     assert moved == pytest.approx([0.5, 0.25])
 
@@ -179,7 +181,7 @@ def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
             optimizer.step()
             if number == 0:
                 [former] = [bucket.kernels for bucket in optimizer._matrix_plan.buckets]
-                former._planned[0].plan._captured.append(torch.zeros(1))
+                former._plans[0].launches._captured.append(torch.zeros(1))
                 optimizer.add_param_group(added)
     assert optimizer._captured == [former]
 

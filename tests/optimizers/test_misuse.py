@@ -34,23 +34,6 @@ def give(value, *params):
 # ----------------------------------------------------------------------------------------------------- what it is given
 
 
-@every_optimizer
-def test_a_parameter_twice_is_refused_and_leaves_nothing(make):
-    param, more = ones(2), ones(3)
-    for params in ([param, more, param], [("a", param), ("b", param)]):
-        with pytest.raises(ConfigurationError, match=r"param_groups\[0\] has a parameter twice"):
-            make(params)
-    optimizer = make([param])
-    with pytest.raises(ConfigurationError, match=r"param_groups\[1\] has a parameter twice"):
-        optimizer.add_param_group({"params": [more, more]})
-    give(1.0, param, more)
-    optimizer.step()
-    assert len(optimizer.param_groups) == 1 and (param != 1).all() and (more == 1).all()
-    optimizer.add_param_group({"params": more})
-    optimizer.step()
-    assert (more != 1).all()
-
-
 @pytest.mark.parametrize("entry", [{"master_weights": False}, {"preset": "lean8"}, {"ema_decay": 0.9}])
 @every_optimizer
 def test_options_of_the_whole_optimizer_are_refused_in_a_group(make, entry):

@@ -151,7 +151,7 @@ def check_against_float64(recipe, masters, pair, steps=2):
         held = {}
         for key, param in params.items():
             states = optimizer._states[param]
-            held[key] = [states.get("master_param", optimizer._weights[param]), *(states[m] for m in MOMENTS)]
+            held[key] = [states.get("master_param", states["param"]), *(states[m] for m in MOMENTS)]
         read = {key: [state.read().clone() for state in states] for key, states in held.items()}
         optimizer.step()
         for key, param in params.items():
@@ -234,7 +234,7 @@ def test_small_updates_move_weights_on_average(recipe):
         param = nn.Parameter(start.to(dtype))
     lr = 2.0**-14 if "fp16" in recipe else 2.0**-11
     optimizer = FusedAdam([param], lr=lr, **options)
-    state = optimizer._states[param].get("master_param", optimizer._weights[param])
+    state = optimizer._states[param].get("master_param", optimizer._states[param]["param"])
     before = state.read().double()
     grad = before.sign()
     chosen = (before != 0) & (before.abs() < 0.6 * before.abs().amax())

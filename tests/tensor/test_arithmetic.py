@@ -15,8 +15,8 @@ from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from tests.covering import by_turns
 from tests.tensor.test_tensor import CELLS, MXFP8, RECIPES, contents, cut, differing, every_cell, random, weight
-from tests.turns import by_turns
 
 SHAPE = (48, 40)
 A, B = random(*SHAPE, seed=11) * 1e-2, random(*SHAPE, seed=12).abs() + 0.5

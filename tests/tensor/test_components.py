@@ -15,9 +15,9 @@ from quantshard.formats import FORMATS
 from quantshard.recipe import DelayedScaling
 from quantshard.sharding import whole
 from quantshard.tensor import components
+from tests.covering import by_turns
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 from tests.test_sharding import pieces_of
-from tests.turns import by_turns
 
 KEYS = {  # of a [48, 40] weight, by hand from the specification: X and X_scale_inv, then what else the recipe needs
     "current": {"": (48, 40), "_scale_inv": (1, 1)},

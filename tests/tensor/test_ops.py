@@ -13,6 +13,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.sharding import ceil_div
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from tests.covering import by_turns
 from tests.tensor.test_tensor import (
     CELLS,
     MXFP8,
@@ -26,7 +27,6 @@ from tests.tensor.test_tensor import (
     random,
     weight,
 )
-from tests.turns import by_turns
 
 
 def raises(message):

@@ -22,8 +22,7 @@ from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
-from tests.covering import exhaustive, in_turns
-from tests.turns import by_turns
+from tests.covering import by_turns, exhaustive, in_turns
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},

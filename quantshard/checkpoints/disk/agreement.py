@@ -79,26 +79,26 @@ def writing_into(what: str) -> Iterator[None]:
         raise type(error)(f"{error}; {what} is partly loaded: load again, or build it again") from error
 
 
-def run_on_all_ranks(own: Callable[[], T], prefix: str = "") -> T:
-    """Return the result of `own` on this rank if it succeeds on all ranks. A collective call.
+def run_on_all_ranks(call: Callable[[], T], prefix: str = "") -> T:
+    """Return the result of `call` on this rank if it succeeds on all ranks. A collective call.
 
     Otherwise every rank raises the error of the first rank that failed, after `prefix`; errors of other libraries
     become CheckpointErrors. A rank that was interrupted raises its interrupt.
     """
-    return exchange_results(own, lambda _: None, prefix)[0]
+    return exchange_results(call, lambda _: None, prefix)[0]
 
 
-def exchange_results(own: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
-    """Return the result of `own` on this rank, and `summarize(result)` of every rank in order of ranks.
+def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
+    """Return the result of `call` on this rank, and `summarize(result)` of every rank in order of ranks.
 
     One collective call; see `run_on_all_ranks` for `prefix` and errors.
     """
 
-    def own_and_summary() -> tuple[T, U]:
-        result = own()
+    def call_and_summarize() -> tuple[T, U]:
+        result = call()
         return result, summarize(result)
 
-    results, failure, error = _attempt(own_and_summary)
+    results, failure, error = _attempt(call_and_summarize)
     by_rank = all_gather_object((failure, None if results is None else results[1]))
     raise_first([rank_failure for rank_failure, _ in by_rank], error, prefix)
     assert results is not None
@@ -122,14 +122,14 @@ def _attempt(call: Callable[[], T]) -> tuple[T | None, Failure | None, BaseExcep
         return None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
 
 
-def raise_first(failures: Sequence[Failure | None], own: BaseException | None = None, prefix: str = "") -> None:
-    """Raise the first failure by rank. `own`: this rank's error; if it is an interrupt, it is raised instead."""
-    if isinstance(own, INTERRUPTS):
-        raise own
+def raise_first(failures: Sequence[Failure | None], error: BaseException | None = None, prefix: str = "") -> None:
+    """Raise the first failure by rank. `error`: this rank's error; if it is an interrupt, it is raised instead."""
+    if isinstance(error, INTERRUPTS):
+        raise error
     for number, failure in enumerate(failures):
         if failure is not None:
             kind, message = failure
-            raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from own
+            raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from error
 
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
@@ -140,11 +140,11 @@ def _interrupted(number: int, error: BaseException) -> str:
     return f"rank {number} was interrupted ({type(error).__name__})"
 
 
-def raise_interrupt(error: CheckpointException, own: int) -> None:
-    """Raise the interrupt of a rank that DCP has wrapped in a failure. `own`: this rank's number in the call."""
+def raise_interrupt(error: CheckpointException, group_rank: int) -> None:
+    """Raise the interrupt of a rank that DCP has wrapped in a failure. `group_rank`: this rank's number."""
     interrupts = {rank: cause for rank, (cause, _) in error.failures.items() if isinstance(cause, INTERRUPTS)}
-    if own in interrupts:
-        raise interrupts[own] from error
+    if group_rank in interrupts:
+        raise interrupts[group_rank] from error
     for number, cause in sorted(interrupts.items()):
         raise CheckpointError(_interrupted(number, cause)) from error
 

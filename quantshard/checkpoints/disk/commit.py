@@ -28,7 +28,7 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -98,13 +98,8 @@ def is_complete(path: Path_) -> bool:
         raise CheckpointError(f"{path} cannot be read ({why(error)})") from error
 
 
-def begin(path: Path_) -> SaveTarget:
-    """Check that a checkpoint can be written to `path`, and remove the files of killed saves. A collective call."""
-    return agreement.from_rank0(lambda: prepare_target(path))
-
-
 def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | None = None) -> SaveTarget:
-    """`begin` on a single rank; not a collective call."""
+    """Check that a checkpoint can be written to `path`, and remove the files of killed saves. On the coordinator."""
     try:
         store, store_path = locate(path)
         finish_replacements(store.parent(store_path))
@@ -257,7 +252,8 @@ class CommitWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Their checksums are sent to the coordinator with the results."""
-        expect_transfer(sum(map(_tensor_bytes, plan.items)))
+        tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]  # objects are small
+        expect_transfer(sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in tensors))
         results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
@@ -294,12 +290,6 @@ class CommitWriter(FileSystemWriter):
                     f"{path} was written with {entry.bytes} bytes, and the first rank sees {size}; save to a directory "
                     "that all ranks share"
                 )
-
-
-def _tensor_bytes(item: WriteItem) -> int:
-    """The bytes of a tensor to write; 0 for objects, which are small."""
-    data = item.tensor_data
-    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def commit(target: SaveTarget, manifest: Manifest) -> None:

@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.metadata import (
 from quantshard import private_torch
 from quantshard.checkpoints.disk.store import (
     Path_,
-    Store,
     expect_transfer,
     is_inside,
     locate,
@@ -58,6 +57,14 @@ VERSION = 1
 
 _AT_ONCE = 1 << 22  # bytes read at a time
 _HEX = re.compile(r"[0-9a-f]{32}")
+
+
+class DamagedError(CheckpointError):
+    """The files of a checkpoint cannot be read by any model."""
+
+
+class MissingError(DamagedError):
+    """A checkpoint does not exist or is incomplete. As for a damaged one, the next older checkpoint is tried."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,16 @@ class Manifest:
     def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
         """Parse the text of a manifest, which must be of this version. `where`: its path, for errors."""
         if not text:
-            raise CheckpointError(f"{where} is empty: the save has not ended; choose another checkpoint")
-        content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", CheckpointError)
+            raise DamagedError(f"{where} is empty: the save has not ended; choose another checkpoint")
+        content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", DamagedError)
         version = content.get("quantshard")
         if version != VERSION:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{where} has version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
                 "quantshard"
             )
         if wrong := _wrong_field(content):
-            raise CheckpointError(f"{where} is damaged: {wrong}; choose another checkpoint")
+            raise DamagedError(f"{where} is damaged: {wrong}; choose another checkpoint")
         files = {name: FileEntry(entry["bytes"], entry["xxh3_128"]) for name, entry in content["files"].items()}
         rest: dict[str, Any] = {name: content.get(name) for name in _FIELDS}
         return cls(files, **rest)
@@ -174,7 +181,7 @@ def read_manifest(path: Path_) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({why(error)}); choose another checkpoint") from error
+        raise DamagedError(f"{file} cannot be read ({why(error)}); choose another checkpoint") from error
     return Manifest.from_json(text, file)
 
 
@@ -187,8 +194,8 @@ def exists(path: Path_) -> bool:
 def problems(path: Path_, contents: bool = True) -> list[str]:
     """Describe each problem of the files of the checkpoint in directory `path`.
 
-    Problems are missing files, wrong lengths and checksums, files that the manifest does not name, and an unreadable
-    manifest. A checkpoint without a manifest has none. Every byte is read, or without `contents` only the manifest.
+    Files that the manifest does not name are problems too. A checkpoint without a manifest has none. Every byte is
+    read, or without `contents` only the manifest.
     """
     try:
         manifest = read_manifest(path)
@@ -231,14 +238,6 @@ def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) 
 
 
 # Metadata of DCP
-
-
-class DamagedError(CheckpointError):
-    """The files of a checkpoint cannot be read by any model."""
-
-
-class MissingError(DamagedError):
-    """A checkpoint does not exist or is incomplete. As for a damaged one, the next older checkpoint is tried."""
 
 
 _DCP = "torch.distributed.checkpoint."
@@ -320,28 +319,13 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
         metadata, what = _unpickled(content), ""
         _check_pieces(metadata, _file_sizes(path, metadata, described), packed)
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingError(f"{path} is not a complete checkpoint: {_why_missing(store, folder)}") from None
+        raise MissingError(
+            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
+        ) from None
     except (CheckpointError, OSError) as error:
         reason = why(error) if isinstance(error, OSError) else error
         raise DamagedError(f"{path}: {what}{reason}; restore its files or choose another checkpoint") from error
     return metadata
-
-
-def _why_missing(store: Store, folder: str) -> str:
-    """Explain why a place has no metadata; for a folder of checkpoints, suggest its last one."""
-    try:
-        if not store.exists(folder):
-            return "there is no such directory"
-        # Listing names is cheap only in stores that can rename.
-        for parent in (folder, store.join(folder, "checkpoints")) if store.renames else ():
-            for name in reversed(store.names(parent)):
-                inner = store.join(parent, name)
-                if not name.startswith(".") and store.is_file(store.join(inner, METADATA_FILE)):
-                    return f"it is a folder of checkpoints; name one of them, e.g. {inner}"
-    except OSError:
-        # A file, or a folder that cannot be listed.
-        pass
-    return f"it has no {METADATA_FILE}, which is written last; choose another"
 
 
 def _unpickled(content: bytes) -> Metadata:

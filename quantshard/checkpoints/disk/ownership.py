@@ -116,21 +116,12 @@ def lock(folder: Path_) -> BaseFileLock | None:
 
 
 @contextmanager
-def being_read(store: Store, file: str) -> Iterator[None]:
-    """Mark a checkpoint as being read, for the duration of the context. `file` is one of its files."""
-    with _read_lock(store, file, exclusive=False):
-        yield
+def read_lock(store: Store, file: str, exclusive: bool = False) -> Iterator[bool]:
+    """Lock a file of a checkpoint without waiting, for the duration of the context. Yields False if it is locked.
 
-
-def is_being_read(store: Store, file: str) -> bool:
-    """Whether a process on this file system is reading the checkpoint of `file`; False if that is unknown."""
-    with _read_lock(store, file, exclusive=True) as is_free:
-        return not is_free
-
-
-@contextmanager
-def _read_lock(store: Store, file: str, exclusive: bool) -> Iterator[bool]:
-    """Lock a file of a checkpoint without waiting. Yields False if another process prevents that."""
+    Processes that read a checkpoint share the lock, and one that would remove it takes the lock exclusively. Without
+    locks, e.g. in a remote store, the result is True.
+    """
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         yield True
         return

@@ -153,7 +153,10 @@ def _remote(method: F) -> F:
 
 
 class FsspecStore(FileSystemBase):
-    """A remote place behind a URL, such as s3://bucket/run or memory://run. Failures are OSErrors with the path."""
+    """A remote place behind a URL, such as s3://bucket/run or memory://run, with the operations of `LocalStore`.
+
+    Failures are OSErrors with the path. A write is durable when the store confirms it.
+    """
 
     renames = False
 
@@ -165,43 +168,36 @@ class FsspecStore(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """Open a file for the duration of the context. Errors of the client inside the context become OSErrors."""
+        # an error of the client inside the context becomes an OSError too
         with _os_errors(path), self.fs.open(os.fspath(path), mode) as stream:
             yield stream
 
     def concat_path(self, path: Path_, suffix: str) -> str:
-        """The path of entry `suffix` of a folder."""
         return self.join(path, suffix)
 
     def init_path(self, path: Path_) -> str:
-        """The path, unchanged."""
         return os.fspath(path)
 
     @_remote
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file; not atomic."""
         self.fs.mv(path, os.fspath(new_path))
 
     @_remote
     def make(self, path: Path_) -> None:
-        """Create a folder, if the store has folders."""
         self.fs.makedirs(path, exist_ok=True)
 
     mkdir = make
 
     @_remote
     def exists(self, path: Path_) -> bool:
-        """Whether a file or folder exists."""
         return self._kind(path) is not None
 
     @_remote
     def rm_file(self, path: Path_) -> None:
-        """Remove a file."""
         self.fs.rm_file(path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """Whether the path is a URL."""
         return "://" in os.fspath(checkpoint_id)
 
     def _kind(self, path: Path_) -> str | None:
@@ -212,16 +208,13 @@ class FsspecStore(FileSystemBase):
             return None
 
     def join(self, path: Path_, name: str) -> str:
-        """The path of entry `name` of a folder."""
         return f"{os.fspath(path).rstrip('/')}/{name}"
 
     def parent(self, path: Path_) -> str:
-        """The folder that contains a path."""
         return os.fspath(path).rstrip("/").rpartition("/")[0]
 
     @_remote
     def names(self, path: Path_) -> list[str]:
-        """The sorted entries of a folder; empty if the folder does not exist."""
         try:
             entries = self.fs.ls(path, detail=False)
         except FileNotFoundError:
@@ -230,17 +223,14 @@ class FsspecStore(FileSystemBase):
 
     @_remote
     def is_file(self, path: Path_) -> bool:
-        """Whether the path is an existing file."""
         return self._kind(path) == "file"
 
     @_remote
     def size(self, path: Path_) -> int:
-        """The length of a file in bytes."""
         return int(self.fs.size(path))
 
     @_remote
     def read(self, path: Path_, limit: int) -> bytes:
-        """The content of a file of at most `limit` bytes."""
         length = int(self.fs.size(path) or 0)
         if length > limit:
             raise OSError(errno.EFBIG, f"it has {length} bytes, and at most {limit} are read", path)
@@ -257,12 +247,10 @@ class FsspecStore(FileSystemBase):
 
     @_remote
     def write(self, path: Path_, content: bytes) -> None:
-        """Write a file, which is durable when the store confirms the write."""
         self.fs.pipe_file(path, content)
 
     @_remote
     def remove(self, path: Path_) -> None:
-        """Remove a folder and its content."""
         self.fs.rm(path, recursive=True)
 
 

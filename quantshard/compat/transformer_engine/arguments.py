@@ -1,7 +1,7 @@
 """Adapter for TransformerEngine's arguments that quantshard lacks. They are listed by name, so that none is ignored.
 
-Each entry lists the classes and methods that have the argument in TransformerEngine, its default, and the reason why it
-is not supported. The default, None and False are accepted because they need nothing; any other value raises, unless the
+Each entry lists the classes, methods and functions that have the argument in TransformerEngine, its default there, and
+what to do instead. The default and None are accepted because they need nothing; any other value raises, unless the
 argument is only a performance hint.
 """
 
@@ -9,125 +9,136 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import DotProductAttention
+from quantshard.recipe import Format, MMParams
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+LEAVE_OUT: Final = "leave it out"
 
 
 class UnsupportedArgument(NamedTuple):
     """An argument of TransformerEngine that is not supported.
 
-    `default`: default in TransformerEngine. `reason`: why other values are rejected, and what to do instead. `hint`:
-    whether the argument changes no result, so that all values are accepted.
+    `default`: default in TransformerEngine. `instead`: what to do instead of passing another value. `hint`: whether the
+    argument changes no result, so that all values are accepted.
     """
 
     default: Any
-    reason: str
+    instead: str = LEAVE_OUT
     hint: bool = False
 
 
-_NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
-_NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
-_NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
-_NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
-
 _BLOCKS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 _LINEAR = ("Linear", "LayerNormLinear", *_BLOCKS)
+_ALL_LINEAR = (*_LINEAR, "GroupedLinear")
 _ATTENTION = ("MultiheadAttention", "TransformerLayer")
 _ATTENTION_CALLS = ("DotProductAttention.forward", "MultiheadAttention.forward", "TransformerLayer.forward")
+_BLOCK_RECIPES = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+_RECIPES = ("DelayedScaling", "Float8CurrentScaling", *_BLOCK_RECIPES)
+
+_WHOLE_SEQUENCES = "keep each sequence whole on its rank"
+_CROSS_ATTENTION = "build cross-attention from Linear and DotProductAttention"
+_WINDOW_MASK = "use attn_mask_type='arbitrary' with a mask of the sliding window"
+_PADDING_MASK = "use attn_mask_type='padding' or 'arbitrary' with a mask"
 
 ARGUMENTS: dict[str, dict[str, UnsupportedArgument]] = {}
-"""Class or method -> name -> unsupported argument of TransformerEngine."""
+"""Class, method or function -> name -> unsupported argument of TransformerEngine."""
 
 
-def _because(owners: Sequence[str], reason: str, /, *, hint: bool = False, **defaults: Any) -> None:
+def _unsupported(owners: Sequence[str], instead: str = LEAVE_OUT, /, *, hint: bool = False, **defaults: Any) -> None:
     """Add arguments and their defaults to `ARGUMENTS`; a later entry replaces an earlier one."""
     for owner in owners:
-        arguments = {name: UnsupportedArgument(default, reason, hint) for name, default in defaults.items()}
+        arguments = {name: UnsupportedArgument(default, instead, hint) for name, default in defaults.items()}
         ARGUMENTS.setdefault(owner, {}).update(arguments)
 
 
-_hints = partial(_because, hint=True)
+_hints = partial(_unsupported, hint=True)
 
 # fmt: off
-_because((*_LINEAR, "GroupedLinear", "DotProductAttention", "checkpoint"),
-    "dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
-_because((*_LINEAR, "GroupedLinear"), "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
-    fuse_wgrad_accumulation=False, delay_wgrad_compute=False)
-_because((*_LINEAR, "GroupedLinear"), _NO_OVERLAP, ub_overlap_ag=False, ub_overlap_rs=False)
-_because(_LINEAR, _NO_OVERLAP, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False)
-_because(["TransformerLayer"], _NO_OVERLAP, ub_tp_comm_overlap=False,  # the others have no effect without it
-    ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
-_because(_LINEAR, "sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None)
-_because(["Linear", "GroupedLinear"], "backward keeps what wgrad reads, quantized; leave it out",
-    save_original_input=False)
-_hints(["Linear", "GroupedLinear", "LayerNormLinear"], "there are no communication buffers to name", ub_name=None)
-_hints(["Linear", "GroupedLinear"], "without get_rng_state_tracker it names nothing", rng_tracker_name=None)
-_hints(_BLOCKS, "there is no JIT warm-up, so no shape is needed", seq_length=None, micro_batch_size=None)
-_hints([f"{owner}.forward" for owner in (*_LINEAR, "GroupedLinear")],
-    "weights that are not stored quantized are quantized in each forward, to the same codes", is_first_microbatch=None)
-_because(["Linear.forward", "LayerNormLinear.forward"], "modules take and return high precision; leave it out",
-    fp8_output=False, fp8_grad=False)
+_unsupported((*_ALL_LINEAR, "DotProductAttention", "checkpoint"), get_rng_state_tracker=None)
+_unsupported(_ALL_LINEAR,
+    fuse_wgrad_accumulation=False, delay_wgrad_compute=False, ub_overlap_ag=False, ub_overlap_rs=False)
+_unsupported(_LINEAR, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, symmetric_ar_type=None)
+_unsupported(["Linear", "GroupedLinear"], save_original_input=False)
+_unsupported(["Linear.forward", "LayerNormLinear.forward"], fp8_output=False, fp8_grad=False)
+_unsupported(["LayerNormMLP", "TransformerLayer"], activation_params=None)
+_unsupported(["LayerNormMLP"], "recompute activations with quantshard.checkpoint around the module", checkpoint=False)
+_unsupported(["GroupedLinear"], "gather the tokens before quantshard.dispatch_tokens", sequence_parallel=False)
+_unsupported(["GroupedLinear"], single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
+_unsupported(["GroupedLinear.forward"], out=None, dgrad_out=None)
 
-_because(["GroupedLinear"],
-    "how many tokens an expert gets is the dispatcher's business; gather the tokens before the dispatch "
-    "(quantshard.dispatch_tokens), and leave it out", sequence_parallel=False)
-_because(["GroupedLinear"],
-    "each expert has a weight of its own, so that it is sharded, saved and moved between ranks by itself; leave it out",
-    single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
-_because(["GroupedLinear.forward"], "results are new tensors; leave it out", out=None, dgrad_out=None)
-_because(["LayerNormMLP", "TransformerLayer"], "only activations without parameters are there; leave it out",
-    activation_params=None)
-_because(["LayerNormMLP"], "recompute activations with quantshard.checkpoint around the module", checkpoint=False)
-
-_because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
-    "the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None)
-_because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
-    "only the ordinary softmax is there; leave it out", softmax_type="vanilla")
-_because(["DotProductAttention", "MultiheadAttention"], _NO_CROSS_ATTENTION, attention_type="self")
-_because(["TransformerLayer"],
-    f"{_NO_CROSS_ATTENTION}; for a decoder-only model use 'encoder', whose mask is causal by default",
-    layer_type="encoder")
-_hints(["DotProductAttention"], "the projections around it use it", sequence_parallel=False)
-_because(["DotProductAttention"], _NO_CONTEXT_PARALLEL,
+_unsupported(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS], "use attn_mask_type='causal_bottom_right'",
+    bottom_right_diagonal=None)
+_unsupported(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS], softmax_type="vanilla")
+_unsupported(["DotProductAttention", "MultiheadAttention"], _CROSS_ATTENTION, attention_type="self")
+_unsupported(["DotProductAttention"], _WHOLE_SEQUENCES,
     cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p")
-_because(["DotProductAttention"], "the largest logit is not returned; leave it out", return_max_logit=False)
-_because(["DotProductAttention.forward"], "attention runs in high precision; leave it out",
-    fp8_output=False, num_splits=1)
-_because(_ATTENTION_CALLS, "there is no additive bias; leave it out",
-    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None)
-_because(_ATTENTION_CALLS, "there is no cache of keys and values for generation; leave it out", inference_params=None)
-_because(_ATTENTION_CALLS,
-    "packed sequences ('thd') are not there; use attn_mask_type='padding' or 'arbitrary' with a mask",
-    cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
-    max_seqlen_kv=None, pad_between_seqs=None)
-_because(_ATTENTION_CALLS, "there is no choice of how outputs are filled; leave it out", fast_zero_fill=True)
-_because(["MultiheadAttention.forward", "TransformerLayer.forward"], _NO_CROSS_ATTENTION, encoder_output=None)
+_unsupported(["DotProductAttention"], return_max_logit=False)
+_unsupported(["DotProductAttention.forward"], fp8_output=False, num_splits=1)
+_unsupported(_ATTENTION_CALLS,
+    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, inference_params=None)
+_unsupported(_ATTENTION_CALLS, _PADDING_MASK, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+    cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, pad_between_seqs=None)
+_unsupported(["MultiheadAttention.forward", "TransformerLayer.forward"], _CROSS_ATTENTION, encoder_output=None)
 
-_because(["TransformerLayer"], _NO_CROSS_ATTENTION,
+_unsupported(["TransformerLayer"], "use 'encoder', whose mask is causal by default, or " + _CROSS_ATTENTION,
+    layer_type="encoder")
+_unsupported(["TransformerLayer"], _CROSS_ATTENTION,
     enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
-_because(["TransformerLayer.forward"], _NO_CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
+_unsupported(["TransformerLayer.forward"], _CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
     enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
-_because(["TransformerLayer"],
-    "residuals are taken before the normalization; compose MultiheadAttention and LayerNormMLP with "
-    "return_layernorm_output=True for the other order", apply_residual_connection_post_layernorm=False)
-_because(["TransformerLayer"], "there is no stochastic depth; leave it out", drop_path_rate=0.0)
+_unsupported(["TransformerLayer"],
+    "compose MultiheadAttention and LayerNormMLP with return_layernorm_output=True",
+    apply_residual_connection_post_layernorm=False)
+_unsupported(["TransformerLayer"], drop_path_rate=0.0, ub_tp_comm_overlap=False)
 
-_because(["checkpoint"],
-    "the inputs of a checkpointed function are kept as they are; leave it out, or use sequence_parallel",
-    distribute_saved_activations=False)
-_hints(["checkpoint"], "it is the group to distribute saved activations over, and none are distributed", tp_group=None)
-_because(["apply_rotary_pos_emb"], "there is no cache of keys and values for generation; slice freqs yourself",
-    start_positions=None)
-_because(["apply_rotary_pos_emb"], "there is one implementation; leave it out", fused=False)
-_because(["apply_rotary_pos_emb"], "packed sequences ('thd') are not there; use 'sbhd' or 'bshd'", cu_seqlens=None)
-_because(["apply_rotary_pos_emb"], _NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
+_unsupported(["checkpoint"], "use sequence_parallel", distribute_saved_activations=False)
+_unsupported(["apply_rotary_pos_emb"], "slice freqs yourself", start_positions=None)
+_unsupported(["apply_rotary_pos_emb"], "use 'sbhd' or 'bshd'", cu_seqlens=None)
+_unsupported(["apply_rotary_pos_emb"], _WHOLE_SEQUENCES, cp_size=1, cp_rank=0)
+_unsupported(["apply_rotary_pos_emb"], fused=False)
+_unsupported(["make_graphed_callables"], "train with delayed scaling", calibrating=False, fp8_calibrating=False)
+_unsupported(["make_graphed_callables"], "capture each pipeline stage by itself",
+    _order=None, _num_layers_per_chunk=None)
+_unsupported(["make_graphed_callables"], "run hooks before or after the call",
+    pre_warmup_hook=None, post_warmup_hook=None, capture_time_hooks=None)
+_unsupported(["make_graphed_callables"], retain_graph_in_backward=False, _reuse_graph_input_output_buffers=False,
+    _input_output_aliases=None, capture_stream=None)
+
+_unsupported(_RECIPES, fp8_dpa=False, fp8_mha=False)
+_unsupported(_RECIPES, 'write a recipe.MixedRecipe, as MixedRecipe("mxfp8", dgrad="bf16", wgrad="bf16")',
+    backward_override=None)
+_unsupported(_BLOCK_RECIPES, fp8_format=Format.E4M3)
+_unsupported(["DelayedScaling"], reduce_amax=True, interval=1, scaling_factor_compute_algo=None)
+_unsupported(["DelayedScaling"], "write a recipe.TableRecipe, in which a missing entry stays in high precision",
+    override_linear_precision=(False, False, False))
+_unsupported(["Float8BlockScaling"], x_block_scaling_dim=1, w_block_scaling_dim=2, grad_block_scaling_dim=1,
+    fp8_gemm_fprop=MMParams(), fp8_gemm_dgrad=MMParams(), fp8_gemm_wgrad=MMParams())
+_unsupported(["MXFP8BlockScaling"], margin=0)
+_unsupported(["NVFP4BlockScaling"], fp4_format=Format.E2M1, row_scaled_activation=False, nvfp4_4over6="none",
+    nvfp4_4over6_e4m3_use_256="all", nvfp4_4over6_err_mode="MAE")
+
+# without ub_tp_comm_overlap these have no effect
+_hints(["TransformerLayer"], ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
+_hints(["Linear", "GroupedLinear", "LayerNormLinear"], ub_name=None)
+# without get_rng_state_tracker it names nothing
+_hints(["Linear", "GroupedLinear"], rng_tracker_name=None)
+_hints(_BLOCKS, seq_length=None, micro_batch_size=None)
+# weights that are not stored quantized are quantized in each forward, to the same codes
+_hints([f"{owner}.forward" for owner in _ALL_LINEAR], is_first_microbatch=None)
+_hints(["make_graphed_callables"],
+    cache_quantized_params=False, fp8_weight_caching=False, _clone_param_grads_on_return=True)
+_hints(_ATTENTION_CALLS, fast_zero_fill=True)
+# the projections around it use it
+_hints(["DotProductAttention"], sequence_parallel=False)
+_hints(["checkpoint"], tp_group=None)
 # fmt: on
 
 
@@ -158,7 +169,7 @@ class AttentionAdapter(ModuleAdapter):
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Raise unless the context-parallel group is None."""
         if cp_group is not None:
-            raise ConfigurationError(f"{_owner(self)}.set_context_parallel_group: {_NO_CONTEXT_PARALLEL}")
+            raise ConfigurationError(f"set_context_parallel_group is not supported; {_WHOLE_SEQUENCES}")
 
     def _check_window(self, owner: str, window_size: Sequence[int] | None, mask_type: str | None) -> None:
         """Raise for a sliding window. (-1, -1) means no window, and so does (-1, 0) with a causal mask."""
@@ -166,7 +177,7 @@ class AttentionAdapter(ModuleAdapter):
             return
         core = next(module for module in self.modules() if isinstance(module, DotProductAttention))
         if tuple(window_size) != (-1, 0) or "causal" not in (mask_type or core.attn_mask_type):
-            raise ConfigurationError(f"{owner}(window_size={window_size}) is not supported: {_NO_SLIDING_WINDOW}")
+            raise ConfigurationError(f"{owner}(window_size={window_size}) is not supported; {_WINDOW_MASK}")
 
 
 class NormAdapter(nn.Module):
@@ -199,13 +210,15 @@ def _owner(module: nn.Module) -> str:
 
 
 def supported(owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that quantshard's module takes. Arguments without an effect here are dropped."""
+    """Return the arguments that quantshard takes. Arguments without an effect here are dropped."""
     table = ARGUMENTS.get(owner, {})
     for name, value in arguments.items():
-        if name not in table or table[name].hint or value is None or value is False:
+        if name not in table or table[name].hint or value is None:
             continue
-        if not isinstance(value, torch.Tensor) and value == table[name].default:
+        default = table[name].default
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor and (value == default or (value is False and default is None)):
             continue
-        text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ConfigurationError(f"{owner}({name}={text}) is not supported: {table[name].reason}")
+        text = f"a tensor {tuple(value.shape)}" if is_tensor else repr(value)
+        raise ConfigurationError(f"{owner}({name}={text}) is not supported; {table[name].instead}")
     return {name: value for name, value in arguments.items() if name not in table}

@@ -1,16 +1,15 @@
 """`convert` and `revert`: replace a model's linear layers by quantized ones in place, and back.
 
-A layer can have several places: children of modules, and plain attributes, lists, tuples, dicts and sets, which PyTorch
-does not list. A layer replaced in only one place would still compute in the other, and train in vain.
+A layer can have several places: children of modules, and plain attributes, lists, tuples and dicts, which PyTorch does
+not list. A layer replaced in only one place would still compute in the other, and train in vain.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from html import escape
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,9 +52,7 @@ Places = dict[int, list[Callable[[nn.Module], None]]]
 """Module identity -> functions that put another module into each of its places."""
 
 _DEPTH = 4
-"""Maximum nesting of lists, tuples, dicts and sets that is searched."""
-
-_CONTAINERS = (nn.Module, list, deque, dict, tuple, set)
+"""Maximum nesting of lists, tuples and dicts that is searched."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes in which PyTorch stores children, parameters and hooks."""
@@ -75,20 +72,11 @@ class ConvertedLayer:
 
 @dataclass(frozen=True)
 class LeftLayer:
-    """A linear layer that was not converted, and the reason."""
+    """A linear layer, or a stack of experts' weights, that was not converted, and the reason."""
 
     name: str
     shape: tuple[int, ...]
     reason: str
-
-
-@dataclass(frozen=True)
-class ExpertParameter:
-    """A three-dimensional parameter with the weights of several experts. Such a parameter is not converted."""
-
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,6 @@ class ConversionReport:
 
     converted: tuple[ConvertedLayer, ...]
     left: tuple[LeftLayer, ...]
-    experts: tuple[ExpertParameter, ...] = ()
     fused: tuple[FusedLayers, ...] = ()
     unfused: tuple[UnfusedLayers, ...] = ()
 
@@ -123,13 +110,6 @@ class ConversionReport:
             for pattern, layers in united_groups((layer.name, layer.reason, layer) for layer in self.left):
                 shape = f" {list(layers[0].shape)}" if len({layer.shape for layer in layers}) == 1 else ""
                 lines.append(f"  {pattern}{shape}{_times(len(layers))}: {layers[0].reason}")
-        if self.experts:
-            size = human_bytes(sum(expert.bytes for expert in self.experts))
-            lines.append(f"not converted: {len(self.experts)} stacked parameters of experts, {size}")
-            sizes_of = [
-                (param.name, (param.shape, f"{human_bytes(param.bytes)}, in high precision")) for param in self.experts
-            ]
-            lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
         return lines
 
     def __str__(self) -> str:
@@ -147,10 +127,6 @@ class ConversionReport:
             reasons = [(layers.name, layers.reason) for layers in self.unfused]
             lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(reasons)]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """Return the printed report, for notebooks."""
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def convert(
@@ -223,13 +199,17 @@ def convert(
         LeftLayer(name, tuple(item.get_parameter("weight").shape), TRANSPOSED)
         for name, item in transposed_linears(model)
     )
-    experts = tuple(
-        ExpertParameter(name, tuple(item.shape), item.numel() * item.element_size())
+    unconverted += tuple(
+        LeftLayer(name, tuple(item.shape), f"stacked experts, {human_bytes(item.nbytes)} in high precision")
         for name, item in stacked_experts(model)
     )
     mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
     if activation_storage != HIGH_PRECISION and all(item.reason for item in mlps):
-        raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
+        reasons = "; ".join(f"{mlp.name}: {mlp.reason}" for mlp in mlps[:3])
+        raise ConfigurationError(
+            f"convert(activation_storage={activation_storage!r}) needs gated MLPs of a known class and modules='fused'"
+            + (f" ({reasons})" if reasons else "")
+        )
     enter_recipe(model, common, autocast)
     leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
     del layer_choices
@@ -238,8 +218,8 @@ def convert(
     while built:
         converted.append(_exchange(places, *built.pop(0), keep))
     if modules == "linear":
-        return ConversionReport(tuple(converted), unconverted, experts)
-    return ConversionReport(tuple(converted), unconverted, experts, *fusion.fuse(model, mlps, activation_storage))
+        return ConversionReport(tuple(converted), unconverted)
+    return ConversionReport(tuple(converted), unconverted, *fusion.fuse(model, mlps, activation_storage))
 
 
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
@@ -313,13 +293,6 @@ def _mark_replaced(old: nn.Module, new: nn.Module) -> None:
             setattr(param, components.REPLACED, True)
 
 
-def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:
-    why = "; ".join(f"{mlp.name}: {mlp.reason}" for mlp in mlps[:3]) or "this model has none of a known class"
-    if modules != "fused":
-        why = "pass modules='fused'"
-    return f"convert(activation_storage={name!r}) needs fused gated MLPs: {why}"
-
-
 def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
     if not chosen:
         kinds = Counter(type(module).__name__ for module in model.modules() if [*module.parameters(False)])
@@ -362,29 +335,15 @@ def _add_places(value: Any, put: Callable[[Any], None], places: Places, depth: i
         places.setdefault(id(value), []).append(put)
     elif depth == 0:
         return
-    elif isinstance(value, list | deque | dict):
+    elif isinstance(value, list | dict):
         for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if isinstance(entry, _CONTAINERS):
-                _add_places(entry, partial(value.__setitem__, key), places, depth - 1)
+            _add_places(entry, partial(value.__setitem__, key), places, depth - 1)
     elif isinstance(value, tuple):
         entries = list(value)
         for index, entry in enumerate(value):
-            if isinstance(entry, _CONTAINERS):
-                _add_places(entry, partial(_put_into_tuple, value, entries, index, put), places, depth - 1)
-    elif isinstance(value, set):
-        for entry in list(value):
-            if isinstance(entry, nn.Module):
-                _add_places(entry, partial(_put_into_set, value, entry), places, depth - 1)
+            _add_places(entry, partial(_put_into_tuple, entries, index, put), places, depth - 1)
 
 
-def _put_into_tuple(
-    value: tuple[Any, ...], entries: list[Any], index: int, put: Callable[[Any], None], new: Any
-) -> None:
+def _put_into_tuple(entries: list[Any], index: int, put: Callable[[Any], None], new: Any) -> None:
     entries[index] = new
-    make_namedtuple = getattr(value, "_make", None)
-    put(tuple(entries) if make_namedtuple is None else make_namedtuple(entries))
-
-
-def _put_into_set(value: set[Any], old: nn.Module, new: nn.Module) -> None:
-    value.discard(old)
-    value.add(new)
+    put(tuple(entries))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from quantshard.errors import ConfigurationError, warn_user
+from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -42,12 +42,8 @@ _SAVING_CLASSES = (
 )
 """Classes that have their own `SAVE` guarded too, because a partly converted model keeps its class."""
 
-_ACCELERATOR = ("accelerate.accelerator", "Accelerator", "save_model")
-"""Method of accelerate that writes a model's state dict."""
-
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
@@ -90,31 +86,23 @@ def guard_saving() -> None:
         kind = getattr(sys.modules.get(home), name, None)
         if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
             setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
-    home, name, method = _ACCELERATOR
-    kind = getattr(sys.modules.get(home), name, None)
-    if kind is not None and not hasattr(getattr(kind, method), _GUARDED):
-        setattr(kind, method, _with_warning(getattr(kind, method)))
 
 
-def _with_warning(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(module, ConvertedLinear) for module in model.modules()):
-            warn_user(
-                f"Accelerator.{plain.__name__}: the weights of this {type(model).__name__} are quantized; load the "
-                "file only into a model converted with the same recipe, or call quantshard.revert(model) first"
-            )
-        return plain(self, model, *args, **kwargs)
+def same_named_subclass(
+    plain: type[nn.Module], bases: tuple[type, ...], names: dict[str, Any], create: Callable[[type[nn.Module]], Any]
+) -> type[nn.Module]:
+    """Create a subclass with the name of `plain`. It pickles and copies by `create(plain)`, which can be imported."""
 
-    setattr(save, _GUARDED, True)
-    return save
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        return create, (plain,), self.__dict__
+
+    own = {"__doc__": plain.__doc__, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    return type(plain.__name__, bases, {**names, **own, "__reduce_ex__": reduce})
 
 
+@functools.cache
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that enters a recipe, cached per class so that copies have the same class as their
-    original."""
-    if plain in _CLASSES:
-        return _CLASSES[plain]
+    """Return the subclass that enters a recipe, cached so that copies have the same class as their original."""
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -124,17 +112,10 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: int) -> Any:
-        """Pickle and copy by the plain class, which can be imported."""
-        return _blank, (plain,), self.__dict__
-
-    names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
+    names: dict[str, Any] = {"forward": forward, _PLAIN: plain}
     if hasattr(plain, SAVE):
         names[SAVE] = _saving(getattr(plain, SAVE))
-    subclass = type(plain.__name__, (plain,), names)
-    subclass.__module__, subclass.__qualname__ = plain.__module__, plain.__qualname__
-    _CLASSES[plain] = subclass
-    return subclass
+    return same_named_subclass(plain, (plain,), names, _blank)
 
 
 def _saving_partly_converted(plain: Callable[..., Any]) -> Callable[..., Any]:

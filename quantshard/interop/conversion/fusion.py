@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quantshard import limits, private_torch
 from quantshard.errors import warn_once
+from quantshard.interop.conversion.forward import same_named_subclass
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import LayerChoice
 from quantshard.modules import fused
@@ -58,7 +59,6 @@ ACTIVATIONS = {
 
 _UNFUSED = "unfused mlp"
 _PLAIN = "_quantshard_plain_mlp"
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling layers that usually read the same tensor; each call checks whether they do."""
@@ -95,7 +95,7 @@ def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLP
     return [
         GatedMLPChoice(name, module, unknown(module) or _mismatch(module, by_module))
         for name, module in model.named_modules()
-        if is_candidate(module)
+        if dict(module.named_children()).keys() >= set(LAYERS)
     ]
 
 
@@ -174,11 +174,6 @@ class _GatedLayers(Protocol):
     up_proj: ConvertedLinear
     down_proj: ConvertedLinear
     act_fn: nn.Module
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Return whether a module has the child names of a gated MLP."""
-    return all(name in dict(module.named_children()) for name in LAYERS)
 
 
 def unknown(module: nn.Module) -> str:
@@ -263,30 +258,29 @@ class FusedGatedMLP(nn.Module):
         layers = cast(_GatedLayers, self)
         gate_proj = layers.gate_proj
         x = gate_proj.checked_input(x)
-        gate, up = gate_proj.prepare(x.shape, x.device), layers.up_proj.prepare(x.shape, x.device)
-        down = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
+        gate: Any = gate_proj.prepare(x.shape, x.device)
+        up: Any = layers.up_proj.prepare(x.shape, x.device)
+        down: Any = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
         activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
-        if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
-            assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
-            return self._in_graph(x, [gate, up], activation, down)
-        fc1, front = PreparedLinear.joined([gate, up]), NormInput(x)
+        linear: Callable[..., Any] = functional.linear
+        if isinstance(gate, TracedLinear):
+            # an operator in the graph finds this module by its handle
+            linear = compiled.traced_linear
+            fc1 = gate._replace(
+                weights=[gate.weights[0], up.weights[0]],
+                biases=[gate.biases[0], up.biases[0]],
+                module=self._handle,
+                names=(f"{GATE}.weight", f"{UP}.weight"),
+            )
+            down = down._replace(module=self._handle, names=(f"{DOWN}.weight",))
+        else:
+            fc1 = PreparedLinear.joined([gate, up])
+        front = NormInput(x)
         if fused.fits(front, fc1, down):
             return fused.mlp(front, fc1, activation, down, storage=storage)[0]
-        inner = functional.linear(x, fc1)
-        return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
-
-    def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
-        """`_computed` in a graph that is being traced, using this module's own handle."""
-        weights = [layer.weights[0] for layer in first]
-        biases = [layer.biases[0] for layer in first]
-        names = (f"{GATE}.weight", f"{UP}.weight")
-        fc1 = first[0]._replace(weights=weights, biases=biases, module=self._handle, names=names)
-        fc2 = last._replace(module=self._handle, names=(f"{DOWN}.weight",))
-        front, storage = NormInput(x), STORAGES[self._activation_storage]
-        if fused.fits(front, fc1, fc2):
-            return fused.mlp(front, fc1, activation, fc2, storage=storage)[0]
-        inner = compiled.traced_linear(x, fc1)
-        return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
+        inner = linear(x, fc1)
+        out: Tensor = linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
+        return out
 
     # Interface used by operators
 
@@ -329,19 +323,10 @@ def _new_handle(module: nn.Module) -> None:
     cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
 
 
+@functools.cache
 def _fused(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the fused subclass, cached per class so that copies have the same class as their original."""
-    if plain not in _CLASSES:
-
-        def reduce(self: nn.Module, protocol: int) -> Any:
-            """Pickle and copy by the plain class, which can be imported."""
-            return _blank, (plain,), self.__dict__
-
-        names = {"__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
-        fused_class = type(plain.__name__, (FusedGatedMLP, plain), names)
-        fused_class.__qualname__ = plain.__qualname__
-        _CLASSES[plain] = fused_class
-    return _CLASSES[plain]
+    """Return the fused subclass, cached so that copies have the same class as their original."""
+    return same_named_subclass(plain, (FusedGatedMLP, plain), {_PLAIN: plain}, _blank)
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:

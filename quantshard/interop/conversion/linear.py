@@ -21,8 +21,9 @@ from quantshard.tensor import components, moves, requantize
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import KEY
 
-FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
-"""Names in other programs' layouts of tensors that belong to a weight and do not exist here."""
+FOREIGN = ("weight_packed", "weight_scale")
+"""Names in other programs' layouts of tensors that belong to a weight and do not exist here. The name weight_scale_inv
+does; such layouts store codes as float8, unlike quantshard."""
 
 _COMPILED = "_compiled_call_impl"
 """Attribute that `compile` sets on a module. It refers to that module, so it is not copied."""
@@ -96,17 +97,19 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Load as other quantshard modules do; also accepts packed weights, as written by `save_pretrained`."""
         key = f"{prefix}weight"
-        foreign = [name for name in FOREIGN if prefix + name in state_dict]
+        weight = state_dict.get(key)
+        foreign = [prefix + name for name in FOREIGN if prefix + name in state_dict]
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize == 1:
+            foreign.append(key)
         if foreign:
             error_msgs.append(
-                f"{prefix}{foreign[0]} is of another program's layout, which load_state_dict does not read; use "
+                f"{foreign[0]} is of another program's layout, which load_state_dict does not read; use "
                 "from_pretrained, or quantshard.layouts.load"
             )
             return
-        packed = state_dict.get(key)
-        if isinstance(packed, Tensor) and is_packed(packed):
+        if isinstance(weight, Tensor) and is_packed(weight):
             try:
-                parts = unpack(self.weight, packed, key)
+                parts = unpack(self.weight, weight, key)
             except CheckpointError as error:
                 error_msgs.append(str(error))
                 return

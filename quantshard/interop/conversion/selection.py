@@ -68,7 +68,8 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         reason = (
             _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
             or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
-            or ("" if recipe is not None and recipe.table else _no_recipe(recipe))
+            or ("no pattern of the recipes matches it" if recipe is None else "")
+            or ("" if recipe is not None and recipe.table else f"recipe {HIGH_PRECISION}")
         )
         layer_choices.append(LayerChoice(name, module, None if reason else recipe, reason))
     return layer_choices
@@ -127,8 +128,10 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
         return f"a {type(module).__module__.split('.')[0]}.{type(module).__name__}, which computes in its own way"
     if users:
         return f"its weight is also that of {', '.join(users)}"
-    if not module.weight.is_floating_point():
-        return f"its weight is {module.weight.dtype}"
+    if not module.weight.is_floating_point() or module.weight.itemsize == 1:
+        return f"its weight is {module.weight.dtype}; load it in bfloat16"
+    if type(module.weight.data).__module__.partition(".")[0] != "torch":
+        return f"its weight is a {type(module.weight.data).__name__}; load it in bfloat16"
     if "forward" in vars(module):
         return "its forward was replaced, for example by accelerate"
     if extras := _own(module):
@@ -161,17 +164,7 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
     return ""
 
 
-def _no_recipe(recipe: Recipe | None) -> str:
-    return "no pattern of the recipes matches it" if recipe is None else f"recipe {HIGH_PRECISION}"
-
-
 # Checks of a model
-
-_QUANTIZERS = frozenset("bitsandbytes torchao auto_gptq gptqmodel awq hqq eetq aqlm compressed_tensors optimum".split())
-"""Packages with modules or weights that are already quantized."""
-
-_PACKED = ("qweight", "qzeros", "weight_packed")
-"""Names of parameters and buffers in which other libraries store codes."""
 
 
 def check_model(model: nn.Module, what: str) -> None:
@@ -187,8 +180,8 @@ def check_model(model: nn.Module, what: str) -> None:
             )
     # set by transformers on models that were loaded quantized
     method = getattr(model, "quantization_method", None)
-    method = getattr(method, "value", method) or next(filter(None, map(_quantized_by, model.modules())), None)
     if method is not None:
+        method = getattr(method, "value", method)
         raise ConfigurationError(f"{what}: this model is already quantized ({method}); load it in bfloat16")
 
 
@@ -197,19 +190,6 @@ def check_unsharded(model: nn.Module, what: str) -> None:
     name = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
     if name is not None:
         raise ConfigurationError(f"{what}: {name} is sharded; call {what} before fully_shard")
-
-
-def _quantized_by(module: nn.Module) -> str:
-    """Return the class or dtype that shows that another library quantized a module; "" if none did."""
-    tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    weight = tensors.get("weight")
-    packages = {base.__module__.partition(".")[0] for base in type(weight).__mro__}
-    if not packages.isdisjoint(_QUANTIZERS):
-        return f"{type(weight).__module__}.{type(weight).__name__}"
-    if any(name in tensors and not tensors[name].is_floating_point() for name in _PACKED):
-        return f"{type(module).__module__}.{type(module).__name__}"
-    is_codes = isinstance(module, nn.Linear) and weight is not None and weight.dtype.itemsize == 1
-    return f"{type(module).__name__} of {tensors['weight'].dtype}" if is_codes else ""
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
 """Conversion between our components and the tensors of a layout. Bytes are copied; only second scales are computed.
 
-An external weight consists of rows of one of our weights in some order (a fused weight is split), so each external
-block must lie inside one of our blocks and takes the scale of that block. On import, several external blocks may lie in
-one of ours and must then share one scale.
+An external weight consists of rows of one of our weights in some order (a fused weight is split). A block takes the
+scale of the block that contains it, and a block that contains several must find the same scale in all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E8M0, FP32, Encoding, Format, Orientation
-from quantshard.interop.layouts.table import Layout, ScaleShape, refines, said
+from quantshard.interop.layouts.table import Layout, ScaleShape, said
 from quantshard.sharding import ceil_div
 
 
@@ -42,11 +41,6 @@ def our_rows(runs: list[RowRun]) -> Tensor:
     """Return our row index for each external row: int64 [external rows]."""
     ordered = sorted(runs, key=lambda run: run.theirs)
     return torch.cat([torch.arange(run.ours, run.ours + run.length, device="cpu") for run in ordered])
-
-
-def is_identity(runs: list[RowRun], rows: int) -> bool:
-    """Return whether the external weight has all our rows in order."""
-    return runs == whole_run(rows)
 
 
 # Export
@@ -104,7 +98,8 @@ def layout_scales(
     if copy.codes.encoding != layout.element:
         raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
     row_index = torch.arange(shape[0], device="cpu") if rows is None else rows
-    grid = _grid(parts[copy.scale.name], row_index, copy.block, layout.block, shape[1])
+    by_row = parts[copy.scale.name][row_index // copy.block[0]]
+    grid = regrid(by_row, copy.block, layout.block, shape[1])
     scales = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
         assert copy.amax is not None
@@ -112,18 +107,20 @@ def layout_scales(
     return scales
 
 
-def _grid(scale: Tensor, rows: Tensor, ours: tuple[int, int], theirs: tuple[int, int], cols: int) -> Tensor:
-    """Convert our grid of scales to the layout's grid."""
-    if not all(refines(size, our_size) for size, our_size in zip(theirs, ours, strict=True)):
-        raise InexactConversionError(f"blocks of {said(theirs)} do not divide blocks of {said(ours)}")
-    block_rows = rows // ours[0]
-    height = min(theirs[0], max(len(rows), 1))
-    first = block_rows[::height]
-    crossing = (block_rows != first.repeat_interleave(height)[: len(block_rows)]).nonzero()
-    if len(crossing):
-        raise InexactConversionError(f"row {int(crossing[0])} of a part lies inside a block of {said(ours)}")
-    width = min(theirs[1], max(cols, 1))
-    return scale[first][:, torch.arange(0, cols, width, device="cpu") // ours[1]]
+def regrid(by_row: Tensor, source: tuple[int, int], target: tuple[int, int], cols: int) -> Tensor:
+    """Convert scales of `source` blocks to `target` blocks. Raises if a target block would need several scales.
+
+    `by_row`: the scales of each row of elements, [rows, source blocks per row]. Row 0 is the first of a target block.
+    """
+    height = min(target[0], max(len(by_row), 1))
+    source_width, target_width = (min(block[1], max(cols, 1)) for block in (source, target))
+    target_starts = torch.arange(0, cols, target_width, device=by_row.device)
+    grid = by_row[::height, target_starts // source_width]
+    source_starts = torch.arange(0, cols, source_width, device=by_row.device)
+    needed = grid.repeat_interleave(height, 0)[: len(by_row), source_starts // target_width]
+    if not torch.equal(needed, by_row):
+        raise InexactConversionError(f"blocks of {said(source)} have different scales inside one of {said(target)}")
+    return grid
 
 
 def _encoded(grid: Tensor, ours: Encoding, theirs: Encoding) -> Tensor:
@@ -140,12 +137,16 @@ def _encoded(grid: Tensor, ours: Encoding, theirs: Encoding) -> Tensor:
     return codes
 
 
+def _largest(fmt: Format) -> Tensor:
+    """Return the largest code times the largest scale of a block (NVFP4: 6 * 448)."""
+    copy = fmt.copies[Orientation.ROWWISE]
+    return torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
+
+
 def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
     """Return the float32 second scale of a weight with this amax: amax / (6 * 448), or its inverse if `divides`. An
     amax of 0, with all-zero codes, gives 1."""
-    copy = fmt.copies[Orientation.ROWWISE]
-    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
-    scale = largest / amax.float() if divides else amax.float() / largest
+    scale = _largest(fmt) / amax.float() if divides else amax.float() / _largest(fmt)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
@@ -164,9 +165,7 @@ def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None
         amax = None
     if amax is not None and torch.equal(second_scale(amax, fmt, divides), scale):
         return amax.view(1, 1)
-    copy = fmt.copies[Orientation.ROWWISE]
-    largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
-    return (largest / scale if divides else scale * largest).view(1, 1)
+    return (_largest(fmt) / scale if divides else scale * _largest(fmt)).view(1, 1)
 
 
 def our_grid(
@@ -178,28 +177,8 @@ def our_grid(
     format and a layout whose `import_verdict` is not lossy.
     """
     copy = fmt.copies[Orientation.ROWWISE]
-    block = copy.block
-    (r0, r1), (c0, c1) = extents
-    height = min(block[0], max(len(by_row), 1))
-    rows = by_row[::height]
-    _check_same(by_row, rows.repeat_interleave(height, 0)[: len(by_row)], layout, fmt)
-    assert len(rows) == r1 - r0 or not len(by_row), (len(rows), extents)
-    starts = torch.arange(c0, c1, device="cpu") * min(block[1], max(cols, 1))
-    grid = rows[:, starts // layout.block[1]]
-    if layout.block[1] < block[1]:
-        stop = min(c1 * block[1], cols)
-        theirs = torch.arange(c0 * block[1], stop, layout.block[1], device="cpu")
-        our_blocks = (theirs // block[1] - c0).clamp(min=0)
-        _check_same(rows[:, theirs // layout.block[1]], grid[:, our_blocks], layout, fmt)
+    grid = regrid(by_row, layout.block, copy.block, cols)[:, slice(*extents[1])]
     return _encoded(grid, layout.scale, copy.scale.encoding)
-
-
-def _check_same(scales: Tensor, alike: Tensor, layout: Layout, fmt: Format) -> None:
-    if not torch.equal(scales, alike):
-        raise InexactConversionError(
-            f"blocks of {said(layout.block)} have different scales inside one of "
-            f"{said(fmt.copies[Orientation.ROWWISE].block)}"
-        )
 
 
 def stored_scale(layout: Layout, scale: Tensor) -> Tensor:

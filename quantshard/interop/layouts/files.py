@@ -60,10 +60,11 @@ class TensorBatch:
     @property
     def nbytes(self) -> int:
         """Total size of the tensors in bytes."""
-        return sum(_nbytes(*spec) for spec in self.tensors.values())
+        return sum(nbytes(*spec) for spec in self.tensors.values())
 
 
-def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the size of a tensor in bytes."""
     return dtype.itemsize * math.prod(shape)
 
 
@@ -202,4 +203,4 @@ class SafetensorsFiles:
 
     def nbytes(self) -> int:
         """Return the total size of all tensors in bytes."""
-        return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())
+        return sum(nbytes(dtype, shape) for dtype, shape in self.tensors.values())

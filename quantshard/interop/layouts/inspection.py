@@ -1,89 +1,64 @@
-"""Inspection of safetensors files for `quantshard inspect`. Recognizes weights by the names, dtypes and scales of any
-layout.
+"""Inspection of safetensors files for `quantshard inspect`, from their headers alone.
 
-Needs no configuration, so a single file can be inspected. Tensors are read in batches of rows.
+Recognizes weights by the names, dtypes and scales of any layout. Needs no configuration, so a single file can be
+inspected.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from quantshard import numerics
 from quantshard.checkpoints import inspection
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.store import Path_, local, locate, why
-from quantshard.checkpoints.inspection import WEIGHT, Inspection, TensorStatistics, TensorSummary, count_codes
+from quantshard.checkpoints.inspection import WEIGHT, Inspection, TensorSummary
 from quantshard.errors import CheckpointError
-from quantshard.formats import E2M1, E4M3, E5M2, E8M0, Encoding
-from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles
+from quantshard.formats import E2M1, E4M3, E5M2, E8M0
+from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, nbytes
 from quantshard.interop.layouts.table import LAYOUTS
 
 _ELEMENTS: Final = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1}
-_BYTES_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True)
-class _KeySuffixes:
-    """Suffixes of the keys of a weight's codes, scales and second scale, and whether the second scale divides."""
-
-    codes: str
-    scale: str
-    second: str | None = None
-    divides: bool = False
-
-
-def _names_of_layouts() -> tuple[_KeySuffixes, ...]:
-    suffixes = {_KeySuffixes("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
+def _key_suffixes() -> tuple[tuple[str, ...], ...]:
+    """Return the suffixes of the keys of a weight's codes, scales and second scale (if any) in each layout."""
+    suffixes: set[tuple[str, ...]] = {("_qdata", "_scale")}  # torchao's: l._weight_qdata, l._weight_scale
     for layout in LAYOUTS.values():
         if not layout.is_plain:
-            codes, scale = layout.codes_key.removeprefix("weight"), layout.scale_key.removeprefix("weight")
-            second = (layout.second.key.removeprefix("weight"), layout.second.divides) if layout.second else ()
-            suffixes[_KeySuffixes(codes, scale, *second)] = None
+            keys = (layout.codes_key, layout.scale_key, *([layout.second.key] if layout.second else []))
+            suffixes.add(tuple(key.removeprefix("weight") for key in keys))
     # layouts with a second scale first, because their weights also match the suffixes of layouts without one
-    return tuple(sorted(suffixes, key=lambda names: names.second is None))
+    return tuple(sorted(suffixes, key=len, reverse=True))
 
 
-_NAMES: Final = _names_of_layouts()
-
-
-@dataclass(frozen=True)
-class _StoredWeight:
-    """The keys of a tensor and its scales. `encoding`: encoding of the codes; None for a tensor in high precision."""
-
-    codes: str
-    encoding: Encoding | None = None
-    scale: str | None = None
-    second: str | None = None
-    divides: bool = False
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
+_SUFFIXES: Final = _key_suffixes()
 
 
 def inspect(path: Path_, data: bool = True) -> Inspection:
     """Inspect a checkpoint directory, a safetensors file, or a directory of safetensors files.
 
-    Not a collective call. Runs no code from the files and holds one chunk, or a batch of rows, in memory at a time.
+    Not a collective call. Runs no code from the files and holds one chunk in memory at a time.
 
     Args:
         path: the directory or file.
-        data: whether to read scales and codes, not only metadata, headers and tags.
+        data: whether to read a checkpoint's scales and codes, not only metadata and tags. Of safetensors only headers
+            are read.
 
     Raises:
         CheckpointError: `path` is neither a checkpoint nor safetensors, or is damaged.
     """
-    if _is_exported(path):
-        return _SafetensorsInspector(SafetensorsFiles(local(path, "safetensors files"), any_dtype=True)).inspection(
-            str(path), data
-        )
-    return inspection.inspect_checkpoint(path, data)
+    if not _is_exported(path):
+        return inspection.inspect_checkpoint(path, data)
+    files = SafetensorsFiles(local(path, "safetensors files"), any_dtype=True)
+    if not files.tensors:
+        raise CheckpointError(f"{path} holds no tensors")
+    weights = {key: keys for key in files.tensors if (keys := _keys_of_weight(files, key))}
+    scales = {scale for keys in weights.values() for scale in keys[1:]}
+    names = sorted(files.tensors.keys() - scales)
+    return Inspection(str(path), tuple(_summary(files, weights.get(name, (name,))) for name in names), (), None)
 
 
 def _is_exported(path: Path_) -> bool:
@@ -98,115 +73,36 @@ def _is_exported(path: Path_) -> bool:
         raise CheckpointError(f"{path} cannot be read: {why(error)}") from error
 
 
-class _SafetensorsInspector:
-    """Inspects safetensors files weight by weight."""
-
-    def __init__(self, files: SafetensorsFiles) -> None:
-        self.files = files
-
-    def inspection(self, path: str, data: bool) -> Inspection:
-        """Return one row per weight. `data`: whether to read codes and scales for statistics."""
-        rows = tuple(self._row(weight, data) for weight in self._weights())
-        if not rows:
-            raise CheckpointError(f"{path} holds no tensors")
-        return Inspection(path, rows, (), None)
-
-    def _weights(self) -> list[_StoredWeight]:
-        """Return all tensors, grouped with their scales and sorted by name."""
-        weights = [weight for key in self.files.tensors if (weight := self._with_scales(key)) is not None]
-        used_keys = {key for weight in weights for key in weight.keys}
-        weights += [_StoredWeight(key) for key in self.files.tensors if key not in used_keys]
-        return sorted(weights, key=lambda weight: weight.codes)
-
-    def _with_scales(self, key: str) -> _StoredWeight | None:
-        """Return the quantized weight that has this key for its codes, or None if the tensor does not hold codes."""
-        tensors = self.files.tensors
-        encoding = _ELEMENTS.get(tensors[key][0])
-        if encoding is None:
-            return None
-        for names in _NAMES:
-            base = key.removesuffix(names.codes)
-            scale, second = base + names.scale, None if names.second is None else base + names.second
-            has_keys = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
-            fits = (
-                has_keys
-                and (len(tensors[scale][1]) <= max(1, len(tensors[key][1])))
-                and (second is None or self._bytes(second) > 0)
-            )
-            if fits and (encoding is E2M1) <= (second is not None):
-                return _StoredWeight(key, encoding, scale, second, names.divides)
-        return None
-
-    def _row(self, weight: _StoredWeight, data: bool) -> TensorSummary:
-        figures = self._figures(weight) if data and weight.scale is not None else None
-        return TensorSummary(
-            weight.codes,
-            WEIGHT,
-            self._tag(weight),
-            weight.encoding is not None,
-            self._shape(weight),
-            sum(self._bytes(key) for key in weight.keys),
-            1,
-            **inspection.counted(figures),
+def _keys_of_weight(files: SafetensorsFiles, key: str) -> tuple[str, ...]:
+    """Return the keys of the quantized weight with this key for its codes. Empty: the tensor does not hold codes."""
+    dtype, shape = files.tensors[key]
+    if dtype not in _ELEMENTS:
+        return ()
+    for codes_suffix, *suffixes in _SUFFIXES:
+        scales = [key.removesuffix(codes_suffix) + suffix for suffix in suffixes]
+        is_stored = key.endswith(codes_suffix) and all(
+            name in files and nbytes(*files.tensors[name]) for name in scales
         )
+        # bytes are codes of 4 bits only next to a second scale
+        has_scales = len(scales) > 1 or dtype != torch.uint8
+        if is_stored and has_scales and len(files.tensors[scales[0]][1]) <= max(1, len(shape)):
+            return (key, *scales)
+    return ()
 
-    def _bytes(self, key: str) -> int:
-        dtype, shape = self.files.tensors[key]
-        return math.prod(shape) * dtype.itemsize
 
-    def _shape(self, weight: _StoredWeight) -> tuple[int, ...]:
-        """Return the shape of a weight's values; one byte holds two 4-bit codes."""
-        shape = self.files.tensors[weight.codes][1]
-        if weight.encoding is None or not shape:
-            return shape
-        return (*shape[:-1], shape[-1] * (8 // weight.encoding.bits))
-
-    def _tag(self, weight: _StoredWeight) -> str:
-        """Describe how a weight is stored: its dtype, or the encodings of its codes and scales and the block size."""
-        if weight.encoding is None or weight.scale is None:
-            return _said(self.files.tensors[weight.codes][0])
-        dtype, grid = self.files.tensors[weight.scale]
-        scale = E8M0.name if dtype in (torch.uint8, torch.float8_e8m0fnu) else _said(dtype)
-        return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
-
-    def _figures(self, weight: _StoredWeight) -> TensorStatistics:
-        """Compute statistics of a quantized weight's codes and scales."""
-        assert weight.encoding is not None and weight.scale is not None
-        statistics = TensorStatistics()
-        for codes in self._rows(weight.codes):
-            elements, zeros, saturated = count_codes(codes.view(torch.uint8), weight.encoding)
-            statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
-            statistics.saturated += saturated
-        second = self._second(weight)
-        for scales in self._rows(weight.scale):
-            values = (numerics.decode(scales, E8M0) if scales.dtype == torch.uint8 else scales.float()) * second
-            if values.numel():
-                bad = int((~values.isfinite() | (values < 0)).sum())
-                if bad:
-                    statistics.wrong.append(f"{weight.scale}: {bad} of {values.numel()} scales are not finite")
-                low, high = float(values.min()), float(values.max())
-                scale_range = statistics.scales or (low, high)
-                statistics.scales = (min(scale_range[0], low), max(scale_range[1], high))
-        return statistics
-
-    def _second(self, weight: _StoredWeight) -> float:
-        if weight.second is None:
-            return 1.0
-        value = float(torch.cat([part.reshape(-1).float() for part in self._rows(weight.second)]).max())
-        if weight.divides:
-            return 1 / value if value else math.inf
-        return value
-
-    def _rows(self, key: str) -> Iterator[Tensor]:
-        """Yield a tensor's values in batches of rows."""
-        shape = self.files.tensors[key][1]
-        # a tensor without columns can have a huge number of rows
-        if not shape or 0 in shape:
-            yield self.files.read(key)
-            return
-        step = max(1, _BYTES_AT_ONCE // max(self._bytes(key) // max(shape[0], 1), 1))
-        for start in range(0, shape[0], step):
-            yield self.files.read(key, slice(start, start + step))
+def _summary(files: SafetensorsFiles, keys: tuple[str, ...]) -> TensorSummary:
+    """Describe a tensor and its scales: the encodings of codes and scales and the block size, or the dtype."""
+    dtype, shape = files.tensors[keys[0]]
+    tag = _said(dtype)
+    if len(keys) > 1:
+        encoding = _ELEMENTS[dtype]
+        # one byte holds two 4-bit codes
+        shape = (*shape[:-1], shape[-1] * (8 // encoding.bits)) if shape else shape
+        scale_dtype, grid = files.tensors[keys[1]]
+        scale = E8M0.name if scale_dtype in (torch.uint8, torch.float8_e8m0fnu) else _said(scale_dtype)
+        tag = f"{encoding.name}, {scale} a {_block(shape, grid)}"
+    size = sum(nbytes(*files.tensors[key]) for key in keys)
+    return TensorSummary(keys[0], WEIGHT, tag, len(keys) > 1, shape, size, chunks=1)
 
 
 def _block(shape: tuple[int, ...], grid: tuple[int, ...]) -> str:

@@ -35,10 +35,6 @@ LINEAR: Final = re.compile(r"_proj\.weight$")
 """Matches the weights that a quantized layout quantizes if the checkpoint is in high precision. Embeddings, norms and
 the output head stay in high precision."""
 
-_FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
-"""Projections that vLLM fuses: names that agree once each match is replaced by a * belong to one fused weight. (q, k, v
-and gate, up cannot collide, because they are in different modules.)"""
-
 MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
 """Values of `export(values=...)`."""
 
@@ -286,9 +282,8 @@ class _ExportPlan:
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
-        row_index = (
-            None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
-        )
+        is_whole = not weight.shape or runs == conversion.whole_run(weight.shape[0])
+        row_index = None if is_whole else conversion.our_rows(runs)
         quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
         if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
             return self._plain_group(weight, name, (rows, *weight.shape[1:]), row_index)
@@ -298,15 +293,14 @@ class _ExportPlan:
         if stem == name:
             raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
         tensors = {stem + key: spec for key, spec in conversion.shapes(self.layout, *shape).items()}
-        scale = self._input_scale(weight)
-        if scale is not None:
-            tensors[stem + str(self.layout.input_scale)] = (torch.float32, ())
-
-        def made() -> dict[str, Tensor]:
-            result = {stem + key: tensor for key, tensor in make().items()}
-            return result if scale is None else {**result, stem + str(self.layout.input_scale): scale}
-
-        return TensorBatch(tensors, made)
+        input_scale: dict[str, Tensor] = {}
+        if self.layout.input_scale is not None:
+            amax = self.source.input_amax(weight.name)
+            assert amax is not None and self.layout.element is not None
+            scale = torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
+            input_scale[stem + self.layout.input_scale] = scale
+        tensors |= {key: (scale.dtype, ()) for key, scale in input_scale.items()}
+        return TensorBatch(tensors, lambda: {**{stem + key: part for key, part in make().items()}, **input_scale})
 
     def _plain_group(
         self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
@@ -390,14 +384,6 @@ class _ExportPlan:
         if amax is not None:
             self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
 
-    def _input_scale(self, weight: CheckpointWeight) -> Tensor | None:
-        if self.layout.input_scale is None:
-            return None
-        amax = self.source.input_amax(weight.name)
-        assert amax is not None
-        assert self.layout.element is not None
-        return torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
-
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
         matrices = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
@@ -419,15 +405,6 @@ class _ExportPlan:
             notes.append(
                 f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
                 "rejects some tensor-parallel sizes, and transformers dequantizes them wrongly"
-            )
-        amaxes: dict[str, set[str]] = {}
-        for name, amax in self.noted.items():
-            amaxes.setdefault(_FUSED.sub("*_proj", name), set()).add(amax)
-        differing = sum(len(values) > 1 for values in amaxes.values())
-        if differing:
-            notes.append(
-                f"{differing} groups of q, k, v or gate, up have different second scales: vLLM uses the largest, which "
-                "costs accuracy"
             )
         if layout.is_plain and not self.report.masters and not self.report.averages:
             notes.append("values are dequantized weights: the checkpoint names no masters, or values='weights'")

@@ -24,7 +24,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspection import TensorGroup
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
-from quantshard.formats import Format, Orientation, Scaling
+from quantshard.formats import Format, Scaling
 from quantshard.interop.layouts.conversion import InexactConversionError
 from quantshard.interop.transformer_engine.pieces import WeightPiece, components_of, values_of
 from quantshard.interop.transformer_engine.stored import (
@@ -35,11 +35,7 @@ from quantshard.interop.transformer_engine.stored import (
     TargetCheckpoint,
     TransformerEngineCheckpoint,
 )
-from quantshard.numerics import split_codes
-from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
-from quantshard.optimizers.state import assign, make_state
-from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 _MODEL, _STATE = "model.", "optimizer.state."
@@ -80,12 +76,13 @@ def convert(
     """Convert a TransformerEngine DCP checkpoint to quantshard's format. Needs one process and no process group or GPU.
 
     TransformerEngine need not be installed, and no code from the files is run. The whole checkpoint is held in memory.
+    Optimizer states are written in float32, which `checkpoints.load(requantize=True)` converts to other storages.
 
     Args:
         source: a `torch.distributed.checkpoint` directory, written with TransformerEngine 2.17 or later on any number
             of ranks.
         like: a checkpoint of the same model built from quantshard modules, written by `checkpoints.save`. It determines
-            names, formats and state dtypes. Its optimizer must be `FusedAdam(model.named_parameters(), ...)`.
+            names and formats. Its optimizer must be `FusedAdam(model.named_parameters(), ...)`.
         out: a directory that does not exist yet.
         model: prefix of the model's state dict in `source` ("": the root).
         optimizer: prefix of the state dict of TransformerEngine's FusedAdam in `source`, if it has one.
@@ -108,7 +105,7 @@ def convert(
             f"{source}: {len(inexact)} tensors are not exact (first: {name}: {why}); change the model of --like, or "
             "pass lossy=True (--lossy)"
         )
-    saving.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
+    saving.write_checkpoint(state, CommitWriter(commit.prepare_target(out), job.facts()))
     return job.report
 
 
@@ -124,6 +121,7 @@ class _CheckpointConverter:
         # numbered states are matched by the model's order, which `_check_master` verifies
         self.is_numbered = self.has_optimizer and bool(source.numbered(self.own_names))
         self.made: dict[str, Any] = {}
+        self.state_paths: dict[str, tuple[str | int, ...]] = {}
 
     def run(self) -> dict[str, Any]:
         """Return the nested state dict of the new checkpoint."""
@@ -138,10 +136,11 @@ class _CheckpointConverter:
             self.made.update(self._settings())
         self._copy_own()
         self._report_omitted()
-        unknown = [key for key in self.made if key not in self.like.paths]
+        paths = {**self.like.paths, **self.state_paths}
+        unknown = [key for key in self.made if key not in paths]
         if unknown:
             raise CheckpointError(f"{self.like.path} is damaged: it lacks {unknown[0]}")
-        return _nested({self.like.paths[key]: value for key, value in self.made.items()})
+        return _nested({paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
         """Return the manifest's facts about the run: step, recipe and mesh."""
@@ -275,75 +274,26 @@ class _CheckpointConverter:
             )
         return numerics.join_bfloat16(high, state)
 
-    def _state(self, number: int, name: str, role: str) -> dict[str, Any]:
-        """Convert one state of one parameter to its entries."""
-        key = f"{_STATE}{number}.{role}"
+    def _state(self, number: int | str, name: str, role: str) -> dict[str, Any]:
+        """Return one state of one parameter, in float32. `checkpoints.load(requantize=True)` converts it further."""
+        key, label = f"{_STATE}{number}.{role}", f"{name} {role}"
         values = self._master(name) if role == MASTER else self._stored_state(name, role)
-        if key + REMAINDER_SUFFIX in self.like.groups:
-            return self._remainder(key + REMAINDER_SUFFIX, name, values)
-        group, label = self.like.groups.get(key), f"{name} {role}"
-        if group is None:
+        entry = self.like.entries.get(key)
+        if entry is None and key + REMAINDER_SUFFIX not in self.like.entries:
             # nothing is lost if the weight has the values of its master
             if values is not None and not (role == MASTER and torch.equal(self._values_here(name), values)):
                 self.report.inexact[label] = "not converted: the optimizer of --like has none for this parameter"
             return {}
-        shape = tuple(group.shape or ())
-        if values is not None and tuple(values.shape) != shape:
-            raise CheckpointError(f"{self.like.path}: {key} has shape {list(shape)}, not {list(values.shape)}")
+        if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != torch.float32:
+            self.report.own["optimizer states"] = "float32 instead of those of --like; load with requantize=True"
         if values is None:
-            values = (
-                self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32, device="cpu")
-            )
+            values = self._values_here(name)
+            values = values if role == MASTER else torch.zeros_like(values)
             self.report.own[label] = "seeded from the weight" if role == MASTER else "zero"
-        entry = self.like.entries[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        if entry.properties.dtype not in STATE_QUANT_SPECS:
-            raise CheckpointError(f"{self.like.path}: {key} has an unknown dtype, {entry.properties.dtype}")
-        # make_state uses only the shape and device of its argument
-        state = make_state(
-            torch.empty(shape, dtype=torch.float32, device="cpu"),
-            entry.properties.dtype,
-            nonnegative=role == EXP_AVG_SQ,
-        )
-        assign(state, values.float())
-        if label not in self.report.own:
-            is_same = torch.equal(state.read(), values.float())
-            self._note(label, "" if is_same else f"{values.dtype}, rounded to {group.tag}")
-        return {f"{_STATE}{number}.{entry}": tensor for entry, tensor in state.tensors(role).items()}
-
-    def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
-        """Convert a master to its low half. The high half is the parameter, which is replaced if it differs."""
-        weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
-        if self.like.groups[_MODEL + name].format is not None:
-            return {key: self._low_bytes(name, master)}
-        if weight.dtype != torch.bfloat16:
-            raise CheckpointError(f"{self.like.path}: {key} needs a BF16 weight, but {name} is {weight.dtype}")
-        if master is None:
-            master = weight.float()
-            self.report.own[label] = "seeded from the weight"
-        high, low = numerics.split_bfloat16(master)
-        if not torch.equal(high, weight):
-            self.made[_MODEL + name] = high
-            self.report.exact = [entry for entry in self.report.exact if entry != name]
-            self.report.inexact[name] = "replaced by the upper half of its master"
-        if label not in self.report.own:
+        else:
             self.report.exact.append(label)
-        # stored as bytes, like `optimizers.state.RemainderState`
-        return {key: low.contiguous().view(torch.uint8).reshape(*low.shape, 2)}
-
-    def _low_bytes(self, name: str, master: Tensor | None) -> Tensor:
-        """Return the low bytes of a master that has the weight's codes as its high bytes."""
-        label, group = f"{name} {MASTER}", self.like.groups[_MODEL + name]
-        assert group.format is not None
-        parts = {part: self.made[key] for part, key in group.parts.items()}
-        if master is None:
-            self.report.own[label] = "seeded from the weight"
-            return torch.zeros_like(self.made[_MODEL + name])
-        copy = group.format.copies[Orientation.ROWWISE]
-        low = split_codes.low_bytes(master, copy, parts)
-        is_same = torch.equal(split_codes.dequantize(copy, parts, low), master)
-        self._note(label, "" if is_same else f"{master.dtype}, rounded to 16 bits with the weight's codes")
-        return low
+        self.state_paths[key] = ("optimizer", "state", number, role)
+        return {key: values.float()}
 
     def _values_here(self, name: str) -> Tensor:
         """Return the float32 values of a converted parameter."""

@@ -33,7 +33,7 @@ from quantshard.formats import (
     Orientation,
     OrientedCodes,
 )
-from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.layouts.conversion import InexactConversionError, regrid
 from quantshard.interop.layouts.table import said
 from quantshard.sharding import ceil_div
 
@@ -97,19 +97,22 @@ class _CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class _TensorClass:
-    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments."""
+    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments.
+
+    `scale`: encoding of the scales. `layouts`: function from the arguments to the layouts of the copies.
+    """
 
     name: str
     module: str
-    function: str
     quantizers: tuple[str, ...]
     arguments: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], tuple[int, int], tuple[int, int]], WeightPiece]
+    scale: Encoding
+    layouts: Callable[[dict[str, Any]], tuple[_CopyLayout, ...]]
 
     @property
     def call(self) -> str:
         """Full name of the function in this class's pickle."""
-        return f"{_PACKAGE}tensor.{self.module}.{self.function}"
+        return f"{_PACKAGE}tensor.{self.module}._make_{self.module}_in_reduce_ex"
 
 
 def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
@@ -122,30 +125,36 @@ def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]
     fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
     if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
         raise CheckpointError(f"its {kind.name} does not have the shape {list(shape)} of the metadata")
-    return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
+    try:
+        return _piece(kind, fields, (origin[0], origin[1]), (shape[0], shape[1]))
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        # a forged or damaged pickle can have any argument
+        raise CheckpointError(f"its {kind.name} is damaged ({type(error).__name__})") from error
+
+
+def _piece(kind: _TensorClass, fields: dict[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    element, scale = _element(fields), kind.scale
+    if fields.get("swizzled"):
+        raise CheckpointError(f"its {kind.name} has swizzled scales; save it with optimize_for_gemm=False")
+    by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in kind.layouts(fields)}
+    planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
+    if not planes:
+        raise CheckpointError(f"its {kind.name} has no rowwise or columnwise copy")
+    if scale == E4M3 and any(plane.amax is None for plane in planes.values()):
+        raise CheckpointError(f"its {kind.name} has no amax")
+    dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
+    notes = tuple(f"its scales were saved as {dtype}" for dtype in dtypes if dtype != torch.float32)
+    return WeightPiece(kind.name, origin, shape, element, scale, planes, notes)
 
 
 def _element(fields: Mapping[str, Any]) -> Encoding:
     code = fields["element"]
     number = code.args[0] if isinstance(code, RecordedCall) and code.name in _ENUMS and len(code.args) == 1 else code
-    encoding = _ELEMENTS.get(number) if type(number) is int else None
-    if encoding is None:
-        label = number if type(number) is int else type(number).__name__
-        raise CheckpointError(f"unknown TransformerEngine DType {label}")
-    return encoding
-
-
-def _tensor(value: Any, what: str, is_scalar: bool = False) -> Tensor:
-    """Check that a field is a tensor; a scalar is returned as [1, 1]."""
-    if not isinstance(value, Tensor) or (is_scalar and value.numel() != 1):
-        raise CheckpointError(f"its {what} is not a {'scalar ' if is_scalar else ''}tensor")
-    return value.reshape(1, 1) if is_scalar else value
-
-
-def _flag(value: Any, what: str) -> bool:
-    if value is not None and type(value) is not bool:
-        raise CheckpointError(f"its {what} is not a boolean")
-    return bool(value)
+    if number not in _ELEMENTS:
+        raise CheckpointError("unknown TransformerEngine DType" + (f" {number}" if type(number) is int else ""))
+    return _ELEMENTS[number]
 
 
 def _plane(
@@ -155,8 +164,7 @@ def _plane(
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
         return None
-    codes = _tensor(fields[f"{prefix}_data"], f"{prefix} data")
-    scales = _tensor(fields[f"{prefix}_scale_inv"], f"{prefix} scale")
+    codes, scales = fields[f"{prefix}_data"], fields[f"{prefix}_scale_inv"]
     data_shape = (shape[1], shape[0]) if side.codes_transposed else shape
     width = ceil_div(data_shape[1], max(1, 8 // element.bits))
     if codes.itemsize != 1 or tuple(codes.shape) != (data_shape[0], width):
@@ -181,98 +189,54 @@ def _plane(
         codes.t() if side.codes_transposed else codes,
         scales.t() if side.scales_transposed else scales,
         side.block,
-        None if amax is None else _tensor(amax, f"{prefix} amax", is_scalar=True).float(),
+        None if amax is None else amax.reshape(1, 1).float(),
     )
 
 
-def _piece(
-    kind: str,
-    fields: Mapping[str, Any],
-    origin: tuple[int, int],
-    shape: tuple[int, int],
-    scale: Encoding,
-    *sides: _CopyLayout,
-) -> WeightPiece:
-    element = _element(fields)
-    if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
-        raise CheckpointError(f"its {kind} has swizzled scales; save it with optimize_for_gemm=False")
-    by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
-    planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
-    if not planes:
-        raise CheckpointError(f"its {kind} has no rowwise or columnwise copy")
-    dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
-    notes = tuple(f"its scales were saved as {dtype}" for dtype in dtypes if dtype != torch.float32)
-    return WeightPiece(kind, origin, shape, element, scale, planes, notes)
+def _per_tensor(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    fields["rowwise_scale_inv"] = fields["rowwise_scale_inv"].reshape(1, 1)
+    is_transposed = fields["rowwise_data"] is None
+    if is_transposed:
+        fields["rowwise_data"] = fields["transposed_data"]
+    return (_CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=is_transposed),)
 
 
-def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    scale, transposed = _tensor(fields["scale_inv"], "scale", is_scalar=True), fields["data"] is None
-    rowwise_fields = {
-        "element": fields["element"],
-        "rowwise_data": fields["columnwise_data" if transposed else "data"],
-        "rowwise_scale_inv": scale,
-    }
-    return _piece(
-        "Float8Tensor",
-        rowwise_fields,
-        origin,
-        shape,
-        FP32,
-        _CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=transposed),
-    )
+def _blockwise(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    if fields["is_2d"]:
+        square = (128, 128)
+        return _CopyLayout(Orientation.ROWWISE, square), _CopyLayout(Orientation.COLUMNWISE, square, True, True)
+    rowwise = _CopyLayout(Orientation.ROWWISE, (1, 128), scales_transposed=True)
+    return rowwise, _CopyLayout(Orientation.COLUMNWISE, (128, 1), codes_transposed=True)
 
 
-def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    sides = (
-        (_CopyLayout(Orientation.ROWWISE, (128, 128)), _CopyLayout(Orientation.COLUMNWISE, (128, 128), True, True))
-        if _flag(fields["is_2d"], "is_2D_scaled")
-        else (
-            _CopyLayout(Orientation.ROWWISE, (1, 128), False, True),
-            _CopyLayout(Orientation.COLUMNWISE, (128, 1), True, False),
-        )
-    )
-    return _piece("Float8BlockwiseQTensor", fields, origin, shape, FP32, *sides)
+def _mxfp8(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    return _CopyLayout(Orientation.ROWWISE, (1, 32)), _CopyLayout(Orientation.COLUMNWISE, (32, 1))
 
 
-def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    sides = (_CopyLayout(Orientation.ROWWISE, (1, 32)), _CopyLayout(Orientation.COLUMNWISE, (32, 1)))
-    return _piece("MXFP8Tensor", fields, origin, shape, E8M0, *sides)
-
-
-def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
-    kind = "NVFP4Tensor"
-    largest = fields["e4m3_max"]
-    if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
-        largest is None or (type(largest) is int and largest == E4M3.max)
-    ):
-        raise CheckpointError(f"its {kind} is not supported: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
-    sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
-    piece = _piece(kind, fields, origin, shape, E4M3, *sides)
-    if any(plane.amax is None for plane in piece.planes.values()):
-        raise CheckpointError(f"its {kind} has no amax")
-    return piece
+def _nvfp4(fields: dict[str, Any]) -> tuple[_CopyLayout, ...]:
+    if fields["row_scaled"] or fields["e4m3_max"] not in (None, E4M3.max):
+        raise CheckpointError(f"unsupported NVFP4Tensor: it has row_scaled_nvfp4, or e4m3_max is not {E4M3.max:g}")
+    return _CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True)
 
 
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 _KINDS = (
     _TensorClass(
-        "Float8Tensor", "float8_tensor", "_make_float8_tensor_in_reduce_ex",
-        ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
-        ("data", "element", "scale_inv", "dtype", "shape", "columnwise_data"), _per_tensor,
+        "Float8Tensor", "float8_tensor", ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
+        ("rowwise_data", "element", "rowwise_scale_inv", "dtype", "shape", "transposed_data"), FP32, _per_tensor,
     ),
     _TensorClass(
-        "Float8BlockwiseQTensor", "float8_blockwise_tensor", "_make_float8_blockwise_tensor_in_reduce_ex",
-        ("Float8BlockQuantizer",),
-        ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), _blockwise,
+        "Float8BlockwiseQTensor", "float8_blockwise_tensor", ("Float8BlockQuantizer",),
+        ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), FP32, _blockwise,
     ),
     _TensorClass(
-        "MXFP8Tensor", "mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex", ("MXFP8Quantizer",),
-        (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), _mxfp8,
+        "MXFP8Tensor", "mxfp8_tensor", ("MXFP8Quantizer",),
+        (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), E8M0, _mxfp8,
     ),
     _TensorClass(
-        "NVFP4Tensor", "nvfp4_tensor", "_make_nvfp4_tensor_in_reduce_ex", ("NVFP4Quantizer",),
+        "NVFP4Tensor", "nvfp4_tensor", ("NVFP4Quantizer",),
         ("shape", *_COPIES, "rowwise_amax", "columnwise_amax", "element", "dtype", "quantizer", "swizzled",
-         "row_scaled", "four_over_six", "e4m3_max"), _nvfp4,
+         "row_scaled", "four_over_six", "e4m3_max"), E4M3, _nvfp4,
     ),
 )  # fmt: skip
 _BY_CALL = {kind.call: kind for kind in _KINDS}
@@ -311,17 +275,28 @@ def components_of(
         plane = planes.get(orientation) or (next(iter(planes.values()), None) if fmt.transposable else None)
         if plane is None:
             raise InexactConversionError(f"no {orientation.value} copy is stored (of all its shards) for {fmt.name}")
-        tensors[copy.codes.name] = numerics.pack(plane.codes, copy.codes.encoding)
-        tensors[copy.scale.name] = _regrid(plane.scales, plane.block, copy.block, shape)
-        if copy.amax is not None:
-            assert plane.amax is not None
-            if not torch.equal(tensors.setdefault(copy.amax.name, plane.amax), plane.amax):
-                raise InexactConversionError("its two copies have different amaxes")
-    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
+        _add_copy(tensors, plane, copy, shape)
     if fmt.transposable and len(planes) == 2:
-        _check_copies_agree(tensors, planes, fmt, shape)
+        # square blocks are stored once, so the second copy must be the first one transposed
+        _add_copy(tensors, planes[Orientation.COLUMNWISE], fmt.copies[Orientation.ROWWISE], shape)
         return tensors, ()
+    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
     return tensors, tuple(f"its {orientation.value} copy is omitted: {fmt.name} has none" for orientation in unused)
+
+
+def _add_copy(tensors: dict[str, Tensor], plane: CopyPiece, copy: OrientedCodes, shape: tuple[int, int]) -> None:
+    """Add a copy's components to `tensors`. Components that are already there must be the same."""
+    by_row = plane.scales.repeat_interleave(min(plane.block[0], shape[0]), 0)[: shape[0]]
+    added = {
+        copy.codes.name: numerics.pack(plane.codes, copy.codes.encoding),
+        copy.scale.name: regrid(by_row, plane.block, copy.block, shape[1]),
+    }
+    if copy.amax is not None:
+        assert plane.amax is not None
+        added[copy.amax.name] = plane.amax
+    for name, tensor in added.items():
+        if not torch.equal(tensors.setdefault(name, tensor), tensor):
+            raise InexactConversionError(f"its rowwise and columnwise copies have different {name}")
 
 
 def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
@@ -332,20 +307,6 @@ def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
                 f"its codes are {piece.element.name}, its scales {piece.scale.name} ({piece.kind}); {fmt.name} has "
                 f"{copy.codes.encoding.name} and {copy.scale.encoding.name}"
             )
-
-
-def _check_copies_agree(
-    tensors: dict[str, Tensor], planes: dict[Orientation, CopyPiece], fmt: Format, shape: tuple[int, int]
-) -> None:
-    """Check that the second copy is the first one transposed, because a format with square blocks stores only one."""
-    copy, second = fmt.copies[Orientation.ROWWISE], planes[Orientation.COLUMNWISE]
-    scales = _regrid(second.scales, second.block, copy.block, shape)
-    if not torch.equal(planes[Orientation.ROWWISE].codes, second.codes) or not torch.equal(
-        scales, tensors[copy.scale.name]
-    ):
-        raise InexactConversionError(f"its columnwise copy has other codes or scales, and {fmt.name} has one copy")
-    if copy.amax is not None and not torch.equal(tensors[copy.amax.name], second.amax):  # type: ignore[arg-type]
-        raise InexactConversionError("its two copies have different amaxes")
 
 
 def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, int]) -> CopyPiece | None:
@@ -362,12 +323,9 @@ def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, 
     for (row, col), plane in shards:
         if any(start % side for start, side in zip((row, col), block, strict=True) if side != ALL):
             raise InexactConversionError(f"a shard begins at row {row}, column {col}, inside a block of {said(block)}")
-        grid_origin = (row // block[0], col // block[1])
-        part = scales[
-            grid_origin[0] : grid_origin[0] + plane.scales.shape[0],
-            grid_origin[1] : grid_origin[1] + plane.scales.shape[1],
-        ]
-        part.copy_(plane.scales)
+        first_row, first_col = row // block[0], col // block[1]
+        height, width = plane.scales.shape
+        scales[first_row : first_row + height, first_col : first_col + width] = plane.scales
         codes[row : row + plane.codes.shape[0], col : col + plane.codes.shape[1]] = plane.codes
     _check_equal("scale", [plane.scales for _, plane in shards] if ALL in block else [])
     _check_equal("amax", [plane.amax for _, plane in shards if plane.amax is not None])
@@ -378,27 +336,6 @@ def _check_equal(what: str, values: Sequence[Tensor]) -> None:
     """Check that all shards agree on a value that the whole weight has only once."""
     if any(not torch.equal(value, values[0]) for value in values):
         raise InexactConversionError(f"its shards have different values of the one {what}")
-
-
-def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape: tuple[int, int]) -> Tensor:
-    """Convert a grid of scales to other blocks: repeat for smaller blocks; larger blocks need equal scales inside
-    each."""
-    for dim in (0, 1):
-        size, old, new = grid.shape[dim], min(theirs[dim], shape[dim]), min(ours[dim], shape[dim])
-        count = ceil_div(shape[dim], new)
-        if count <= size and (new % old == 0 or count == 1):
-            step = min(ceil_div(new, old), size)
-            merged = grid.index_select(dim, torch.arange(0, size, step, device="cpu"))
-            if not torch.equal(merged.repeat_interleave(step, dim).narrow(dim, 0, size), grid):
-                raise InexactConversionError(
-                    f"blocks of {said(theirs)} have different scales inside one of {said(ours)}"
-                )
-            grid = merged
-        elif old % new == 0 or size == 1:
-            grid = grid.repeat_interleave(ceil_div(old, new), dim).narrow(dim, 0, count)
-        else:
-            raise InexactConversionError(f"its blocks are {said(theirs)}, not {said(ours)}")
-    return grid.contiguous()
 
 
 def rows_of(pieces: Sequence[WeightPiece | PlainPiece], start: int, stop: int) -> list[WeightPiece | PlainPiece]:

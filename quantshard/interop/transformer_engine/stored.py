@@ -17,7 +17,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspection import TensorGroup
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
-from quantshard.interop.layouts.source import are_named
+from quantshard.interop.layouts.source import optimizer_parameters
 from quantshard.interop.transformer_engine.pieces import (
     PlainPiece,
     RecordedCall,
@@ -217,21 +217,16 @@ class TargetCheckpoint:
         return self.reader.value(key)
 
     @cached_property
-    def parameters(self) -> list[tuple[int, str, str]]:
+    def parameters(self) -> list[tuple[int | str, str, str]]:
         """The optimizer's parameters: number, name, and key of the parameter group."""
-        parameters = []
-        for key in self.entries:
-            if key.startswith("optimizer.param_groups.") and key.endswith(".params"):
-                group = key.removesuffix(".params")
-                if f"{group}.param_names" not in self.entries:
-                    raise CheckpointError(
-                        f"{self.path}: its optimizer has no parameter names; build it with "
-                        "FusedAdam(model.named_parameters(), ...)"
-                    )
-                names, numbers = self.value(f"{group}.param_names"), self.value(key)
-                if not are_named(names, numbers):
-                    raise CheckpointError(f"{self.path} is damaged: {group}.param_names does not match its params")
-                parameters += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
+        parameters = optimizer_parameters(self.reader)
+        groups = {key.removesuffix(".params") for key in self.entries if key.startswith("optimizer.param_groups.")
+                  and key.endswith(".params")}  # fmt: skip
+        if any(f"{group}.param_names" not in self.entries for group in groups):
+            raise CheckpointError(
+                f"{self.path}: its optimizer has no parameter names; build it with "
+                "FusedAdam(model.named_parameters(), ...)"
+            )
         unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
         if unknown:
             raise CheckpointError(f"{self.path}: its model lacks {unknown[0]}, a parameter of its optimizer")

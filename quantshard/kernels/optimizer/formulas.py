@@ -1,6 +1,6 @@
 """Formulas of optimizers on float32 tiles, with the operations of `numerics`, in the same order.
 
-`settings` points to a row with the columns of `stored.SETTINGS`.
+`settings` points to a row with the columns of `stored.SETTINGS`, which have constants here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer.stored import SETTINGS
+
+LR, BETA1, REST1, BETA2, REST2, CORRECTION1, CORRECTION2, EPS, L2, DECAY, RATIO, SHARE, KEPT, NESTEROV = (
+    tl.constexpr(column) for column in range(len(SETTINGS))
+)
 
 
 def _quotient_by_root() -> str:
@@ -54,14 +59,14 @@ def quotient_by_root(a, b, c):
 @triton.jit
 def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
     """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
-    lr, beta1, rest1 = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
-    beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
-    correction1, correction2 = tl.load(settings + 5), tl.load(settings + 6)
-    eps, l2, decay = tl.load(settings + 7), tl.load(settings + 8), tl.load(settings + 9)
+    lr, beta1, rest1 = tl.load(settings + LR), tl.load(settings + BETA1), tl.load(settings + REST1)
+    beta2, rest2 = tl.load(settings + BETA2), tl.load(settings + REST2)
+    correction1, correction2 = tl.load(settings + CORRECTION1), tl.load(settings + CORRECTION2)
+    eps, l2, decay = tl.load(settings + EPS), tl.load(settings + L2), tl.load(settings + DECAY)
     if l2 != 0:
         grad = grad + l2 * master
     if BOUNDED:
-        limit = tl.load(settings + 10) * tl.sqrt_rn(exp_avg_sq)
+        limit = tl.load(settings + RATIO) * tl.sqrt_rn(exp_avg_sq)
         exp_avg = tl.where(exp_avg > limit, limit, exp_avg)
         exp_avg = tl.where(exp_avg < -limit, -limit, exp_avg)
     exp_avg = beta1 * exp_avg + rest1 * grad
@@ -78,9 +83,9 @@ def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
 @triton.jit
 def lion(grad, master, exp_avg, settings):
     """One step of `numerics.lion.lion`: new master and exp_avg; zero outside."""
-    lr, decay = tl.load(settings), tl.load(settings + 9)
-    beta1, rest1 = tl.load(settings + 1), tl.load(settings + 2)
-    beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
+    lr, decay = tl.load(settings + LR), tl.load(settings + DECAY)
+    beta1, rest1 = tl.load(settings + BETA1), tl.load(settings + REST1)
+    beta2, rest2 = tl.load(settings + BETA2), tl.load(settings + REST2)
     mean = beta1 * exp_avg + rest1 * grad
     update = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, 0.0))
     if decay != 0:
@@ -91,14 +96,14 @@ def lion(grad, master, exp_avg, settings):
 @triton.jit
 def momentum(grad, buffer, settings):
     """The new buffer of `numerics.muon.momentum`."""
-    return between(buffer, grad, tl.load(settings + 1), tl.load(settings + 2))
+    return between(buffer, grad, tl.load(settings + BETA1), tl.load(settings + REST1))
 
 
 @triton.jit
 def nesterov(grad, buffer, settings):
     """The update of `numerics.muon.momentum`, from its new buffer: the matrix to orthogonalize."""
-    update = between(grad, buffer, tl.load(settings + 3), tl.load(settings + 4))
-    return tl.where(tl.load(settings + 13) != 0, update, buffer)
+    update = between(grad, buffer, tl.load(settings + BETA2), tl.load(settings + REST2))
+    return tl.where(tl.load(settings + NESTEROV) != 0, update, buffer)
 
 
 @triton.jit
@@ -111,4 +116,4 @@ def between(start, end, weight, rest):
 @triton.jit
 def muon(master, direction, settings):
     """`numerics.muon.muon`, with a learning rate adjusted to the matrix shape."""
-    return master * tl.load(settings + 12) - tl.load(settings) * direction
+    return master * tl.load(settings + KEPT) - tl.load(settings + LR) * direction

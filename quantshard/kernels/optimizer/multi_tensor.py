@@ -42,9 +42,6 @@ def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------- amax
 
-AMAX_ROW: Final = ("number", "numel", "first")
-ADDRESS: Final = ("dtype", "address")
-
 
 @triton.jit
 def tensor_amax_kernel(
@@ -89,8 +86,8 @@ def tensor_amax_kernel(
 class TensorReader:
     """Amaxes of tensors of fixed sizes on one device: planned once, launched with a table of their addresses.
 
-    `stride`: columns of that table, int64 [tensors, stride], which starts with the columns `ADDRESS`. The code of a
-    dtype is its index in `TYPES` plus one; 0 means no tensor.
+    `stride`: columns of that table, int64 [tensors, stride], which starts with the code of a dtype (its index in
+    `TYPES` plus one; 0 means no tensor) and an address.
     """
 
     def __init__(self, numels: Sequence[int], stride: int, device: torch.device) -> None:
@@ -101,15 +98,8 @@ class TensorReader:
         self._table = device_table([(n, *row) for n, row in enumerate(zip(numels, firsts, strict=False))], device)
         self._entries = entry_of_program(programs, device)
 
-    def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
-        """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN."""
-        return self._run(addresses, codes, None)
-
-    def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float) -> Tensor:
-        """Return `numerics.exceeds` of each tensor, float32 [tensors]."""
-        return self._run(addresses, codes, largest)
-
-    def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
+    def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
+        """Return `numerics.exceeds` of each tensor, float32 [tensors], or their amaxes if `largest` is None."""
         out = torch.zeros(self.count, dtype=torch.float32, device=self.device)
         for code in sorted(set(codes) - {0} if self._programs else ()):
             dtype = tuple(TYPES)[code - 1]
@@ -129,40 +119,32 @@ def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
     return int(limit.float().view(torch.int32))
 
 
-def _read(tensors: Sequence[Tensor]) -> tuple[TensorReader, Tensor, list[int], list[Tensor]]:
-    """Reader, addresses and codes of these tensors, and the tensors to keep alive until the launch has finished."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    inputs = [tensor.contiguous() for tensor in tensors]
-    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
-    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
-    return TensorReader([tensor.numel() for tensor in inputs], len(ADDRESS), device), addresses, codes, inputs
-
-
 def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN.
 
     Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
     """
-    reader, addresses, codes, _inputs = _read(tensors)
-    return reader.amaxes(addresses, codes)
+    return exceeding(tensors, None)
 
 
-def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
+def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
     """Return `numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
-    reader, addresses, codes, _inputs = _read(tensors)
-    return reader.exceeding(addresses, codes, largest)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    inputs = [tensor.contiguous() for tensor in tensors]
+    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
+    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
+    return TensorReader([tensor.numel() for tensor in inputs], 2, device).exceeding(addresses, codes, largest)
 
 
 # --------------------------------------------------------------------------------------------------------------- scales
 
 
-SCALES_ROW: Final = ("parameter", "amax", "scale", "numel", "new_second", "second")
-HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
-
-
 @triton.jit
-def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
-    """Store the scales of amax grids, and the amax of the whole tensor if the format has a second scale."""
+def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, RULE: tl.constexpr):
+    """Store the scales of amax grids, and the amax of the whole tensor if the format has a second scale.
+
+    `table` columns: parameter, amax grid, scale, number of scales, new and stored amax of the whole tensor.
+    """
     if skip is not None:
         if tl.load(skip) != 0:
             return
@@ -172,23 +154,26 @@ def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.
     amax = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     numel = tl.load(row + 3)
     second = 0.0
-    if R.kind == 2:
+    if RULE.kind == 2:
         second = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
         if tl.program_id(1) == 0:
             tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), second)
-    dtype: tl.constexpr = tl.float32 if R.kind == 0 else tl.uint8
+    dtype: tl.constexpr = tl.float32 if RULE.kind == 0 else tl.uint8
     scale = tl.load(row + 2).to(tl.pointer_type(dtype))
     start = tl.program_id(1).to(tl.int64) * SIZE
     while start < numel:
         index = start + tl.arange(0, SIZE)
-        stored_scale, _ = sr.scales(tl.load(amax + index, mask=index < numel, other=0.0), second, R)
+        stored_scale, _ = sr.scales(tl.load(amax + index, mask=index < numel, other=0.0), second, RULE)
         tl.store(scale + index, stored_scale, mask=index < numel)
         start += tl.num_programs(1) * SIZE
 
 
 @triton.jit
 def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """Before a step, write the amax that each history stands for; 0 if the history is empty."""
+    """Before a step, write the amax that each history stands for; 0 if the history is empty.
+
+    `table` columns: parameter, history, its length, amax to use, new amax, redo flag.
+    """
     row = table + tl.program_id(0) * 6
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     amax = past(history, tl.load(row + 2), MOST_RECENT, LENGTH)
@@ -199,7 +184,7 @@ def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
     """After the reduction of amaxes, write the amax to use, whether it is the new one, and the new history.
 
-    See `requantize.Requantization.commit` and `delayed_scaling.record_amax_`.
+    See `requantize.Requantization.commit` and `delayed_scaling.record_amax_`. `table`: as in `tensor_past_kernel`.
     """
     if skip is not None:
         if tl.load(skip) != 0:

@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from torch import Tensor
 
-from quantshard.formats import ALL, FP16_1X128, Orientation, Scaling
+from quantshard.formats import ALL, FP16_1X128, Orientation, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StepParameter, StoredTensor
-from quantshard.numerics.states import AVERAGE, WEIGHT, StateKind
+from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateKind
 
 COLS, HEIGHT, LINE = 128, 128, 2048  # columns and total height of a program's tiles; length of a vector's tile
 WIDE = (512, 256)
@@ -61,40 +60,44 @@ def _is_float32(state: StoredTensor | None) -> bool:
 # ------------------------------------------------------------------------------------------------------------ constants
 
 
-def _stored(
-    state: StoredTensor | None,
+ABSENT = ks.StateConfig(StateKind.ABSENT.value)
+
+
+def _plain(state: PlainTensor, writes: bool, stochastic: bool, keep_positive: bool) -> ks.StateConfig:
+    """The kernel config of a tensor that is not scaled."""
+    if state.kind is StateKind.REMAINDER:
+        return ks.StateConfig(state.kind.value, writes=writes)
+    dtype, rule = state.tensor.dtype, None
+    is_rounded = dtype is not torch.float32
+    if dtype is torch.float16 and stochastic:
+        rule = _rule(FP16_1X128.copies[Orientation.ROWWISE], Scaling(), state.tensor.device)
+    return ks.StateConfig(
+        state.kind.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic and is_rounded,
+        keep_positive=keep_positive and is_rounded,
+    )  # fmt: skip
+
+
+def _scaled(
+    state: ScaledTensor,
     which: Orientation,
     tile: tuple[int, int],
     measures: bool,
     writes: bool,
-    **options: bool,
+    stochastic: bool,
+    keep_positive: bool = False,
+    own_key: bool = False,
 ) -> ks.StateConfig:
-    """The kernel config of one stored tensor."""
-    if state is None or (isinstance(state, ScaledTensor) and which not in state.fmt.copies):
-        return ks.StateConfig(StateKind.ABSENT.value)
-    if state.kind is StateKind.REMAINDER:
-        return ks.StateConfig(state.kind.value, writes=writes)
-    if isinstance(state, PlainTensor):
-        dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
-        rule = None
-        if dtype is torch.float16 and stochastic:
-            rule = sr.scale_rule(FP16_1X128.copies[Orientation.ROWWISE], Scaling(), torch.float32, state.tensor.device)
-        return ks.StateConfig(
-            state.kind.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
-            keep_positive=options["keep_positive"] and dtype is not torch.float32,
-        )  # fmt: skip
+    """The kernel config of one copy of a scaled tensor."""
     copy = state.fmt.copies[which]
     uses_measured, second = state.is_given(copy), copy.amax is not None
-    rows, cols = (
-        tile[dim] if block_shape == ALL else min(block_shape, tile[dim]) for dim, block_shape in enumerate(copy.block)
-    )
-    device = next(iter(state.components.values())).device
-    all_rows, all_cols = (block_shape == ALL for block_shape in copy.block)
+    all_rows, all_cols = (size == ALL for size in copy.block)
+    rows, cols = (tile[dim] if size == ALL else min(size, tile[dim]) for dim, size in enumerate(copy.block))
     return ks.StateConfig(
-        state.kind.value, rule=sr.scale_rule(copy, state.scaling, torch.float32, device),
+        state.kind.value, rule=_rule(copy, state.scaling, state.components[copy.codes.name].device),
         block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
         row_all=all_rows, col_all=all_cols, given=uses_measured, second=second, measures=measures and uses_measured,
-        measures_second=measures and second and which is Orientation.ROWWISE, writes=writes, **options,
+        measures_second=measures and second and which is Orientation.ROWWISE, writes=writes, stochastic=stochastic,
+        keep_positive=keep_positive, own_key=own_key,
     )  # fmt: skip
 
 
@@ -103,9 +106,12 @@ def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
     assert isinstance(weight, ScaledTensor)
     copy = weight.fmt.copies[Orientation.ROWWISE]
     device = weight.components[copy.codes.name].device
-    rule = sr.scale_rule(copy, weight.scaling, torch.float32, device)
-    rule = rule._replace(element=ql.element(copy.codes.encoding.extended, device))
+    rule = _rule(copy, weight.scaling, device)._replace(element=ql.element(copy.codes.encoding.extended, device))
     return ks.StateConfig(StateKind.SPLIT.value, rule=rule, writes=writes, stochastic=True)
+
+
+def _rule(copy: OrientedCodes, scaling: Scaling, device: torch.device) -> sr.ScaleRule:
+    return sr.scale_rule(copy, scaling, torch.float32, device)
 
 
 def step_kernel_config(
@@ -116,40 +122,34 @@ def step_kernel_config(
     master = p.master
     writes_codes = writes_weight and (master is None or master.kind is not StateKind.REMAINDER)
 
-    def state(value: StoredTensor | None, keep_positive: bool = False) -> ks.StateConfig:
-        return _stored(
-            value, Orientation.ROWWISE, tile, measures, writes_states, stochastic=True, keep_positive=keep_positive
-        )
+    def state(role: str, keep_positive: bool = False) -> ks.StateConfig:
+        tensor = p.stored.get(role)
+        if tensor is None:
+            return ABSENT
+        if isinstance(tensor, PlainTensor):
+            return _plain(tensor, writes_states, True, keep_positive)
+        return _scaled(tensor, Orientation.ROWWISE, tile, measures, writes_states, True, keep_positive)
 
     def weight(which: Orientation) -> ks.StateConfig:
-        has_own_words = master is None and isinstance(p.weight, ScaledTensor)
-        return _stored(
-            p.weight,
-            which,
-            tile,
-            measures,
-            writes_codes,
-            stochastic=master is None,
-            own_words=has_own_words,
-            keep_positive=False,
-        )
+        is_read = master is None
+        if isinstance(p.weight, PlainTensor):
+            return _plain(p.weight, writes_codes, is_read, False) if which is Orientation.ROWWISE else ABSENT
+        if which not in p.weight.fmt.copies:
+            return ABSENT
+        return _scaled(p.weight, which, tile, measures, writes_codes, is_read, own_key=is_read)
 
     specs = p.algorithm.states
-    state1, *remaining = (state(p.stored[spec.role], spec.nonnegative) for spec in specs)
+    state1, *remaining = (state(spec.role, spec.nonnegative) for spec in specs)
     rowwise = weight(Orientation.ROWWISE)
     high = rowwise.kind == StateKind.SCALED and writes_codes and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
     chunks = 1 if tile[0] == 1 else HEIGHT * COLS // math.prod(tile)
+    is_split = master is not None and master.kind is StateKind.SPLIT
     return ks.StepKernelConfig(
-        *tile, chunks, aligned, by_four, high, _is_float32(master), p.bounded,
-        p.algorithm.value, len(specs), state1, remaining[0] if remaining else ks.StateConfig(StateKind.ABSENT.value),
-        _split(p.weight, writes_states) if master is not None and master.kind is StateKind.SPLIT else state(master),
-        rowwise,
-        weight(Orientation.COLUMNWISE)
-        if isinstance(p.weight, ScaledTensor)
-        else ks.StateConfig(StateKind.ABSENT.value),
-        state(p.stored.get(AVERAGE)),
+        *tile, chunks, aligned, by_four, high, _is_float32(master), p.bounded, p.algorithm.value, len(specs),
+        state1, remaining[0] if remaining else ABSENT, _split(p.weight, writes_states) if is_split else state(MASTER),
+        rowwise, weight(Orientation.COLUMNWISE), state(AVERAGE),
     )  # fmt: skip
 
 
@@ -186,36 +186,30 @@ USED, REDO = "used", "redo"
 
 
 class AmaxWorkspace:
-    """Memory for the amaxes of a step: one flat float32 tensor, zeroed before each step.
+    """Memory for the amaxes of a step.
 
-    `places`: offset and shape of each grid, by parameter number, role and component (or `USED`, `REDO`).
+    Attributes:
+        flat: float32, zeroed before each step.
+        grids: its parts, by parameter number, role and component (or `USED`, `REDO`).
     """
 
     def __init__(self, parameters: Sequence[StepParameter], device: torch.device) -> None:
-        self.places: dict[tuple[int, str, str], tuple[int, tuple[int, int]]] = {}
-        self._size = 0
+        shapes: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, parameter in enumerate(parameters):
             for role, state in parameter.scaled.items():
                 for copy in state.fmt.copies.values():
                     if state.is_given(copy):
-                        self._add(number, role, copy.scale.name, state.shard.component_shape(copy.scale))
-                    if copy.amax is not None and (number, role, copy.amax.name) not in self.places:
-                        self._add(number, role, copy.amax.name, (1, 1))
+                        shapes[number, role, copy.scale.name] = state.shard.component_shape(copy.scale)
+                    if copy.amax is not None:
+                        shapes[number, role, copy.amax.name] = (1, 1)
                 if state.history is not None:
-                    self._add(number, role, USED, (1, 1))
-                    self._add(number, role, REDO, (1, 1))
-        self.flat = torch.zeros(self._size, dtype=torch.float32, device=device)
-
-    def _add(self, number: int, role: str, name: str, shape: tuple[int, int]) -> None:
-        self.places[number, role, name] = (self._size, shape)
-        self._size += shape[0] * shape[1]
-
-    def view(self, key: tuple[int, str, str]) -> Tensor:
-        """Return a grid."""
-        start, shape = self.places[key]
-        return self.flat[start : start + shape[0] * shape[1]].view(shape)
+                    shapes |= {(number, role, USED): (1, 1), (number, role, REDO): (1, 1)}
+        sizes = [rows * cols for rows, cols in shapes.values()]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        parts = zip(shapes.items(), self.flat.split(sizes) if sizes else (), strict=True)
+        self.grids = {key: part.view(shape) for (key, shape), part in parts}
 
     def address(self, number: int, role: str, name: str) -> int:
         """Return the address of a grid, or 0 if there is none."""
-        place = self.places.get((number, role, name))
-        return 0 if place is None else self.flat.data_ptr() + 4 * place[0]
+        grid = self.grids.get((number, role, name))
+        return 0 if grid is None else grid.data_ptr()

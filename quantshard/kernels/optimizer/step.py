@@ -16,162 +16,136 @@ import triton.language as tl
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.optimizer import formulas
-from quantshard.kernels.optimizer.states import (
-    ABSENT,
-    AVERAGE,
-    COLUMNS,
-    COLUMNWISE,
-    GRADIENT_COLUMNS,
-    GROUP_COLUMNS,
-    LION,
-    MASTER,
-    MUON,
-    SETTINGS_COLUMNS,
-    SPLIT,
-    STATE1,
-    STATE2,
-    WEIGHT,
-    area_of,
-    give_amaxes,
-    load_plain,
-    multipliers,
-    no_amaxes,
-    pointer,
-    read_state,
-    slot_of,
-    state_words,
-    store_codes,
-    store_weight,
-    take_amaxes,
-    tile_at,
-    weight_words,
-    write_state,
-    write_weight,
-)
+from quantshard.kernels.optimizer import states as ks
 
 
 @triton.jit
-def key_of(entry, gradients, groups, number, OWN: tl.constexpr):
-    """The key of random words: the optimizer's stream with this number or, if OWN, a draw of the weight's own key."""
+def random_key(entry, gradients, groups, number, OWN: tl.constexpr):
+    """The key of random bits: the optimizer's stream with this number or, if OWN, a counter of the weight's own key."""
     if OWN:
-        key = tl.load(entry + 10)
-        draw = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 2)
-        stream = tl.load(entry + 11)
+        key = tl.load(entry + ks.RNG_KEY)
+        counter = tl.load(gradients + tl.load(entry + ks.PARAMETER) * ks.GRADIENT_COLUMNS + ks.RNG_COUNTER)
+        stream = tl.load(entry + ks.WEIGHT_STREAM)
     else:
-        group = groups + tl.load(entry + 1) * GROUP_COLUMNS
-        key, draw = tl.load(group), tl.load(group + 1)
-        stream = tl.load(entry + 9) + number
-    return key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF, stream, tl.load(entry + 6)
+        group = groups + tl.load(entry + ks.GROUP_ROW) * ks.GROUP_COLUMNS
+        key, counter = tl.load(group), tl.load(group + 1)
+        stream = tl.load(entry + ks.STREAM) + number
+    return key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, counter & 0xFFFFFFFF, stream, tl.load(entry + ks.WIDTH)
 
 
 @triton.jit
-def key_of_weight(entry, gradients, groups, H: tl.constexpr):
-    """`key_of` the random words of a weight, or of the `SPLIT` master written with it."""
-    C: tl.constexpr = H.weight
-    W: tl.constexpr = H.master
-    return key_of(entry, gradients, groups, H.states + (0 if W.kind == SPLIT else 1), C.own_words)
+def weight_random_key(entry, gradients, groups, CONFIG: tl.constexpr):
+    """`random_key` for the random bits of a weight, or of the `SPLIT` master written with it."""
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    number = CONFIG.states + (0 if MASTER_STATE.kind == ks.SPLIT else 1)
+    return random_key(entry, gradients, groups, number, WEIGHT_STATE.own_key)
 
 
 @triton.jit
-def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, H: tl.constexpr):
+def update_tile(tile, region, entry, gradients, groups, settings, GRAD: tl.constexpr, CONFIG: tl.constexpr):
     """Read, update and write the states of a tile; return its new weights, float32."""
-    ONE: tl.constexpr = H.state1
-    TWO: tl.constexpr = H.state2
-    W: tl.constexpr = H.master
-    A: tl.constexpr = H.average
-    C: tl.constexpr = H.weight
-    group_settings = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
-    gradient_row = gradients + tl.load(entry) * GRADIENT_COLUMNS
-    grad = load_plain(tl.load(gradient_row + 1), tile, GRAD, H)
-    state1 = read_state(entry, STATE1, tile, area, ONE, H)
-    if TWO.kind != ABSENT:
-        state2 = read_state(entry, STATE2, tile, area, TWO, H)
-    master = (
-        read_state(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read_state(entry, WEIGHT, tile, area, C, H)
-    )
-    if H.algorithm == LION:
-        master, state1 = formulas.lion(grad, master, state1, group_settings)
-    elif H.algorithm == MUON:
-        state1 = formulas.momentum(grad, state1, group_settings)
-        master = formulas.muon(master, load_plain(tl.load(gradient_row + 3), tile, tl.bfloat16, H), group_settings)
+    FIRST: tl.constexpr = CONFIG.state1
+    SECOND: tl.constexpr = CONFIG.state2
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    AVERAGE_STATE: tl.constexpr = CONFIG.average
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    group_settings = settings + tl.load(entry + ks.GROUP_ROW) * ks.SETTINGS_COLUMNS
+    gradient_row = gradients + tl.load(entry + ks.PARAMETER) * ks.GRADIENT_COLUMNS
+    grad = ks.load_plain(tl.load(gradient_row + ks.GRADIENT_ADDRESS), tile, GRAD, CONFIG)
+    state1 = ks.read_state(entry, ks.STATE1, tile, region, FIRST, CONFIG)
+    if SECOND.kind != ks.ABSENT:
+        state2 = ks.read_state(entry, ks.STATE2, tile, region, SECOND, CONFIG)
+    if MASTER_STATE.kind != ks.ABSENT:
+        master = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
     else:
-        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, H.bounded)
-    key = key_of(entry, gradients, groups, 0, False)  # both states share it
-    words = state_words(key, tile, ONE if ONE.stochastic else TWO, H)
-    measure(state1, entry, STATE1, tile, area, ONE, H)
-    write_state(state1, entry, STATE1, tile, area, words, ONE, H)
-    if TWO.kind != ABSENT:
-        measure(state2, entry, STATE2, tile, area, TWO, H)
-        write_state(state2, entry, STATE2, tile, area, ql.swap_halves(words) if TWO.stochastic else 0, TWO, H)
-    measure(master, entry, MASTER, tile, area, W, H)
-    if W.kind != SPLIT:  # a SPLIT master is written with the weight
-        key = key_of(entry, gradients, groups, H.states, False)
-        write_state(master, entry, MASTER, tile, area, state_words(key, tile, W, H), W, H)
-    if A.kind != ABSENT:
-        average = read_state(entry, AVERAGE, tile, area, A, H)
-        write_state(average + (master - average) * tl.load(group_settings + 11), entry, AVERAGE, tile, area, 0, A, H)
+        master = ks.read_state(entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+    if CONFIG.algorithm == ks.LION:
+        master, state1 = formulas.lion(grad, master, state1, group_settings)
+    elif CONFIG.algorithm == ks.MUON:
+        state1 = formulas.momentum(grad, state1, group_settings)
+        direction = ks.load_plain(tl.load(gradient_row + ks.DIRECTION), tile, tl.bfloat16, CONFIG)
+        master = formulas.muon(master, direction, group_settings)
+    else:
+        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, CONFIG.bounded)
+    key = random_key(entry, gradients, groups, 0, False)  # both states share it
+    random_bits = ks.state_random_bits(key, tile, FIRST if FIRST.stochastic else SECOND, CONFIG)
+    measure(state1, entry, ks.STATE1, tile, region, FIRST, CONFIG)
+    ks.write_state(state1, entry, ks.STATE1, tile, region, random_bits, FIRST, CONFIG)
+    if SECOND.kind != ks.ABSENT:
+        measure(state2, entry, ks.STATE2, tile, region, SECOND, CONFIG)
+        swapped = ql.swap_halves(random_bits) if SECOND.stochastic else 0
+        ks.write_state(state2, entry, ks.STATE2, tile, region, swapped, SECOND, CONFIG)
+    measure(master, entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+    if MASTER_STATE.kind != ks.SPLIT:  # a SPLIT master is written with the weight
+        key = random_key(entry, gradients, groups, CONFIG.states, False)
+        random_bits = ks.state_random_bits(key, tile, MASTER_STATE, CONFIG)
+        ks.write_state(master, entry, ks.MASTER, tile, region, random_bits, MASTER_STATE, CONFIG)
+    if AVERAGE_STATE.kind != ks.ABSENT:
+        average = ks.read_state(entry, ks.AVERAGE, tile, region, AVERAGE_STATE, CONFIG)
+        average = average + (master - average) * tl.load(group_settings + formulas.SHARE)
+        ks.write_state(average, entry, ks.AVERAGE, tile, region, 0, AVERAGE_STATE, CONFIG)
     return master
 
 
 @triton.jit
-def measure(x, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
+def measure(x, entry, role, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr):
     """Measure all amaxes of one tile of a state."""
-    give_amaxes(take_amaxes(x, no_amaxes(H), entry, role, tile, area, S, H), entry, role, S)
+    top = ks.measure_tile(x, ks.zero_amaxes(CONFIG), entry, role, tile, region, STATE, CONFIG)
+    ks.store_tensor_amaxes(top, entry, role, STATE)
 
 
 @triton.jit
-def tiles_of(entry, H: tl.constexpr):
+def tiles_of(entry, CONFIG: tl.constexpr):
     """The rectangle of an entry; first row, end and column of this program's tiles, which are one below the other."""
-    area = area_of(entry, H.aligned)
-    across = tl.load(entry + 7).to(tl.int32)
-    number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
-    HEIGHT: tl.constexpr = H.rows * H.chunks
-    row = (area.row_origin // HEIGHT + number // across) * HEIGHT
-    col = (area.col_origin // H.cols + number % across) * H.cols
-    return area, row, tl.minimum(row + HEIGHT, area.row_origin + area.rows), col
+    region = ks.region_of(entry, CONFIG.aligned)
+    across = tl.load(entry + ks.TILES_ACROSS).to(tl.int32)
+    number = tl.program_id(0) - tl.load(entry + ks.FIRST_PROGRAM).to(tl.int32)
+    HEIGHT: tl.constexpr = CONFIG.rows * CONFIG.chunks
+    row = (region.row_origin // HEIGHT + number // across) * HEIGHT
+    col = (region.col_origin // CONFIG.cols + number % across) * CONFIG.cols
+    return region, row, tl.minimum(row + HEIGHT, region.row_origin + region.rows), col
 
 
 @triton.jit
 def step_kernel(
     entries, entry_of_program, gradients, groups, settings, skip, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr,
-    H: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if tl.load(skip) != 0:
             return
-    entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
-    if tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS) != GRAD_CODE:
+    entry = entries + tl.load(entry_of_program + tl.program_id(0)) * ks.COLUMNS
+    if tl.load(gradients + tl.load(entry + ks.PARAMETER) * ks.GRADIENT_COLUMNS) != GRAD_CODE:
         return
-    area, row, end, col = tiles_of(entry, H)
+    region, row, end, col = tiles_of(entry, CONFIG)
     operands = (entry, gradients, groups, settings)
-    if H.high:
-        update_high(row, end, col, area, operands, GRAD, H)
+    if CONFIG.high:
+        update_high(row, end, col, region, operands, GRAD, CONFIG)
     else:
-        update_low(row, end, col, area, operands, GRAD, H)
+        update_low(row, end, col, region, operands, GRAD, CONFIG)
 
 
 @triton.jit
 def momentum_kernel(
-    entries, entry_of_program, gradients, settings, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr, H: tl.constexpr
+    entries, entry_of_program, gradients, settings, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Write the matrices to orthogonalize, as bfloat16 rounded to nearest even, into the buffers that the step reads
     after orthogonalization. States do not change."""
-    ONE: tl.constexpr = H.state1
-    ROWS: tl.constexpr = H.rows
-    entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
-    gradient_row = gradients + tl.load(entry) * GRADIENT_COLUMNS
-    if tl.load(gradient_row) != GRAD_CODE:
+    FIRST: tl.constexpr = CONFIG.state1
+    ROWS: tl.constexpr = CONFIG.rows
+    entry = entries + tl.load(entry_of_program + tl.program_id(0)) * ks.COLUMNS
+    gradient_row = gradients + tl.load(entry + ks.PARAMETER) * ks.GRADIENT_COLUMNS
+    if tl.load(gradient_row + ks.GRADIENT_DTYPE) != GRAD_CODE:
         return
-    area, row, end, col = tiles_of(entry, H)
-    group_settings = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+    region, row, end, col = tiles_of(entry, CONFIG)
+    group_settings = settings + tl.load(entry + ks.GROUP_ROW) * ks.SETTINGS_COLUMNS
     while row < end:
-        tile = tile_at(row, col, area, H.rows, H.cols)
-        grad = load_plain(tl.load(gradient_row + 1), tile, GRAD, H)
-        buffer = formulas.momentum(grad, read_state(entry, STATE1, tile, area, ONE, H), group_settings)
+        tile = ks.tile_at(row, col, region, CONFIG)
+        grad = ks.load_plain(tl.load(gradient_row + ks.GRADIENT_ADDRESS), tile, GRAD, CONFIG)
+        buffer = formulas.momentum(grad, ks.read_state(entry, ks.STATE1, tile, region, FIRST, CONFIG), group_settings)
         bits = even_bfloat16(formulas.nesterov(grad, buffer, group_settings))
-        tl.store(
-            pointer(tl.load(gradient_row + 3), tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid
-        )
+        ks.store_tile(tl.load(gradient_row + ks.DIRECTION), bits, tile, tl.int16, CONFIG)
         row += ROWS
 
 
@@ -186,103 +160,109 @@ def even_bfloat16(x):
 
 
 @triton.jit
-def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
+def update_low(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.constexpr):
     """Update tiles one below the other, for weights with blocks that fit in a tile."""
-    C: tl.constexpr = H.weight
-    D: tl.constexpr = H.columnwise
-    ROWS: tl.constexpr = H.rows
-    entry, gradients, groups, settings = told
-    key = key_of_weight(entry, gradients, groups, H)
-    top = no_amaxes(H)
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    COLUMNWISE_STATE: tl.constexpr = CONFIG.columnwise
+    ROWS: tl.constexpr = CONFIG.rows
+    entry, gradients, groups, settings = operands
+    key = weight_random_key(entry, gradients, groups, CONFIG)
+    top = ks.zero_amaxes(CONFIG)
     while row < end:
-        tile = tile_at(row, col, area, H.rows, H.cols)
-        x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
-        top = take_amaxes(x, top, entry, WEIGHT, tile, area, C, H)
-        top = take_amaxes(x, top, entry, COLUMNWISE, tile, area, D, H)
-        write_weight(x, entry, tile, area, weight_words(key, tile, H), H)
-        write_state(x, entry, COLUMNWISE, tile, area, state_words(key, tile, D, H), D, H)
+        tile = ks.tile_at(row, col, region, CONFIG)
+        x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+        top = ks.measure_tile(x, top, entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+        top = ks.measure_tile(x, top, entry, ks.COLUMNWISE, tile, region, COLUMNWISE_STATE, CONFIG)
+        ks.write_weight(x, entry, tile, region, ks.weight_random_bits(key, tile, CONFIG), CONFIG)
+        random_bits = ks.state_random_bits(key, tile, COLUMNWISE_STATE, CONFIG)
+        ks.write_state(x, entry, ks.COLUMNWISE, tile, region, random_bits, COLUMNWISE_STATE, CONFIG)
         row += ROWS
-    give_amaxes(top, entry, WEIGHT, C)
+    ks.store_tensor_amaxes(top, entry, ks.WEIGHT, WEIGHT_STATE)
 
 
 @triton.jit
-def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
+def update_high(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.constexpr):
     """Update one row of blocks as high as all tiles of a program: all tiles are updated before any is quantized."""
-    C: tl.constexpr = H.weight
-    W: tl.constexpr = H.master
-    ROWS: tl.constexpr = H.rows
-    CHUNKS: tl.constexpr = H.chunks
-    ACROSS: tl.constexpr = H.cols // C.cols
-    entry, gradients, groups, settings = told
-    key = key_of_weight(entry, gradients, groups, H)
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    ROWS: tl.constexpr = CONFIG.rows
+    CHUNKS: tl.constexpr = CONFIG.chunks
+    ACROSS: tl.constexpr = CONFIG.cols // WEIGHT_STATE.cols
+    entry, gradients, groups, settings = operands
+    key = weight_random_key(entry, gradients, groups, CONFIG)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
     updated = ()
-    if H.rereads:
+    if CONFIG.rereads:
         tile_row = row
         while tile_row < end:
-            tile = tile_at(tile_row, col, area, H.rows, H.cols)
-            x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
-            top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
+            tile = ks.tile_at(tile_row, col, region, CONFIG)
+            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+            row_amaxes = ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, WEIGHT_STATE.cols)
+            top = tl.maximum(top, row_amaxes.to(tl.int32, bitcast=True))
             tile_row += ROWS
     else:
         for c in tl.static_range(CHUNKS):
-            tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
-            x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
-            top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
+            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
+            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+            row_amaxes = ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, WEIGHT_STATE.cols)
+            top = tl.maximum(top, row_amaxes.to(tl.int32, bitcast=True))
             updated = updated + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton has no *
-    amax = ql.block_amax(top.to(tl.float32, bitcast=True), H.rows, H.cols // C.cols, C.rows, 1)
-    slot = slot_of(entry, WEIGHT)
-    multiplier = multipliers(amax, slot, tile_at(row, col, area, H.rows, H.cols), area, C, H)
-    if H.rereads:
+    top_amaxes = top.to(tl.float32, bitcast=True)
+    amax = ql.block_amax(top_amaxes, CONFIG.rows, ACROSS, WEIGHT_STATE.rows, 1)
+    slot = ks.slot_of(entry, ks.WEIGHT)
+    multiplier = ks.multipliers(amax, slot, ks.tile_at(row, col, region, CONFIG), region, WEIGHT_STATE, CONFIG)
+    if CONFIG.rereads:
         tl.debug_barrier()  # other threads have written their masters
         tile_row = row
         while tile_row < end:
-            tile = tile_at(tile_row, col, area, H.rows, H.cols)
-            x = read_state(entry, MASTER, tile, area, W, H)
-            store_codes(x, multiplier, slot, tile, area, state_words(key, tile, C, H), C, H)
+            tile = ks.tile_at(tile_row, col, region, CONFIG)
+            x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+            random_bits = ks.state_random_bits(key, tile, WEIGHT_STATE, CONFIG)
+            ks.store_codes(x, multiplier, slot, tile, region, random_bits, WEIGHT_STATE, CONFIG)
             tile_row += ROWS
     else:
         for c in tl.static_range(CHUNKS):
-            tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
-            store_weight(updated[c], multiplier, slot, entry, tile, area, weight_words(key, tile, H), H)
+            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
+            random_bits = ks.weight_random_bits(key, tile, CONFIG)
+            ks.store_weight(updated[c], multiplier, slot, entry, tile, region, random_bits, CONFIG)
 
 
 @triton.jit
-def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexpr, REDO: tl.constexpr):
+def requantize_kernel(entries, entry_of_program, gradients, skip, CONFIG: tl.constexpr, REDO: tl.constexpr):
     """Quantize weights from their float32 masters. REDO: only weights with the redo flag set; several programs for
     each."""
     if skip is not None:
         if tl.load(skip) != 0:
             return
-    HEIGHT: tl.constexpr = H.rows * H.chunks
+    HEIGHT: tl.constexpr = CONFIG.rows * CONFIG.chunks
     if REDO:
-        entry = entries + tl.program_id(0) * COLUMNS
-        if tl.load(pointer(tl.load(entry + 12), tl.float32, False)) == 0:
+        entry = entries + tl.program_id(0) * ks.COLUMNS
+        if tl.load(ks.pointer(tl.load(entry + ks.REDO_FLAG), tl.float32, False)) == 0:
             return
     else:
-        entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
-    if tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS) == 0:
+        entry = entries + tl.load(entry_of_program + tl.program_id(0)) * ks.COLUMNS
+    if tl.load(gradients + tl.load(entry + ks.PARAMETER) * ks.GRADIENT_COLUMNS) == 0:
         return
-    area = area_of(entry, H.aligned)
-    across = tl.load(entry + 7).to(tl.int32)
+    region = ks.region_of(entry, CONFIG.aligned)
+    across = tl.load(entry + ks.TILES_ACROSS).to(tl.int32)
     if REDO:
         number = tl.program_id(1)
-        down = (area.row_origin + area.rows + HEIGHT - 1) // HEIGHT - area.row_origin // HEIGHT
+        down = (region.row_origin + region.rows + HEIGHT - 1) // HEIGHT - region.row_origin // HEIGHT
         last, stride = across * down, tl.num_programs(1)
     else:
-        number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
+        number = tl.program_id(0) - tl.load(entry + ks.FIRST_PROGRAM).to(tl.int32)
         last, stride = number + 1, 1
-    W: tl.constexpr = H.master
-    C: tl.constexpr = H.weight
-    D: tl.constexpr = H.columnwise
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    COLUMNWISE_STATE: tl.constexpr = CONFIG.columnwise
     while number < last:
-        row = (area.row_origin // HEIGHT + number // across) * HEIGHT
-        col = (area.col_origin // H.cols + number % across) * H.cols
-        end = tl.minimum(row + HEIGHT, area.row_origin + area.rows)
+        row = (region.row_origin // HEIGHT + number // across) * HEIGHT
+        col = (region.col_origin // CONFIG.cols + number % across) * CONFIG.cols
+        end = tl.minimum(row + HEIGHT, region.row_origin + region.rows)
         while row < end:
-            tile = tile_at(row, col, area, H.rows, H.cols)
-            x = read_state(entry, MASTER, tile, area, W, H)
-            write_state(x, entry, WEIGHT, tile, area, 0, C, H)
-            write_state(x, entry, COLUMNWISE, tile, area, 0, D, H)
-            row += H.rows
+            tile = ks.tile_at(row, col, region, CONFIG)
+            x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+            ks.write_state(x, entry, ks.WEIGHT, tile, region, 0, WEIGHT_STATE, CONFIG)
+            ks.write_state(x, entry, ks.COLUMNWISE, tile, region, 0, COLUMNWISE_STATE, CONFIG)
+            row += CONFIG.rows
         number += stride

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from quantshard.formats import ALL, Format, Orientation, OrientedCodes, Scaling
+from quantshard.formats import ALL, Format, OrientedCodes, Scaling
 from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import MASTER, WEIGHT, StateKind, StateSpec
 from quantshard.sharding import Shard
@@ -47,9 +47,6 @@ class PlainTensor:
     tensor: Tensor
     kind: StateKind = StateKind.PLAIN
 
-    def __post_init__(self) -> None:
-        assert self.tensor.is_contiguous()
-
 
 @dataclass(frozen=True)
 class ScaledTensor:
@@ -66,18 +63,10 @@ class ScaledTensor:
     shared: frozenset[str] = frozenset()
     kind = StateKind.SCALED
 
-    def __post_init__(self) -> None:
-        assert all(part.is_contiguous() for part in self.components.values())
-        assert not self.fmt.copies[Orientation.ROWWISE].codes.encoding.bits == 4 or self.shard.origin[1] % 2 == 0
-
     @property
     def deferred(self) -> bool:
         """True if any scale needs amaxes from beyond a tile."""
-        return any(self.is_later(copy) for copy in self.fmt.copies.values())
-
-    def is_later(self, copy: OrientedCodes) -> bool:
-        """True if a scale of this copy needs amaxes from beyond a tile."""
-        return self.is_given(copy) or copy.amax is not None
+        return any(self.is_given(copy) or copy.amax is not None for copy in self.fmt.copies.values())
 
     def is_given(self, copy: OrientedCodes) -> bool:
         """True if the block scales of this copy need amaxes from beyond a tile."""
@@ -92,16 +81,16 @@ class StepParameter:
     """The tensors of a parameter that a step reads and writes.
 
     `stored`: tensors by role; without a master, the weight is read. `group`: number of its row of settings. `stream`:
-    the first of its random streams under the optimizer's seed: one per state, the master, and the weight. `key`,
-    `key_stream`: random words of a scaled weight without a master. `bounded`: see `numerics.adam.adam`.
+    the first of its random streams under the optimizer's seed: one per state, the master, and the weight. `rng_key`,
+    `weight_stream`: random bits of a scaled weight without a master. `bounded`: see `numerics.adam.adam`.
     """
 
     stored: Mapping[str, StoredTensor]
     rectangle: MatrixRegion
     group: int = 0
     stream: int = 0
-    key: int = 0
-    key_stream: int = 0
+    rng_key: int = 0
+    weight_stream: int = 0
     bounded: bool = False
     algorithm: Algorithm = Algorithm.ADAM
 
@@ -126,8 +115,6 @@ class StepParameter:
         """Tensors stored in components, by role."""
         return {role: tensor for role, tensor in self.stored.items() if isinstance(tensor, ScaledTensor)}
 
-
-# Settings ---------------------------------------------------------------------------------------------------------
 
 SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
                    "ratio", "share", "kept", "nesterov")  # fmt: skip

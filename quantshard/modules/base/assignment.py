@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError, warn_once
+from quantshard.errors import CheckpointError, UnsupportedOperationError, warn_once
 from quantshard.modules.base import initialization
 from quantshard.modules.base.state_dict import state_keys
 from quantshard.tensor import components
@@ -95,16 +95,6 @@ def finish_loading(module: Any) -> None:
     for buffer in module.buffers(recurse=False):
         if not getattr(buffer, LOADED, False):
             buffer.zero_()
-
-
-def check_no_attribute_hides(module: Any, prefix: str) -> None:
-    """Raise ConfigurationError if a plain attribute hides an entry of the state dict."""
-    hiding = _attributes_in_the_way(module)
-    if hiding:
-        raise ConfigurationError(
-            f"{prefix}{hiding[0]} was set to a tensor, which changes nothing of the weight that it belongs to: delete "
-            "that attribute, and load a state dict, or set it to an nn.Parameter(..., requires_grad=False)"
-        )
 
 
 def _attributes_in_the_way(module: Any) -> list[str]:

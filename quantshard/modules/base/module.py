@@ -258,8 +258,8 @@ class QuantizedModule(nn.Module):
         return chain(super().named_buffers(*args, **kwargs), state_dict.component_buffers(self))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        assignment.check_no_attribute_hides(self, prefix)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # `save_weights` replaces the weights, so detaching them here would be wasted
+        super()._save_to_state_dict(destination, prefix, keep_vars=True)
         state_dict.save_weights(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(

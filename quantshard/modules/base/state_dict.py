@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
@@ -49,8 +49,15 @@ def component_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_weights(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    """Add the components of all weights to a state dict."""
+    """Put the components of all weights in the place of the weights, and detach the module's other entries."""
     MISMATCHES.settle()
+    if not keep_vars:
+        params = module.named_parameters(recurse=False, remove_duplicate=False)
+        # without the placeholders of `component_buffers`
+        buffers = nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
+        for name, value in (*params, *buffers):
+            if name not in module._weights and prefix + name in destination:
+                destination[prefix + name] = value.detach()
     for name in module._weights:
         for suffix, value in state_keys(module, name).items():
             # masters detect writes by the version counter, which a DTensor's `detach` does not share

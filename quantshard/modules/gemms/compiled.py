@@ -18,6 +18,7 @@ from quantshard.modules.gemms import functional, operators
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
+from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -84,6 +85,8 @@ def call_operator(
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
         layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
     weights = [weight for layer in layers for weight in layer.weights]
+    # Dynamo compiles again when an observer starts or stops
+    facts["is_observed"] = observation.active is not None
     key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
     full_name = f"{name}_recording" if context.counts_calls(first.setting) else name
     outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(

@@ -94,7 +94,7 @@ class StepStructure:
     `dtype`: dtype of the weights, nominal if they are quantized. `record`: whether amaxes are recorded (in training).
     `setting`: name of the autocast setting. `normalization`, `zero_centered_gamma`: normalization before the first
     layer. `activation`: activation between two layers. `activation_storage`: storage format of the activation's inputs
-    that are kept for backward.
+    that are kept for backward. `is_observed`: an observer receives the operands, so the layers stay an operator.
     """
 
     layers: tuple[LayerStructure, ...]
@@ -105,6 +105,7 @@ class StepStructure:
     zero_centered_gamma: bool = False
     activation: str = ""
     activation_storage: str = HIGH_PRECISION
+    is_observed: bool = False
     stored: tuple[tuple[QuantSpec, Shard], ...] = ()
 
     @property

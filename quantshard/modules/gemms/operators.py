@@ -247,8 +247,8 @@ def _backward_shapes(*arguments: Any) -> list[Tensor]:
     return fakes
 
 
-TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS") == "1"
-"""Whether compiled graphs contain the insides of operators that do not record. Not yet run on a GPU."""
+TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS", "1") == "1"
+"""Whether compiled graphs contain the insides of operators that do not record."""
 
 # Tracing -------------------------------------------------------------------------------------------------------------
 
@@ -256,10 +256,11 @@ TRACES_KERNELS = os.environ.get("QUANTSHARD_TRACE_KERNELS") == "1"
 def _traced(body: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor] | None:
     """Run the body of an operator while AOTAutograd traces, so that the graph has its insides.
 
-    Return None if the graph should have the operator as it is: without `TRACES_KERNELS`, without kernels, or if a size
-    is symbolic.
+    Return None if the graph should have the operator as it is: without `TRACES_KERNELS`, without kernels, with an
+    observer, or if a size is symbolic.
     """
-    if not TRACES_KERNELS:
+    key = arguments[3]
+    if not TRACES_KERNELS or structure_of(key).is_observed:
         return None
     tensors = [item for argument in arguments for item in (argument if isinstance(argument, list) else [argument])]
     values = [item for item in tensors if isinstance(item, Tensor)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quantshard import private_torch
+from quantshard.collectives.flags import PendingFlag
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules.contexts import context
+from quantshard.modules.graphs import attention_masks
+from quantshard.modules.graphs.comparison import StepTimer, counted_operations, warn_of_operations
 from quantshard.modules.graphs.recorder import (
     GraphAddresses,
     GraphRecorder,
@@ -34,6 +39,9 @@ StepContext = Callable[[], AbstractContextManager[Any]]
 
 WARMUP = 2
 """Eager steps before a capture, which compile kernels and let FSDP2 record the order of its all-gathers."""
+
+MOST_COMPILING = 8
+"""Maximum number of additional eager steps while torch.compile still compiles something in each step."""
 
 MOST_GRAPHS = 8
 """Maximum number of graphs; each has its own memory."""
@@ -70,6 +78,10 @@ class StepGraph:
     model's GPU. New shapes, dtypes or constants get another graph, after two or three more eager steps. Results are
     copies too, detached from autograd.
 
+    Compiled layers are captured as they are, after a step in which nothing is compiled any more. The first steps are
+    compared: a captured step must run the products and attention calls of the eager step before it, and a warning says
+    if not, or if replays are slower.
+
     A graph repeats device work and runs no Python: host values that the step reads (`if loss > 3`, a schedule's
     numbers) stay as they were at the capture. Schedulers must write into the learning rates, which `capturable=True`
     makes tensors. Forward and backward must be in the same step, under FSDP2 together with all their all-gathers. Only
@@ -100,6 +112,7 @@ class StepGraph:
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
+        self._eager_steps: dict[Any, EagerStep] = {}
         self._replays: dict[Any, StepReplay] = {}
         self._warned = self._has_captured = False
         if enabled:
@@ -131,22 +144,30 @@ class StepGraph:
         arguments = args, dict(sorted(kwargs.items()))
         key = around, kind_of("StepGraph", arguments, _tensor_kind)
         replay = self._replays.get(key)
-        if replay is None and self._is_to_be_eager(key, arguments):
-            return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
-        if replay is None:
-            check_autocast_cache("StepGraph")
-            step, static = self._step, copied(arguments, self._device)
+        if replay is not None:
+            return replay(list(tensors_in(arguments)))
+        eager_step = self._eager_steps.setdefault(key, EagerStep(self._device))
+        if self._is_to_be_eager(key, arguments, eager_step):
+            return eager_step(lambda: copied(_run(self._step, around, *copied(arguments, self._device)), self._device))
+        check_autocast_cache("StepGraph")
+        step, static = self._step, copied(arguments, self._device)
+        is_violated = torch.zeros((), dtype=torch.bool, device=self._device)
 
-            def work() -> Any:
+        def work() -> Any:
+            with attention_masks.as_in_eager_steps(list(tensors_in(static))) as flags, counted_operations() as counts:
                 # detached, or the results would keep the autograd graph alive
-                return mapped(_run(step, around, *static), Tensor.detach)
+                results = mapped(_run(step, around, *static), Tensor.detach)
+            warn_of_operations(eager_step.operations, counts)
+            for flag in flags:
+                is_violated.logical_or_(flag)
+            return results
 
-            launch = _recorded(work, self._model, self._device)
-            replay = StepReplay(launch, list(tensors_in(static)), self._device, self._model, self._optimizers)
-            self._replays[key], self._has_captured = replay, True
-        return replay(list(tensors_in(arguments)))
+        launch = _recorded(work, self._model, self._device)
+        facts = list(tensors_in(static)), self._device, self._model, self._optimizers, eager_step.timer, is_violated
+        self._replays[key], self._has_captured = StepReplay(launch, *facts), True
+        return self._replays[key](list(tensors_in(arguments)))
 
-    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]]) -> bool:
+    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]], last: EagerStep) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
         has_all_graphs = len(self._replays) >= MOST_GRAPHS
         has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
@@ -161,9 +182,11 @@ class StepGraph:
             )
         if has_all_kinds:
             self._eager.clear()
+            self._eager_steps.clear()
         count = self._eager.get(key, 0)
+        is_compiling = last.has_compiled and count < WARMUP + MOST_COMPILING
         # an eager step allocates the optimizer's state for its graph, so there must be one between two captures
-        if count >= WARMUP and not self._has_captured and not has_all_graphs:
+        if count >= WARMUP and not self._has_captured and not has_all_graphs and not is_compiling:
             return False
         self._eager[key], self._has_captured = count + 1, False
         return True
@@ -173,6 +196,7 @@ class StepGraph:
         no graph contains its collectives."""
         self._replays.clear()
         self._eager.clear()
+        self._eager_steps.clear()
         self._has_captured = False
 
     def __enter__(self) -> StepGraph:
@@ -240,11 +264,33 @@ def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -
     return launch
 
 
+class EagerStep:
+    """What the last eager step for one kind of arguments did, to compare a captured step with.
+
+    Attributes:
+        operations: its products and attention calls.
+        has_compiled: torch.compile compiled something in it.
+        timer: its device time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.operations, self.has_compiled, self.timer = Counter[str](), False, StepTimer(device)
+
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        """Run an eager step."""
+        before = private_torch.num_compilations()
+        with counted_operations() as self.operations:
+            results = self.timer.run_eager(step)
+        self.has_compiled = private_torch.num_compilations() != before
+        return results
+
+
 class StepReplay:
     """The graph for one kind of arguments, and the facts it relies on.
 
     Replays neither read nor write tensors that moved after the capture, and would not report that, so the addresses are
-    compared. `launch`: replays the graph. `static`: the tensors that it reads the arguments from.
+    compared. `launch`: replays the graph. `static`: the tensors that it reads the arguments from. `is_violated`: bool
+    scalar, set by a replay with several sequences in a row (`attention_masks`).
     """
 
     def __init__(
@@ -254,8 +300,11 @@ class StepReplay:
         device: torch.device,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
+        timer: StepTimer,
+        is_violated: Tensor,
     ) -> None:
-        self._launch, self._static, self._device = launch, static, device
+        self._launch, self._static, self._device, self._timer = launch, static, device, timer
+        self._is_violated, self._sent = is_violated, PendingFlag(is_violated)
         self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
         self._optimizers = [(item, _group_facts(item), _state_addresses(item)) for item in optimizers]
         self._model, self._is_training, self._count = model, model.training, 0
@@ -273,13 +322,21 @@ class StepReplay:
         for static, value in zip(self._static, tensors, strict=True):
             # copies from the host block, so that the caller can overwrite the batch
             static.copy_(value)
-        result = copied(self._launch(), self._device)
+        result = copied(self._timer.run_replay(self._launch), self._device)
         # checked after the launch, while the GPU works
         if (changed := self._changed()) is not None:
             raise ConfigurationError(
                 f"StepGraph: {changed} since the capture, and steps until now used the old one; change values in place "
                 "(lr.fill_(1e-4)), or call close() before the change"
             )
+        if self._count % EVERY == 1:
+            # copied to the host some replays ago, so that reading it does not wait
+            if self._sent:
+                raise ConfigurationError(
+                    "StepGraph: rows contain several sequences, unlike in the eager steps, and recent replays ignored "
+                    "it; pass position_ids as an argument of the step"
+                )
+            self._sent = PendingFlag(self._is_violated)
         return result
 
     def _changed(self) -> str | None:

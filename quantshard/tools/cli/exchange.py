@@ -12,6 +12,7 @@ import typer
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.manifest import FileEntry
 from quantshard.checkpoints.disk.store import is_taken, local, locate
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -27,6 +28,7 @@ from quantshard.tools.terminal import inputs, outputs
 from quantshard.tools.terminal.screen import say, transfer_bar
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.initialization import config_of_run, recipe_of_files, settings_of, tokenizer_of_run
+from quantshard.tools.trainer.run_dir import RunDir, run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
@@ -48,6 +50,17 @@ RECIPE = typer.Option(
     show_default=False,
 )
 LOSSY = typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
+
+
+def existing_checkpoint(path: str, what: str = "a checkpoint") -> str:
+    """Return `path` if it exists and is not the folder of a run."""
+    inputs.existing(path, what)
+    if "://" not in path and (Path(path) / "config.toml").is_file() and not is_complete(path):
+        run = RunDir(Path(path))
+        steps = run.saved_steps()[0]
+        advice = f"name its last checkpoint, {run.checkpoint(steps[-1])}" if steps else "name a checkpoint of it"
+        raise ConfigurationError(f"{path} is the folder of a run, not a checkpoint; {advice}")
+    return path
 
 
 def export(
@@ -75,7 +88,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint's model as safetensors for other programs, one file at a time."""
-    inputs.existing(checkpoint, "a checkpoint")
+    existing_checkpoint(checkpoint)
     tokenizer: dict[str, bytes] = {}
     config_path: Any = None if config is None else inputs.existing(config, "a config.json or its folder")
     if config is None:
@@ -95,6 +108,8 @@ def export(
     for name, content in tokenizer.items():
         outputs.write_file(out / name, content)
     say(*result.lines(), *copied_lines([out / name for name in tokenizer]))
+    if config is None and not tokenizer and run_of_checkpoint(checkpoint) is not None:
+        say("no tokenizer was written: the run names none, so its tokens are bytes, or those of its token files")
 
 
 def import_(
@@ -144,7 +159,7 @@ def convert_te(
 ) -> None:
     """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):
-        inputs.existing(checkpoint, "a checkpoint")
+        existing_checkpoint(str(checkpoint))
     result = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
     say(*result.lines())
     say(f"wrote {out}")

@@ -29,10 +29,9 @@ from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.inspection import inspect as inspect_path
 from quantshard.readable import counted_name, human_bytes, pattern_groups
-from quantshard.tools.cli.exchange import CHECKPOINT
+from quantshard.tools.cli.exchange import CHECKPOINT, existing_checkpoint
 from quantshard.tools.cli.explain import WIDE
 from quantshard.tools.observe.table import plain_table
-from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, complain, say, say_whole, transfer_bar
 
 
@@ -46,7 +45,7 @@ def inspect(
 
     Safe for untrusted files: nothing in them is run.
     """
-    inspection = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
+    inspection = inspect_path(existing_checkpoint(path, "a checkpoint or safetensors files"), data)
     if json_:
         say_whole(inspection.to_json())
     else:
@@ -123,7 +122,7 @@ def verify(
 
     Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.
     """
-    inputs.existing(checkpoint, "a checkpoint")
+    existing_checkpoint(checkpoint, "a checkpoint")
     with transfer_bar("reading"):
         result = verify_checkpoint(checkpoint)
     if json_:
@@ -176,7 +175,7 @@ def diff(
     """
     try:
         for path in (checkpoint_a, checkpoint_b):
-            inputs.existing(path, "a checkpoint")
+            existing_checkpoint(path, "a checkpoint")
         comparison = compare(checkpoint_a, checkpoint_b)
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))

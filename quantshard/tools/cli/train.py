@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import Field, asdict, replace
 from pathlib import Path
@@ -22,13 +23,14 @@ from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
 from quantshard.tools.trainer.settings.config import (
     KINDS,
     TrainSettings,
+    check_applicable,
     from_mapping,
     merged_values,
     read_settings_file,
@@ -102,7 +104,8 @@ def train(
         inputs.existing(config, "a TOML file of settings")
         content = read_settings_file(config, follow=True)
     folder = RunDir(run)
-    exists = auto_resume and (folder.is_begun() or launch.is_other_worker())
+    # only rank 0 of a launcher creates the run
+    exists = auto_resume and (folder.is_begun() or os.environ.get("RANK", "0") != "0")
     values = merged_values(flag_values, from_mapping(content, str(config)))
     if not exists:
         file_values = {name: value for name, value in values.items() if name not in flag_values}
@@ -113,6 +116,7 @@ def train(
     settings = TrainSettings(**(values if exists else defaults | model_values))
     if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
+        check_applicable(flag_values, settings)
     settings = settings.resolved()
     decided = (*values, *(STATE_SETTINGS if values.get("preset") == FLOAT32_STATES else ()))
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
@@ -203,7 +207,7 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
     processes = processes or mesh_processes or int(launched["processes"])
     launch.check_processes(processes)
-    settings, _ = worker.check_resumed(folder, order, settings, processes)
+    settings = worker.check_resumed(folder, order, settings, processes)
     # If the data have moved, the workers get the new paths.
     if worker.recorded_data(settings, corpus).table() != corpus:
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
@@ -313,7 +317,7 @@ def tokenize(
     text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
     for name, value in text_options.items():
         check_value(name, value, KINDS[name])
-    sources = find(paths, data_format, data_split)
+    sources = distinct(find(paths, data_format, data_split))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):

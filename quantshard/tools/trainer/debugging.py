@@ -54,15 +54,11 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     """
     location = Path(inputs.existing(source, "a run, or a checkpoint of one"))
     is_run = "://" not in source and (location / "config.toml").is_file()
-    if is_run:
-        run = RunDir(location)
-    elif "://" in source or (location.is_dir() and is_complete(source)):
-        owner = run_of_checkpoint(source)
-        if owner is None:
-            raise ConfigurationError(f"{source} is not in a run's folder; name RUN/checkpoints/step-...")
-        run = owner
-    else:
-        raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
+    run = RunDir(location) if is_run else run_of_checkpoint(source)
+    if run is None or not (is_run or "://" in source or is_complete(source)):
+        raise ConfigurationError(
+            f"{source} is no run, and no complete checkpoint of one; name RUN/checkpoints/step-..."
+        )
     settings, _, corpus = run.read_config()
     if not any(layer_recipe.table for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values()):
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")

@@ -1,10 +1,8 @@
 """Starts the ranks of a run on this machine with torchrun's agent, and ends them cleanly.
 
-The agent is driven through its Python API instead of the torchrun command, for clearer output. A failing rank ends the
-run with one line that names the rank instead of many tracebacks. Ctrl-C and SIGTERM let the ranks finish their step and
-save. If this process is killed, the ranks notice and exit (see `die_with_parent`).
-
-Under torchrun, or any launcher that sets RANK, nothing is started: the process is already one of several.
+The agent is driven through its Python API: a failing rank ends the run with one line that names the rank, and Ctrl-C
+and SIGTERM let the ranks finish their step and save. Under torchrun, or any launcher that sets RANK, nothing is
+started: the process is already one of several.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -54,32 +52,19 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeou
 
 
 class LaunchError(QuantshardError):
-    """A rank of the run failed; the message is the one line to show.
+    """A rank of the run failed, or the run was stopped before it could save; the message is the one line to show.
 
     `crashed`: the rank failed unexpectedly, not with one of quantshard's own errors.
     """
 
-    def __init__(self, message: str, crashed: bool) -> None:
+    def __init__(self, message: str, crashed: bool, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.crashed = crashed
-
-
-class RunStoppedError(QuantshardError):
-    """The run was stopped at a time when it could not save. `exit_code`: exit code of the command."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+        self.crashed, self.exit_code = crashed, exit_code
 
 
 def is_worker() -> bool:
     """Return True if a launcher (torchrun, or a SLURM script) started this process as one of several."""
     return "RANK" in os.environ
-
-
-def is_other_worker() -> bool:
-    """Return True if this process is one of several and not rank 0."""
-    return is_worker() and os.environ["RANK"] != "0"
 
 
 def process_numbers() -> tuple[int, int, int]:
@@ -134,8 +119,7 @@ def launch(processes: int, arguments: list[str]) -> None:
             local_addr="localhost",
         )
         # before torch 2.12 the agent waits a fixed 30 s for workers to exit
-        parameters_of_agent = inspect.signature(LocalElasticAgent.__init__).parameters
-        has_timeout = "shutdown_timeout" in parameters_of_agent
+        has_timeout = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
         options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
         agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), **options)
         with _forwarded_signals(agent) as received:
@@ -148,10 +132,11 @@ def launch(processes: int, arguments: list[str]) -> None:
 def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[int]) -> None:
     code = INTERRUPTED if received[:1] == [signal.SIGINT] else 0
     if failures and len(received) > 1:
-        raise RunStoppedError("stopped at once by a second signal; steps since the last checkpoint are lost", code or 1)
+        lost = "steps since the last checkpoint are lost"
+        raise LaunchError(f"stopped at once by a second signal; {lost}", False, code or 1)
     error = _explain(failures) if failures else None
     if error and error.crashed and any(f.exitcode == -signal.SIGTERM for f in failures.values()):
-        raise RunStoppedError("stopped before training began; nothing was saved", code or 1)
+        raise LaunchError("stopped before training began; nothing was saved", False, code or 1)
     if error:
         raise error
     if code:
@@ -168,10 +153,8 @@ def _forwarded_signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
         kind = signal.SIGTERM if len(received) == 1 else signal.SIGKILL
         for worker in agent.get_worker_group().workers:
             if worker.id:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(int(worker.id), kind)
-                except ProcessLookupError:
-                    pass
 
     old_handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
@@ -183,57 +166,43 @@ def _forwarded_signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
     """Return the root cause: deliberate errors first, then crashes, then lost peers, which follow from either."""
-    reasons = []
+    reasons: list[tuple[int, float, int, str]] = []
     for rank, failure in failures.items():
         data: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         extra = data.get("extraInfo", {})
-        if message := str(data.get("message", "")):
-            reason = _FailureReason(extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, f": {message}")
+        if data.get("message"):
+            text = f": {data['message']}"
         elif failure.exitcode < 0:
-            reason = _FailureReason(_CRASHED, 0.0, rank, f" was killed by {failure.signal_name()}")
+            text = f" was killed by {failure.signal_name()}"
         else:
-            reason = _FailureReason(_CRASHED, 0.0, rank, f" ended with exit code {failure.exitcode}")
-        reasons.append(reason)
-    first = min(reasons)
-    if first.kind == _ON_PURPOSE and all(reason.what == first.what for reason in reasons):
+            text = f" ended with exit code {failure.exitcode}"
+        reasons.append((extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, text))
+    kind, _, rank, text = min(reasons)
+    if kind == _ON_PURPOSE and len({reason[-1] for reason in reasons}) == 1:
         # the same error on every failed rank: no single rank to name
-        return LaunchError(first.what.removeprefix(": "), crashed=False)
-    return LaunchError(f"process {first.rank}{first.what}", crashed=first.kind != _ON_PURPOSE)
-
-
-class _FailureReason(NamedTuple):
-    """Why a rank failed. Reasons sort by how likely they are the root cause."""
-
-    kind: int
-    time: float
-    rank: int
-    what: str
+        return LaunchError(text.removeprefix(": "), crashed=False)
+    return LaunchError(f"process {rank}{text}", crashed=kind != _ON_PURPOSE)
 
 
 # Code that runs in the started ranks
 
 
 def report_failure(error: BaseException, logs: Path) -> str:
-    """Report the failure of this rank to the launcher and return it as one line. A crash also writes its traceback to a
-    file in `logs`.
-
-    Errors that quantshard raises on purpose are complete in their message and write no traceback.
-    """
+    """Report the failure of this rank to the launcher and return it as one line. A crash, which is no error that
+    quantshard raises on purpose, also writes its traceback to a file in `logs`."""
     rank = os.environ.get("RANK", "0").replace("/", "_")
-    kind = _ON_PURPOSE if isinstance(error, QuantshardError) else _CRASHED
-    if isinstance(error, LostRankError) or (kind == _CRASHED and _LOST_PEER.search(str(error))):
-        kind = _FOLLOWS
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, QuantshardError):
-        message = " ".join(lines)
+        kind, message = _ON_PURPOSE, " ".join(lines)
     else:
-        file = logs / f"rank-{rank}.txt"
-        message = f"{type(error).__name__}: {lines[0]} (traceback: {file})"
-        try:
+        kind, file = _CRASHED, logs / f"rank-{rank}.txt"
+        message = f"{type(error).__name__}: {lines[0]}"
+        with suppress(ConfigurationError):
             content = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
             outputs.write_file(file, content, within=logs.parent)
-        except ConfigurationError:
-            message = f"{type(error).__name__}: {lines[0]}"
+            message += f" (traceback: {file})"
+    if isinstance(error, LostRankError) or (kind == _CRASHED and _LOST_PEER.search(str(error))):
+        kind = _FOLLOWS
     if target := os.environ.get(_ERROR_FILE):
         now = time.time()
         extra: dict[str, Any] = {"timestamp": str(int(now)), "time": now, "kind": kind, "py_callstack": ""}

@@ -1,11 +1,8 @@
 """The training loop that every rank of a run executes.
 
-A step is a pure function of the state and the step number. The batch, the learning rate and the seed of dropout follow
-from (settings, step); everything else is in the checkpoint. Killing a run and resuming it on as many ranks therefore
-reproduces the losses of an uninterrupted run bit for bit.
-
-Steps are numbered from 1. The line of a step is written to `metrics.jsonl` before the checkpoint of that step is
-started.
+A step is a pure function of the state and the step number, counted from 1. The batch, the learning rate and the seed of
+dropout follow from (settings, step); everything else is in the checkpoint. Killing a run and resuming it on as many
+ranks therefore reproduces the losses of an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
 from quantshard.checkpoints.conversions import RequantizedWarning
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.measurements import RunStatistics, StepProfile, flops_of_token, peak_of
+from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
@@ -82,7 +79,6 @@ class Trainer:
         init_from: str | None = "",
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
-        settings.check_ranks(place.ranks)
         run.follow(settings)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
         self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
@@ -96,14 +92,11 @@ class Trainer:
         if init_from == "" and configuration is not None:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
-        check_graphs(settings, place.device)
         self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
-        self._flops = flops_of_token(self.model, settings, configuration)
-        self._peak = peak_of(place.device, settings)
+        self._flops = flops_of_token(self.model, settings)
+        self._peak = peak_of(place.device)
         self.progress = Progress(settings, shown=place.rank == 0)
         self.trackers: list[Tracker] = []
-        if settings.peak_tflops and self._flops is None:
-            self.progress.note("MFU is not reported: the configuration of this model lacks sizes")
 
     @cached_property
     def manager(self) -> checkpoints.Manager:
@@ -126,10 +119,9 @@ class Trainer:
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
             raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
-        saved_step = restored.extra.get("step")
-        if type(saved_step) is not int or saved_step != restored.step:
+        if restored.extra.get("step") != restored.step:
             raise CheckpointError(
-                f"{restored.path}: its saved step is {saved_step!r:.100}, not {restored.step}; restore its name"
+                f"{restored.path} was saved after step {restored.extra.get('step')!r:.100}; restore its name"
             )
         self.loader.load_state_dict(restored.extra)
         return restored
@@ -142,14 +134,14 @@ class Trainer:
         statistics = RunStatistics(settings, self.model, self.optimizer, self.record_statistics, note, done)
         if done < settings.steps:
             self.sample(done)
-        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, note)
-        with statistics, closing(self.loader), self._graph, profile:
+        tracing = traced_steps(self.run, self.place.rank, self.place.device, settings.profile)
+        with statistics, closing(self.loader), self._graph, tracing as trace_step:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
-                statistics.stepped(loss, partial(self.passes, step))
+                statistics.stepped(loss, partial(self._passes_of, step))
                 seconds = time.perf_counter() - start
-                profile.step()
+                trace_step()
                 last = stop or step == settings.steps
                 heldout = self.evaluate_all() if _due(step, settings.eval_every) or step == settings.steps else {}
                 self.record(step, loss, norm, seconds, heldout)
@@ -157,8 +149,6 @@ class Trainer:
                     statistics.settle()
                     self.save(step)
                     last_saved = step
-                if not last and _due(step, settings.sample_every):
-                    self.sample(step)
                 if stop:
                     break
         self.manager.wait()
@@ -167,8 +157,7 @@ class Trainer:
             return
         if done < settings.steps:
             self.sample(last_saved)
-        suffix = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
-        note(f"done: {last_saved} steps{suffix}, saved in {self.run.checkpoint(last_saved)}")
+        note(f"done: {last_saved} of {settings.steps} steps, saved in {self.run.checkpoint(last_saved)}")
 
     # One step --------------------------------------------------------------------------------------------------------
 
@@ -204,11 +193,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return sums
 
-    def passes(self, step: int) -> Tensor:
-        """Run forward and backward of a step; return the mean loss of this rank's sequences, float64."""
+    def _passes_of(self, step: int) -> Tensor:
         return self._passes(self._seeded_batch(step))
 
     def _passes(self, batch: Tensor) -> Tensor:
+        """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64."""
         settings = self.settings
         total = torch.zeros((), dtype=torch.float64, device=batch.device)
         parts = batch.chunk(settings.parts(self.axes))
@@ -332,9 +321,6 @@ class Trainer:
         }
         if self._flops is not None and self._peak is not None:
             entry["mfu"] = tokens_per_s * self._flops / (self._peak * self.place.ranks)
-        if self.corpus.weights:
-            windows = self.windows.counts(settings.seed, step, settings.global_batch)
-            entry["source_tokens"] = [count * settings.seq_length for count in windows]
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
         for tracker in self.trackers:
@@ -360,13 +346,8 @@ class Trainer:
 
     def extra(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint records in addition to the model and the optimizer."""
-        settings = self.settings
-        tokens = step * settings.global_batch * settings.seq_length
-        return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
-
-    def save_to(self, path: str, step: int) -> None:
-        """Save a checkpoint to any path."""
-        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
+        tokens = step * self.settings.global_batch * self.settings.seq_length
+        return {**self.loader.state_dict(), "step": step, "recipe": self.settings.recipe, "tokens": tokens}
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -383,14 +364,6 @@ def _is_cut(grad: Tensor) -> bool:
         return False
     axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
     return any(name == TP and not placement.is_replicate() for name, placement in axes)
-
-
-def check_graphs(settings: TrainSettings, device: torch.device) -> None:
-    """Check that the device supports CUDA graphs if the settings enable them."""
-    if settings.cuda_graphs and device.type != "cuda":
-        raise ConfigurationError(
-            f"cuda_graphs = true needs a GPU, and this run is on {device.type}; give --no-cuda-graphs"
-        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -87,20 +86,12 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
     return settings.lr * (1 - (1 - floor) * done)
 
 
-def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:
-    """Yield warnings about parts of the schedule that the run will not reach, and, after a resume, about steps after
-    the end of the schedule. Both can be intended, for example if the run will be extended.
-
-    `settings`: resolved settings. `resumed_after`: last step before a resume.
-    """
-    steps, warmup, end = settings.steps, settings.warmup, settings.decay_steps
-    final_rate, last = learning_rate(settings, steps), max(end, warmup)
-    decays = settings.schedule != "constant"
-    if warmup > steps:
-        yield f"warmup = {warmup} is more than steps = {steps}: the learning rate ends at {final_rate:g}"
-    elif decays and end > steps:
-        yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {final_rate:g}"
-    if decays and last < steps and settings.lr_floor == 0:
-        yield f"decay_steps = {end}, lr_floor = 0: steps {last + 1} to {steps} have a learning rate of 0"
-    elif decays and resumed_after is not None and (first := max(last, resumed_after) + 1) <= steps:
-        yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {final_rate:g}"
+def schedule_warning(settings: TrainSettings) -> str:
+    """Return a warning if the schedule and the run end at different steps; otherwise an empty text. That can be
+    intended, for example if the run will be extended."""
+    steps = settings.steps
+    end = max(settings.warmup, steps if settings.schedule == "constant" else settings.decay_steps)
+    if end == steps:
+        return ""
+    rate = learning_rate(settings, steps)
+    return f"the schedule ends at step {end}, and the run at step {steps}, where the learning rate is {rate:g}"

@@ -1,8 +1,7 @@
 """Output of a run: progress on the terminal, and a log file per rank.
 
-Rank 0 prints lines. `logs/rank-N.log` has one line per message: time, "[rank
-N]", level, logger. Python warnings are included. The level comes from --log-level, then QUANTSHARD_LOG, then info. The
-terminal shows warnings, and lower levels only if a level was set explicitly.
+Rank 0 prints lines. `logs/rank-N.log` also has Python's warnings. Its level comes from --log-level, then
+QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if a level was set explicitly.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,7 @@ class Progress:
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Show a record of `metrics.jsonl`."""
-        if not self.shown:
-            return
-        if "heldout_loss" in entry or entry["step"] % self.settings.log_every == 0:
+        if self.shown:
             self._lines(step_line(entry, self.settings.steps))
 
     def moving(self, what: str) -> AbstractContextManager[None]:
@@ -64,7 +61,6 @@ VARIABLE = "QUANTSHARD_LOG"
 """Environment variable with the log level, used if the setting is "auto"."""
 
 _LOGGERS = ("quantshard", "py.warnings")
-_FORMAT = "%(asctime)s [rank %(rank)s] %(levelname)s %(name)s: %(text)s"
 _SHOWN_WARNING = "quantshard: WARNING: "
 """Prefix that `terminal.screen` gives Python warnings."""
 
@@ -80,65 +76,48 @@ def explicit_level(settings: TrainSettings) -> int | None:
 def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
     level = explicit_level(settings)
-    file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
+    path = run / "logs" / f"rank-{rank}.log"
+    file: logging.Handler
+    try:
+        outputs.append_text(path, "", within=run)
+        file = logging.FileHandler(path, encoding="utf-8")
+    except ConfigurationError as error:
+        file = logging.NullHandler()
+        complain(f"[rank {rank}] WARNING: {error}; nothing is logged there")
+    file.setFormatter(_LineFormatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         handlers.append(ScreenHandler(level or logging.WARNING))
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    old_states = [(logger.level, logger.propagate) for logger in loggers]
-    logging.captureWarnings(True)
-    for logger in loggers:
-        logger.setLevel(level or logging.INFO)
-        logger.propagate = False
-        for handler in handlers:
-            logger.addHandler(handler)
-    try:
-        yield
-    # the launcher shows one line of the error
-    except BaseException as error:
-        trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
-        file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
-        raise
-    finally:
-        logging.captureWarnings(False)
-        for logger, (level, propagates) in zip(loggers, old_states, strict=True):
-            logger.setLevel(level)
-            logger.propagate = propagates
+    with ExitStack() as stack:
+        stack.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
+        for logger in map(logging.getLogger, _LOGGERS):
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(setattr, logger, "propagate", logger.propagate)
+            logger.setLevel(level or logging.INFO)
+            logger.propagate = False
             for handler in handlers:
-                logger.removeHandler(handler)
-
-
-class RunFileHandler(logging.Handler):
-    """Appends to a log file of a run. If writing fails (e.g. a full disk), training continues and one warning is
-    shown."""
-
-    def __init__(self, file: Path, run: Path, rank: int) -> None:
-        super().__init__()
-        self.file, self.run, self.rank, self.has_failed = file, run, rank, False
-        self.setFormatter(logging.Formatter(_FORMAT))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        record.rank, record.text = self.rank, _text(record)
+                logger.addHandler(handler)
+                stack.callback(logger.removeHandler, handler)
+        stack.callback(file.close)
         try:
-            outputs.append_text(self.file, printable(self.format(record), but="\n\t") + "\n", within=self.run)
-        except ConfigurationError as error:
-            if not self.has_failed:
-                complain(f"[rank {self.rank}] WARNING: {error}; nothing more is logged there")
-            self.has_failed = True
+            yield
+        # the launcher shows one line of the error
+        except BaseException as error:
+            trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
+            file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
+            raise
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record).replace(_SHOWN_WARNING, "").strip(), but="\n\t")
 
 
 class ScreenHandler(logging.Handler):
-    """Shows records on standard error: warnings as they are, other levels with the rank. Progress notes are skipped,
-    because the progress output shows them already."""
+    """Shows records on standard error, except notes, which the progress output shows already."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line."""
-        if record.name == __name__:
-            return
-        grave = record.levelname if record.levelno >= logging.WARNING else f"[rank 0] {record.levelname.lower()}"
-        complain(f"{grave}: {_text(record)}")
-
-
-def _text(record: logging.LogRecord) -> str:
-    return record.getMessage().strip().removeprefix(_SHOWN_WARNING)
+        if record.name != __name__:
+            complain(f"{record.levelname}: {record.getMessage().strip().removeprefix(_SHOWN_WARNING)}")

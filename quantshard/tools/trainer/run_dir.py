@@ -1,26 +1,21 @@
 """A run's folder and the operations on it.
 
-    model/config.json         configuration of the model, if it is a transformers model
     config.toml               the settings; [launch]: how the run was last started; [corpus]: the data with digests
+    model/config.json         configuration of the model, if it is a transformers model
     tokens/                   token shards of data that had to be tokenized, unless another place was named
     metrics.jsonl             one JSON object per step
-    starts.jsonl              one JSON object per start or resume: versions, settings, and which weights were
-                              requantized
+    starts.jsonl              one per start or resume: settings, versions, and which weights were requantized
     samples.jsonl             generated texts, if enabled
-    statistics.jsonl          one JSON object per step with statistics or an alarm
-                              (docs/command-line.md#statistics-and-alarms)
+    statistics.jsonl          one per step with statistics or an alarm
     parameters.json           how each parameter is stored, as reported by `explain` at the last start
-    checkpoints/step-000050   the checkpoint after 50 steps; appears when complete
-                              (docs/checkpoints.md#checkpoints-of-a-run). The setting `checkpoints` moves them to
-                              another folder or URL, marked by `of-run.json`
-    logs/rank-1.log           log of a rank (trainer/progress.py)
-    logs/rank-1.txt           traceback of a failed rank
-    profile/rank-0.json       trace of some steps, if enabled; memory-rank-0.pickle: GPU memory
+    checkpoints/step-000050   the checkpoint after 50 steps; appears when complete. The setting `checkpoints` moves them
+                              to another folder or URL, marked by `of-run.json`
+    logs/                     rank-N.log: log of a rank; rank-N.txt: traceback of a failed rank
+    profile/                  traces and memory snapshots, if enabled
     tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
 
-Only rank 0 writes here, except for checkpoints and logs. Rank 0 holds a lock, so that two runs never share a folder.
-Files are replaced atomically. Links are refused (`terminal.outputs`). A checkpoint is
-removed only if the retention settings drop it, or if it is incomplete or damaged and its step is saved again.
+Only rank 0 writes here, except for checkpoints and logs. It holds a lock, so that two runs never share a folder. Files
+are replaced atomically, and links are refused (`terminal.outputs`).
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import FILE_BYTES, json_object, read_json, read_regular
+from quantshard.foreign import json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.tools.terminal import outputs
@@ -108,28 +103,19 @@ class RunDir:
 
     def check_new(self) -> None:
         """Refuse a folder that holds anything except tokens and what `withdraw` leaves."""
-        checkpoints, marks = self.path / _CHECKPOINTS, {ownership.LOCK_FILE, ownership.OWNER_FILE}
-        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= marks:
-            allowed.add(checkpoints)
-        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= allowed):
+        checkpoints = self.path / _CHECKPOINTS
+        allowed = {self.tokens, self.logs, self.model, checkpoints, self.path / ownership.LOCK_FILE}
+        if self.path.is_dir() and set(self.path.iterdir()) <= allowed and not any(checkpoints.glob("step-*")):
             return
-        advice = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
-        if not self.path.is_dir() or not self._has_checkpoint():
-            advice = "it holds no checkpoint, so remove it"
-        raise ConfigurationError(f"{self.path} exists: {advice}, or name another --run")
+        if os.path.lexists(self.path):
+            raise ConfigurationError(
+                f"{self.path} exists: go on with it by `quantshard resume {self.path}` or --auto-resume, remove it, or "
+                "name another --run"
+            )
 
     def is_begun(self) -> bool:
         """Return True if there is a run here, with or without a checkpoint."""
         return os.path.lexists(self.config)
-
-    def _has_checkpoint(self) -> bool:
-        # existing files block a new run even if their settings are damaged
-        with suppress(QuantshardError):
-            if self.is_begun():
-                self.read_config()
-            return bool(self.saved_steps()[0])
-        return False
 
     def create(
         self,
@@ -145,15 +131,11 @@ class RunDir:
         if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
             owner = self._marked() or "another run"
             raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
-        text = to_toml(settings, {"launch": launch, "corpus": corpus})
-        if len(text.encode()) > FILE_BYTES["run"]:
-            raise ConfigurationError(f"{self.config} cannot list {len(corpus['files'])} data files; join some")
         outputs.make_folder(self.path)
         if model is not None:
             self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
-        self._mark_place()
-        # last, because a folder with this file is a run
-        self.write(self.config, text)
+        # last, because a folder with config.toml is a run
+        self.write_config(settings, launch, corpus)
 
     def withdraw(self) -> None:
         """Undo `create` for a locked run that failed before its first step, so that the corrected command can use the
@@ -280,10 +262,9 @@ class RunDir:
         """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
         complete, incomplete = self.saved_steps()
         if not complete:
-            elsewhere = "" if isinstance(self.checkpoints, Path) else f" in {self.checkpoints}"
             raise ConfigurationError(
-                f"{self.path} has no complete checkpoint to go on from{elsewhere}; start again with `quantshard "
-                f"train --config {self.config} --run ANOTHER`"
+                f"{self.checkpoints} has no complete checkpoint; start again with `quantshard train --config "
+                f"{self.config} --run ANOTHER`"
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
 

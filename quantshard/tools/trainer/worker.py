@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import random
-import re
 import signal
 import sys
 from collections.abc import Callable, Collection
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from quantshard import checkpoints
 from quantshard.checkpoints import Restored
 from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
@@ -31,12 +31,12 @@ from quantshard.tools.observe import explain
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
-from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, check_graphs, describe_run
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models.model import ModelSpec
-from quantshard.tools.trainer.optimizer import shortfalls
+from quantshard.tools.trainer.optimizer import schedule_warning
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
+from quantshard.tools.trainer.settings.config import TrainSettings, check_applicable, from_mapping
 from quantshard.tools.trainer.settings.values import MeshSpec
 
 _log = logging.getLogger(__name__)
@@ -56,10 +56,9 @@ class WorkerJob:
         resume: continue from the last complete checkpoint.
         launched: `launch` started this worker, so exit when the launcher is gone.
         new: settings of a run that rank 0 creates first.
-        overrides: settings that `resume` changes. "data": look for the data there; "recipe": requantize the weights;
-            "preset": round masters and moments.
-        lossy: also requantize weights without masters.
+        overrides: settings that `resume` changes; a new "recipe" or "preset" converts what is loaded.
         copy_to: where to save the loaded state again; "" for nowhere.
+        lossy: also requantize weights without masters.
         restart: create the run or, if it exists, resume it with those settings of `new` that are in `given`.
         given: names of the settings that the user gave.
     """
@@ -84,7 +83,7 @@ class RunSetup:
         configuration: configuration of a transformers model, or None.
         existed, restores: whether the run existed before, and whether a checkpoint is loaded.
         requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
-        notes, warnings: messages for the user.
+        notes: messages for the user.
     """
 
     settings: TrainSettings
@@ -96,7 +95,6 @@ class RunSetup:
     requantize: bool = False
     lossy: bool = False
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 # Creating and changing a run ------------------------------------------------------------------------------------------
@@ -112,8 +110,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     # under torchrun some ranks are on other machines
     if kind == "cuda" and not launch.is_worker():
         check_local_gpu(processes - 1)
-    check_logs(settings)
-    check_graphs(settings, torch.device(kind))
+    check_requirements(settings)
     configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
@@ -125,7 +122,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     if settings.init_from:
         initialization.check(prepared.settings, model)
     settings, corpus = prepared.collected(run.tokens)
-    for warning in corpus.leaks():
+    if warning := corpus.leaks():
         screen.say(warning)
     data.Windows(corpus, settings.seq_length, settings.heldout)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
@@ -133,13 +130,12 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """Build the [launch] table of a run that starts now."""
-    # "4,2": 4 on the outermost level
-    openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    default = 1 if processes > 1 else os.cpu_count() or 1
+    openmp = os.environ.get("OMP_NUM_THREADS", "")
+    default = int(openmp) if openmp.isdecimal() else 1 if processes > 1 else os.cpu_count() or 1
     return {
         "processes": processes,
         "mesh": str(settings.axes(processes)),
-        "threads": settings.threads or (int(openmp) if re.fullmatch("[1-9][0-9]{0,2}", openmp) else default),
+        "threads": settings.threads or default,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -164,27 +160,22 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
         settings = replace(settings, mesh="", dp_replicate=1)
     result = replace(settings, **updates)
     result.check()
+    check_applicable(updates, result)
     return result.resolved()
 
 
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
     """Return the settings that `train --auto-resume` changes in an existing run; see `restarts.overrides`."""
-    before = run.read_config()[0]
-    # token folders made from texts that the same command names
+    before, compared = run.read_config()[0], set(given)
+    # tokens made from texts that the same command names; its data_format describes the texts
     folders = [folder for folder in (run.tokens.absolute(), before.token_cache) if folder]
-    derived = [
-        name
-        for name in _DATA
-        if any(Path(path).is_relative_to(folder) for path in getattr(before, name) for folder in folders)
-    ]
-    if derived:
-        # the flag describes the texts, not the tokens made from them
-        derived.append("data_format")
+    for name in _DATA:
+        if any(Path(path).is_relative_to(folder) for path in getattr(before, name) for folder in folders):
+            compared -= {name, "data_format"}
     if not new.vocabulary:
         # derived from the tokenizer, or by another release's rule
-        derived.append("vocabulary")
-    compared = [name for name in given if name not in derived]
-    prepared = Preparation(new).settings if _PREPARED.intersection(compared) else new
+        compared.discard("vocabulary")
+    prepared = Preparation(new).settings if _PREPARED & compared else new
     result = restarts.overrides(str(run.path), before, prepared, compared, processes)
     if new.checkpoints and "checkpoints" in given:
         # named explicitly, even if unchanged
@@ -192,16 +183,14 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
     return result
 
 
-def check_resumed(
-    run: RunDir, order: WorkerJob, before: TrainSettings, processes: int
-) -> tuple[TrainSettings, tuple[str, ...]]:
-    """Check that an existing run can continue on `processes` ranks; return its new settings, and a message for each
-    edited setting."""
-    edits = restarts.edited(str(run.config), before, run.read_starts())
+def check_resumed(run: RunDir, order: WorkerJob, before: TrainSettings, processes: int) -> TrainSettings:
+    """Check that an existing run can continue on `processes` ranks; return its new settings."""
+    restarts.check_edits(str(run.config), before, run.read_starts())
     settings = changed(before, order.overrides, processes)
     settings.check_ranks(processes)
-    check_logs(settings)
-    check_copy(order.copy_to)
+    check_requirements(settings)
+    if order.copy_to and is_taken(order.copy_to):
+        raise ConfigurationError(f"{order.copy_to} exists; name another folder with --copy-to")
     run.follow(settings)
     run.check_place("checkpoints" in order.overrides)
     if not order.restart:
@@ -210,20 +199,15 @@ def check_resumed(
     if (last := max(run.saved_steps()[0], default=0)) > settings.steps:
         steps = f"steps = {settings.steps} would end before it"
         raise ConfigurationError(f"{run.path} has a checkpoint of step {last}, and {steps}; give at least {last}")
-    return settings, edits
+    return settings
 
 
-def check_logs(settings: TrainSettings) -> None:
-    """Check the trackers and the log level of a run."""
+def check_requirements(settings: TrainSettings) -> None:
+    """Check that the machine has what the trackers, the log level and CUDA graphs of a run need."""
     trackers.check_trackers(settings)
-    trackers.check_account(settings)
     progress.explicit_level(settings)
-
-
-def check_copy(path: str) -> None:
-    """Refuse an existing `--copy-to` path."""
-    if path and is_taken(path):
-        raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
+    if settings.cuda_graphs and device_kind(settings.device) != "cuda":
+        raise ConfigurationError("cuda_graphs = true needs a GPU; give --no-cuda-graphs")
 
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
@@ -232,21 +216,13 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
         return
     is_of_bytes = not corpus.tokenizer and corpus.end_of_document == data.END_OF_DOCUMENT
     if not settings.tokenizer and not is_of_bytes:
-        raise ConfigurationError(
-            f"sample_tokens = {settings.sample_tokens}, but nothing says which tokenizer made the data; name it with "
-            "--tokenizer"
-        )
+        raise ConfigurationError("--sample-tokens needs the tokenizer of the data; name it with --tokenizer")
     data.load_tokenizer(settings.tokenizer, settings.end_of_document, corpus.tokenizer)
 
 
 def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
     """Find the data of a resumed run at the paths in its settings, and check that they are unchanged."""
     corpus = data.from_table(recorded)
-    if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
-        raise ConfigurationError(
-            f"config.toml: vocabulary = {settings.vocabulary}, but [corpus] has {corpus.vocabulary} tokens; restore "
-            "the file"
-        )
     check_sampling(settings, corpus)
     if settings.data:
         screen.say(f"reading the data of the run: {', '.join(settings.data[:_MAX_SHOWN])}")
@@ -273,7 +249,7 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
 
 def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: RunSetup) -> RunSetup:
     """Apply the changes of a resume to the setup of a run."""
-    settings, edits = check_resumed(run, order, before.settings, place.ranks)
+    settings = check_resumed(run, order, before.settings, place.ranks)
     started = how_started(settings, place.ranks)
     if not settings.threads and before.launched["processes"] == place.ranks and "threads" in before.launched:
         # the order of CPU sums depends on the number of threads
@@ -291,8 +267,9 @@ def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: Run
     if not complete:
         notes.append(f"{run.path} has no complete checkpoint, so it begins again")
     requantize, lossy = _requantization(run, order)
-    exists = (True, bool(complete), requantize, lossy)
-    return RunSetup(settings, started, corpus, before.configuration, *exists, tuple(notes), edits)
+    return RunSetup(
+        settings, started, corpus, before.configuration, True, bool(complete), requantize, lossy, tuple(notes)
+    )
 
 
 def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
@@ -356,7 +333,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
         trainer.progress.report(table.summary())
         _announce(setup, trainer, restored, saves=done < settings.steps or bool(order.copy_to))
         if order.copy_to:
-            trainer.save_to(order.copy_to, done)
+            checkpoints.save(order.copy_to, trainer.model, trainer.optimizer, trainer.extra(done))
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
         if settings.tensorboard or settings.wandb:
             # if a tracker fails to open, every rank raises
@@ -389,7 +366,7 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
     note(describe_run(setup.settings, trainer.corpus, trainer.place))
     for text in setup.notes:
         note(text)
-    for text in (*setup.warnings, *shortfalls(setup.settings, None if restored is None else restored.step)):
+    if text := schedule_warning(setup.settings):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)

@@ -7,11 +7,14 @@ import torch
 
 import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import modules
-from quantshard.compat.transformer_engine.arguments import ARGUMENTS
+from quantshard.compat.transformer_engine import arguments
+from quantshard.compat.transformer_engine.common import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.modules.attention import DotProductAttention as CoreAttention
 
 SHAPE = (7, 2, 96)
+APART = {*recipe.__all__, "make_graphed_callables"}  # tested in test_transformer_engine.py and test_graphs.py
+ARGUMENTS = {owner: table for owner, table in arguments.ARGUMENTS.items() if owner not in APART}
 
 
 def target_of(name):
@@ -135,7 +138,7 @@ def test_other_values_are_refused_by_name(owner, name):
         with pytest.raises(ConfigurationError) as caught:
             called(owner)(**{name: value})
         assert f"{owner}({name}=" in str(caught.value)
-        assert ARGUMENTS[owner][name].reason in str(caught.value)
+        assert ARGUMENTS[owner][name].instead in str(caught.value)
     default = ARGUMENTS[owner][name].default
     if default not in (True, 1):
         with pytest.raises(ConfigurationError):
@@ -162,13 +165,13 @@ def test_unknown_names_are_type_errors(owner):
     ("make", "message"),
     [
         (lambda: te.TransformerLayer(*REQUIRED["TransformerLayer"], layer_type="decoder"), "use 'encoder'"),
-        (lambda: te.TransformerLayer(*REQUIRED["TransformerLayer"], drop_path_rate=0.1), "no stochastic depth"),
-        (lambda: te.TransformerLayer(*REQUIRED["TransformerLayer"], window_size=(128, 0)), "no sliding window"),
-        (lambda: te.MultiheadAttention(96, 3, window_size=(0, 0)), "no sliding window"),
-        (lambda: te.MultiheadAttention(96, 3, attention_type="cross"), "no cross-attention"),
-        (lambda: te.DotProductAttention(3, 32, attn_mask_type="no_mask", window_size=(-1, 0)), "no sliding window"),
-        (lambda: te.DotProductAttention(3, 32, cp_group=object()), "context parallelism"),
-        (lambda: te.DotProductAttention(3, 32).set_context_parallel_group(object(), [0], None), "context parallelism"),
+        (lambda: te.TransformerLayer(*REQUIRED["TransformerLayer"], drop_path_rate=0.1), "drop_path_rate"),
+        (lambda: te.TransformerLayer(*REQUIRED["TransformerLayer"], window_size=(128, 0)), "sliding window"),
+        (lambda: te.MultiheadAttention(96, 3, window_size=(0, 0)), "sliding window"),
+        (lambda: te.MultiheadAttention(96, 3, attention_type="cross"), "cross-attention"),
+        (lambda: te.DotProductAttention(3, 32, attn_mask_type="no_mask", window_size=(-1, 0)), "sliding window"),
+        (lambda: te.DotProductAttention(3, 32, cp_group=object()), "each sequence whole"),
+        (lambda: te.DotProductAttention(3, 32).set_context_parallel_group(object(), [0], None), "each sequence whole"),
     ],
 )
 def test_refused(make, message):
@@ -181,7 +184,7 @@ def test_no_window_and_no_groups_are_accepted():
     for window in (None, (-1, -1), (-1, 0)):
         core = te.DotProductAttention(3, 32, window_size=window)
         assert torch.equal(core(q, q, q, window_size=window), CoreAttention(3, 32)(q, q, q))
-    with pytest.raises(ConfigurationError, match="no sliding window"):
+    with pytest.raises(ConfigurationError, match="sliding window"):
         core(q, q, q, attn_mask_type="no_mask", window_size=(-1, 0))
     core.set_context_parallel_group(None)
     core.set_tensor_parallel_group(None)

@@ -10,6 +10,7 @@ import torch
 import quantshard as qs
 import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import recipe
+from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.compat.transformer_engine.common import recipe as te_recipe
 from quantshard.errors import ConfigurationError
 
@@ -169,14 +170,19 @@ def test_availability_is_that_of_native_products(name: str) -> None:
     assert te.is_bf16_available() and te.is_bf16_available(return_reason=True) == (True, "")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in te_recipe.FIXED.items() for name in table])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in te_recipe.__all__ for name in ARGUMENTS.get(kind, {})]
+)
 def test_arguments_of_one_value(kind: str, name: str) -> None:
     """That value, and None, give the recipe without the argument; others are refused by name."""
     make = getattr(te_recipe, kind)
     plain = getattr(recipe, kind)()
-    for value in (te_recipe.FIXED[kind][name][0], None):
+    for value in (ARGUMENTS[kind][name].default, None):
         same = make(**{name: value})
         assert same == plain and hash(same) == hash(plain) and isinstance(same, make)
+    if ARGUMENTS[kind][name].default:
+        with pytest.raises(ConfigurationError, match=name):
+            make(**{name: False})
     for other in (7, "other", te_recipe.MMParams(use_split_accumulator=False)):
         with pytest.raises(ConfigurationError, match=rf"{kind}\({name}="):
             make(**{name: other})

@@ -1,4 +1,4 @@
-"""What `inspect` finds in safetensors files, whatever layout they are of, against counting by hand."""
+"""What `inspect` finds in safetensors files, whatever layout they are of."""
 
 from __future__ import annotations
 
@@ -15,54 +15,45 @@ from quantshard.interop.layouts.inspection import inspect
 from quantshard.tools.cli import app
 
 
-def layouts() -> dict[str, tuple[dict[str, torch.Tensor], str, tuple[int, int], float]]:
-    """Of each layout: tensors, what it is called, its shape and its largest scale."""
+def layouts() -> dict[str, tuple[dict[str, torch.Tensor], str, tuple[int, int]]]:
+    """Of each layout: tensors, what it is called and its shape."""
     e4m3 = torch.arange(256 * 200).remainder(256).to(torch.uint8).view(256, 200)
     e4m3[e4m3 & 127 == 127] = 0
     packed, codes = torch.full((64, 32), 0x7F, dtype=torch.uint8), e4m3.view(torch.float8_e4m3fn)
     blocks = torch.full((64, 4), 2.0).to(torch.float8_e4m3fn)
     e8m0 = torch.full((256, 7), 129, dtype=torch.uint8)
     return {
-        "HF block": ({"l.weight": codes, "l.weight_scale_inv": torch.full((2, 2), 4.0)}, "128x", (256, 200), 4.0),
-        "HF tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor(3.0)}, "a tensor", (256, 200), 3.0),
-        "CT tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor([3.0])}, "a tensor", (256, 200), 3.0),
-        "CT channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256, 1)}, "a row", (256, 200), 1.0),
-        "ModelOpt channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256)}, "a row", (256, 200), 1.0),
-        "CT MXFP8": ({"l.weight": codes, "l.weight_scale": e8m0}, "E8M0", (256, 200), 4.0),
-        "SGLang MXFP8": ({"l.weight": codes, "l.weight_scale_inv": e8m0}, "E8M0", (256, 200), 4.0),
+        "HF block": ({"l.weight": codes, "l.weight_scale_inv": torch.full((2, 2), 4.0)}, "128x", (256, 200)),
+        "HF tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor(3.0)}, "a tensor", (256, 200)),
+        "CT tensor": ({"l.weight": codes, "l.weight_scale": torch.tensor([3.0])}, "a tensor", (256, 200)),
+        "CT channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256, 1)}, "a row", (256, 200)),
+        "ModelOpt channel": ({"l.weight": codes, "l.weight_scale": torch.ones(256)}, "a row", (256, 200)),
+        "CT MXFP8": ({"l.weight": codes, "l.weight_scale": e8m0}, "E8M0", (256, 200)),
+        "SGLang MXFP8": ({"l.weight": codes, "l.weight_scale_inv": e8m0}, "E8M0", (256, 200)),
         "CT NVFP4": (
             {"l.weight_packed": packed, "l.weight_scale": blocks, "l.weight_global_scale": torch.tensor([8.0])},
             "E2M1, E4M3 a 1x16 block",
             (64, 64),
-            0.25,
         ),
         "ModelOpt NVFP4": (
             {"l.weight": packed, "l.weight_scale": blocks, "l.weight_scale_2": torch.tensor(0.125)},
             "E2M1, E4M3 a 1x16 block",
             (64, 64),
-            0.25,
         ),
-        "torchao": ({"l._weight_qdata": codes, "l._weight_scale": torch.ones(256, 1)}, "a row", (256, 200), 1.0),
+        "torchao": ({"l._weight_qdata": codes, "l._weight_scale": torch.ones(256, 1)}, "a row", (256, 200)),
     }
 
 
 @pytest.mark.parametrize("layout", layouts())
 def test_exported_files(tmp_path: Path, layout: str) -> None:
-    tensors, called, shape, largest = layouts()[layout]
+    tensors, called, shape = layouts()[layout]
     save_file(tensors, tmp_path / "a.safetensors")
     save_file({"norm.weight": torch.ones(5, dtype=torch.bfloat16)}, tmp_path / "b.safetensors")
     row, plain = inspect(tmp_path).rows
     assert row.quantized and called in row.format and row.shape == shape
-    assert row.scales == (largest, largest)
     assert row.bytes == sum(value.nbytes for value in tensors.values())
-    codes = next(iter(tensors.values()))
-    if shape == (64, 64):
-        assert (row.codes, row.saturated, row.zeros) == (4096, 4096, 0)
-    else:
-        values = codes.float().abs()
-        assert (row.zeros, row.saturated) == (int((values == 0).sum()), int((values == 448).sum()))
     assert (plain.name, plain.format, plain.quantized, plain.codes) == ("norm.weight", "bfloat16", False, None)
-    assert inspect(tmp_path / "a.safetensors", data=False).rows[0].codes is None
+    assert inspect(tmp_path / "a.safetensors").rows == (row,)
     result = CliRunner().invoke(app(), ["inspect", str(tmp_path)])
     assert result.exit_code == 0 and row.format in result.stdout
 

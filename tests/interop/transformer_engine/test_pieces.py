@@ -129,9 +129,7 @@ def test_blocks(golden: dict[str, Any], pow2: bool, kind: str) -> None:
     assert not differing(converted(alone, formats.FP8_128X128), wanted)
     other = columnwise.clone()
     other[3, 5] ^= 1
-    with pytest.raises(
-        InexactConversionError, match="its columnwise copy has other codes or scales, and fp8_128x128 has one copy"
-    ):
+    with pytest.raises(InexactConversionError, match="its rowwise and columnwise copies have different codes"):
         converted(blockwise(codes.shape, (codes, scales[0], other, scales[1]), True), formats.FP8_128X128)
 
 
@@ -210,7 +208,7 @@ def test_nvfp4(values: Tensor) -> None:
     with pytest.raises(InexactConversionError, match="blocks of 1x16 have different scales inside one of 16x16"):
         converted(nvfp4(parts), formats.NVFP4_16X16)
     for fmt, source in ((formats.NVFP4_BOTH, parts), (formats.NVFP4_16X16, both(values, formats.NVFP4_16X16))):
-        with pytest.raises(InexactConversionError, match="its two copies have different amaxes"):
+        with pytest.raises(InexactConversionError, match="its rowwise and columnwise copies have different amax"):
             converted(nvfp4(source, **{"columnwise amax": torch.tensor([9.0])}), fmt)
 
 
@@ -303,7 +301,7 @@ def test_some_shards_in_high_precision(values: Tensor) -> None:
             lambda p: mxfp8({"codes": p["codes"].short(), "scale_inv": p["scale_inv"]}),
             "are torch.int16 [256, 128], not",
         ),
-        (lambda p: per_tensor(p["codes"], torch.ones(2)), "its scale is not a scalar tensor"),
+        (lambda p: per_tensor(p["codes"], torch.ones(2)), "its Float8Tensor is damaged"),
         (lambda p: per_tensor(p["codes"], torch.ones(1), 9), "unknown TransformerEngine DType 9"),
         (lambda p: recorded("os.system"), "os.system is not a weight"),
         (lambda p: nvfp4(p["both"], **{"row scaled": True}), "it has row_scaled_nvfp4"),

@@ -181,13 +181,6 @@ def test_token_files_are_streams(tmp_path):
     assert Windows(corpus, 9, 0.0).sources[0].window(0, 2).tolist() == [70000, 0]
 
 
-@pytest.mark.parametrize("count", [6, 8, 0, -1])
-def test_a_header_that_contradicts_the_file_is_refused(tmp_path, count):
-    path = token_file(tmp_path / "headed.bin", range(7), "<u2", header(count))
-    with pytest.raises(ConfigurationError, match=rf"headed\.bin: the header counts {count} tokens, the file has 7"):
-        collect([path], like=Corpus((), vocabulary=300, end_of_document=0))
-
-
 def test_a_byte_order_mark_is_not_text(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffab".encode())
     (tmp_path / "b.txt").write_bytes("c\ufeff".encode())
@@ -202,20 +195,15 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
     like = Corpus((), vocabulary=300, end_of_document=0)
     bad = token_file(tmp_path / "bad.bin", [*range(300)] * 2000 + [300, 5])
-    with pytest.raises(ConfigurationError, match=r"bad\.bin: token 600000 is 300, but vocabulary = 300 .*--vocabulary"):
+    with pytest.raises(ConfigurationError, match=r"bad\.bin has the token 300, but vocabulary = 300 .*--vocabulary"):
         collect([bad], like=like)
     headed = token_file(tmp_path / "headed.bin", [1, 2, 301], "<u2", header(3))
-    with pytest.raises(ConfigurationError, match=r"headed\.bin: token 2 is 301"):
+    with pytest.raises(ConfigurationError, match=r"headed\.bin has the token 301"):
         collect([headed], like=like)
     (tmp_path / "odd.bin").write_bytes(b"abc")
     with pytest.raises(ConfigurationError, match=r"odd\.bin has 3 bytes, which is no whole number of tokens of uint16"):
         collect([str(tmp_path / "odd.bin")], like=like)
     assert collect([str(tmp_path / "odd.bin")], data_format="text").tokens == 4
-    later = token_file(tmp_path / "later.bin", [1] * 100)
-    windows = Windows(collect([later], like=like), 9, 0.0)
-    token_file(tmp_path / "later.bin", [999] * 100)
-    with pytest.raises(ConfigurationError, match=r"later\.bin has changed: from token 0 on it holds 999"):
-        windows.sources[0].window(0, 10)
 
 
 def test_text_needs_the_tokens_of_bytes(folder):
@@ -241,7 +229,6 @@ def test_sources_are_drawn_by_weight_on_any_number_of_processes(mixed):
     on_one = [windows.batch(7, step, 0, 12) for step in range(100)]
     of_second = [(batch[:, 1] >= 100).sum().item() for batch in on_one]
     assert abs(sum(of_second) / 1200 - 0.25) < 0.04  # three standard deviations
-    assert of_second == [windows.counts(7, step, 12)[1] for step in range(100)]
     assert torch.equal(torch.cat([windows.batch(7, 3, rank * 4, 4) for rank in range(3)]), on_one[3])
     assert max(batch.max().item() for batch in on_one) == 149 and windows.tokens == 2002
     heldout = windows.heldout(4)
@@ -307,7 +294,7 @@ def test_state_of_another_run_is_refused():
     loader = BatchLoader(torch.tensor, torch.device("cpu"), 6, {"seed": 1, "corpus": "x"})
     loader.load_state_dict({"step": 3, "recipe": "mxfp8"})  # of a release that said no more
     for other in ({"seed": 2}, {"corpus": "y"}):
-        with pytest.raises(CheckpointError, match="so it would go on with other data"):
+        with pytest.raises(CheckpointError, match="its data would differ"):
             loader.load_state_dict({"step": 3, "seed": 1, "corpus": "x"} | other)
 
 
@@ -324,10 +311,11 @@ def wait_until(true):
         gzip.compress(b"a text", mtime=0),
         b"PK\x03\x04\x14\x00\x08",
         "a text".encode("utf-16-le"),
+        "a text".encode("utf-16"),
         b"\x93NUMPY",
         b"text, and then " * 3000 + b"\xff",
     ],
-    ids=["gzip", "zip", "UTF-16", "NumPy", "later"],
+    ids=["gzip", "zip", "UTF-16-LE", "UTF-16", "NumPy", "later"],
 )
 def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content):
     """Named, in a folder, or held out; its bytes are data where that is asked for."""
@@ -336,18 +324,16 @@ def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content):
     odd.write_bytes(content)
     good.write_bytes(b"BZh" + b"a" * 65532 + "\u00e9".encode())  # a letter across the end of what is looked at
     for paths, heldout in (([str(odd)], []), ([str(odd.parent)], []), ([str(good)], [str(odd)])):
-        with pytest.raises(ConfigurationError, match=r"odd\.txt is no text in UTF-8; unpack it.*--data-format text"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"odd\.txt is (no text in UTF-8; unpack|in UTF-16; convert) it.*--data-format text",
+        ):
             collect(paths, heldout)
     assert collect([str(good)]).tokens == 65535 + 2 + 1
     assert collect([str(odd.parent)], data_format="text").tokens == len(content) + 1
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv"])
-def test_records_are_not_prose(tmp_path, suffix):
-    (tmp_path / f"a{suffix}").write_text('[{"text": "a"}]')
-    for path in (tmp_path, tmp_path / f"a{suffix}"):
-        with pytest.raises(ConfigurationError, match=rf"holds records \({suffix}\), .*\.jsonl.*--data-format text"):
-            collect([str(path)])
-    assert collect([str(tmp_path)], data_format="text").tokens == 16
-    (tmp_path / "a.py").write_text("a")
-    assert len(collect([str(tmp_path)]).documents) == 2
+def test_utf_16_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a text".encode("utf-16"))
+    with pytest.raises(ConfigurationError, match=r"a\.txt is in UTF-16; convert it to UTF-8"):
+        collect([str(tmp_path / "a.txt")])

@@ -91,6 +91,22 @@ def test_mistakes_name_themselves(run, tmp_path):
         invoke("export", run, "--layout", "plain", "--out", tmp_path / "out", "--names", tmp_path / "none.toml")
 
 
+def test_the_folder_of_a_run_is_not_a_checkpoint(run, tmp_path):
+    """Which checkpoint is meant is said."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-000100").symlink_to(run)
+    (tmp_path / "run/config.toml").write_bytes((run.parents[1] / "config.toml").read_bytes())
+    for command in (["inspect"], ["verify"], ["export", "--layout", "plain", "--out", tmp_path / "out"]):
+        code, _, (line,) = told(command[0], tmp_path / "run", *command[1:])
+        assert code == 1 and line.endswith("not a checkpoint; name its last checkpoint, "
+                                           f"{tmp_path}/run/checkpoints/step-000100"), line  # fmt: skip
+
+
+def test_a_model_of_bytes_has_no_tokenizer_to_export(run, tmp_path):
+    said = invoke("export", run, "--layout", "plain-bf16", "--out", tmp_path / "out")
+    assert "no tokenizer was written: the run names none" in said
+
+
 def test_lossy_from_the_command_line_says_so(run, tmp_path):
     said = invoke("export", run, "--layout", "hf-fp8", "--out", tmp_path / "out", "--lossy")
     assert "LOSSY: requantized 14 weights" in said
@@ -246,7 +262,6 @@ def test_what_is_no_size(text):
         ({"hidden_size": None}, "hidden_size is None, and must be given"),
         ({"vocab_size": "many"}, "vocab_size is 'many', and must be an integer from 1 to"),
         ({"head_dim": 33}, "an even head_dim"),
-        ({"num_key_value_heads": 3}, "kv_heads = 3 must divide"),
     ],
 )
 def test_configurations_that_are_refused(change, match):

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard import foreign
-from quantshard.foreign import FILE_BYTES, tomllib
+from quantshard.foreign import tomllib
 from quantshard.tools.trainer import launch, run_dir
 from quantshard.tools.trainer.restarts import differences
 from quantshard.tools.trainer.run_dir import RunDir, to_toml
@@ -55,7 +55,7 @@ CASES: list[tuple[Any, str]] = [
     ({"lr": "1" * 10**6}, r"lr = '1{20,30}\.\.\.1{20,30}' must be float"),
     ({"mesh": "tp=" + "9" * 5000}, r"mesh = .* must be text of at most 4096"),
     ({"mesh": "tp=" + "9" * 4000}, r"mesh = 'tp=9+\.\.\.9+': 'tp=9+\.\.\.9+' must be AXIS=SIZE"),
-    ({"mesh": "dp_shard=3,tp=2"}, r"heads = 2 cannot be divided|global_batch = 4 sequences cannot|too many"),
+    ({"mesh": "dp_shard=3,tp=2"}, r"global_batch = 4 cannot|too many"),
     ({"recipe": "\x1b[2J"}, r"unknown recipe '\\x1b\[2J'"),
     ({"recipe": "x" * 5000}, r"recipe = 'x+\.\.\.x+': must be text of 1 to 4096 characters"),
     ({"recipe": "*=" + "x" * 90}, r"unknown recipe 'x+'"),
@@ -143,8 +143,8 @@ def test_records_of_anybody_are_read(run: Path, sound: dict[str, Any]) -> None:
     ]
     folder.starts.write_bytes(b"\n".join(lines) + b"\n" + b'{"step": 1, "lo')
     assert folder.requantized() == (True, False)
-    assert differences(folder.read_starts()[-1].get("environment"), {"torch": "2"}) == ["torch was not set, is 2"]
-    assert differences(["\x1b"], {}) == [] and len(differences({"a": "x" * 10**6, "b": [[]]}, {})[0]) < 200
+    assert differences(folder.read_starts()[-1].get("environment"), {"torch": "2"}) == ["torch was None, is '2'"]
+    assert differences(["\x1b"], {}) == [] and len(differences({"a": "x" * 10**6}, {"a": 1})[0]) < 200
     folder.forget_after(1)
     assert folder.starts.read_bytes() == b"\n".join(lines[:-1]) + b"\n"
     folder.starts.unlink()
@@ -400,11 +400,3 @@ def test_every_setting_is_bounded() -> None:
             if kind.type in (int, float):
                 assert not kind.holds(wrong), field.name
     assert asdict(TrainSettings()).keys() == KINDS.keys()
-
-
-def test_more_files_than_a_configuration_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FILE_BYTES, "run", 1000)
-    (tmp_path / "text").write_text("0123456789" * 100)
-    answer = told("train", "--run", tmp_path / "r", "--data", tmp_path / "text")
-    refused(answer, r"r/config\.toml cannot list 1 data files; join some")
-    assert not (tmp_path / "r").exists()

@@ -21,7 +21,6 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tools.trainer import launch, trackers
 from quantshard.tools.trainer.data.sources import TextOptions, find, texts
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.commands import quantshard
 from tests.interop.layouts import models
 
@@ -128,14 +127,6 @@ def test_configurations_neither_run_code_nor_make_requests(requests: list[str]) 
 def test_configurations_of_too_many_layers(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.json: \w+ is \d+, and at most 1024 are built"):
         huggingface.described(LLAMA | change, "config.json")
-
-
-def test_models_of_too_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted while they are built, whatever field of the configuration asks for them."""
-    monkeypatch.setattr(huggingface, "_MOST_MODULES", 100)
-    with pytest.raises(ConfigurationError, match=r"^config\.json: its model has more than 100 modules$"):
-        huggingface.described(LLAMA | {"num_hidden_layers": 64}, "config.json")
-    assert huggingface.described(LLAMA | {"num_hidden_layers": 2}, "config.json")
 
 
 def test_an_alias_of_a_field_is_not_read() -> None:
@@ -273,10 +264,10 @@ def test_settings_of_wandb_in_a_folder_do_not_redirect_the_key(
     (tmp_path / folder).mkdir()
     file = tmp_path / folder / "settings"
     file.write_text("[default]\nentity = mine\nproject = p\n")
-    trackers.check_account(TrainSettings(wandb="p"))
+    trackers._check_wandb_settings(".")
     file.write_text(f"[default]\n{key} = http://127.0.0.1:9\n")
     with pytest.raises(ConfigurationError, match=rf"{folder}/settings sets '{key}'; delete it"):
-        trackers.check_account(TrainSettings(wandb="p"))
+        trackers._check_wandb_settings(".")
 
 
 TRACKED = """
@@ -285,18 +276,14 @@ from pathlib import Path
 from quantshard.tools.trainer import trackers
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-settings = TrainSettings(wandb="p")
-if sys.argv[1] == "online":
-    trackers.check_account(settings)
-else:
-    (tracker,) = trackers.open_trackers(settings, RunDir(Path(".")), 0)
-    tracker.metrics({"step": 1, "loss": 1.0})
-    tracker.close(failed=False)
+(tracker,) = trackers.open_trackers(TrainSettings(wandb="p"), RunDir(Path(".")), 0)
+tracker.metrics({"step": 1, "loss": 1.0})
+tracker.close(failed=False)
 """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", [pytest.param("online", marks=pytest.mark.exhaustive), "offline"])
+@pytest.mark.parametrize("mode", ["online", "offline"])
 def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode: str) -> None:
     """Git runs commands that the configuration of a repository names, and wandb asked git about the run's folder."""
     run, programs, log = tmp_path / "run", tmp_path / "programs", tmp_path / "log"
@@ -315,7 +302,7 @@ def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode:
         capture_output=True, text=True,
     )  # fmt: skip
     if mode == "online":
-        assert "no API key is configured" in done.stderr
+        assert "No API key configured" in done.stderr
     else:
         assert done.returncode == 0 and list(run.glob("wandb/offline-run-*")), done.stderr
     assert not log.exists(), log.read_text()

@@ -29,16 +29,16 @@ def test_understood(text, axes, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp=2", "'pp=2' must be AXIS=SIZE; use each of dp_replicate, dp_shard, ep, tp at most once"),
-        ("dp_shad=2", "did you mean 'dp_shard'? use each of dp_replicate"),
+        ("pp=2", "there is no axis 'pp'; write AXIS=SIZE with dp_replicate, dp_shard, ep, tp"),
+        ("dp_shrad=2", "there is no axis 'dp_shrad'; did you mean 'dp_shard'? write AXIS=SIZE"),
         ("dp_shard=2,tp=0", "'tp=0' must be AXIS=SIZE"),
-        ("tp=2,tp=2", "'tp=2' must be AXIS=SIZE; use each"),
+        ("tp=2,tp=2", "'tp=2' must be AXIS=SIZE, with each axis once"),
         ("dp_shard", "'dp_shard' must be AXIS=SIZE"),
         ("dp_shard=2;tp=2", "'dp_shard=2;tp=2' must be AXIS=SIZE"),
-        ("dp_shard=2,,tp=2", "'' must be AXIS=SIZE"),
+        ("dp_shard=2,,tp=2", "there is no axis ''"),
         ("dp_shard=-1", "'dp_shard=-1' must be AXIS=SIZE"),
         ("tp=1000000000", "'tp=1000000000' must be AXIS=SIZE"),
-        (" ", "'' must be AXIS=SIZE"),
+        (" ", "there is no axis ''"),
     ],
 )
 def test_refused_in_one_line(text, says):
@@ -47,22 +47,9 @@ def test_refused_in_one_line(text, says):
     assert says in str(caught.value) and repr(text) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"heads": 2}, r"heads = 2 cannot be divided evenly over tp = 4"),
-        ({"hidden": 90, "heads": 5}, "hidden = 90 cannot be divided evenly over tp = 4"),
-        ({"hidden": 96, "heads": 6}, "heads = 6 cannot be divided evenly over tp = 4"),
-        ({"kv_heads": 2}, "kv_heads = 2 cannot be divided evenly over tp = 4"),
-        ({"ffn": 202}, "ffn = 202 cannot be divided evenly over tp = 4"),
-        ({"ffn": 204, "recipe": "nvfp4"}, "ffn = 204 over tp = 4 .* is 51 each, .* a multiple of 8"),
-        ({"dp_replicate": 2}, r"dp_replicate = 2, but mesh = dp_shard=1,tp=4 has dp_replicate = 1"),
-    ],
-)
-def test_tensor_parallelism_must_divide(change, says):
-    with pytest.raises(ConfigurationError, match=says) as caught:
-        replace(TrainSettings(), mesh="tp=4", **change).check()
-    assert "\n" not in str(caught.value)
+def test_dp_replicate_is_given_once():
+    with pytest.raises(ConfigurationError, match=r"dp_replicate = 2, but mesh = dp_shard=1,tp=4; give it in"):
+        replace(TrainSettings(), mesh="tp=4", dp_replicate=2).check()
 
 
 def test_what_can_be_divided_is_not_refused():
@@ -76,7 +63,7 @@ def test_processes_must_be_the_product():
     settings = replace(TrainSettings(), mesh="dp_shard=2,tp=2")
     settings.check_ranks(4)
     for ranks in (1, 2, 3, 8):
-        with pytest.raises(ConfigurationError, match=f"dp_shard=2,tp=2 is of 4 processes, but .* says {ranks};"):
+        with pytest.raises(ConfigurationError, match=f"dp_shard=2,tp=2 is of 4 processes, but {ranks} are started"):
             settings.check_ranks(ranks)
 
 
@@ -84,7 +71,7 @@ def test_the_batch_is_divided_over_data_parallel_ranks():
     settings = replace(TrainSettings(), mesh="dp_shard=3,tp=2", global_batch=6)
     settings.check_ranks(6)
     assert settings.sequences_at_once(settings.axes(6)) == 2
-    with pytest.raises(ConfigurationError, match=r"over 3 data-parallel parts \(mesh = dp_shard=3,tp=2\) x micro"):
+    with pytest.raises(ConfigurationError, match=r"over 3 data-parallel processes x micro"):
         replace(settings, global_batch=8).check_ranks(6)
 
 
@@ -102,7 +89,7 @@ def test_sequence_parallelism_where_sequences_come_out_even(batch, mesh, asked, 
 
 def test_sequence_parallelism_that_cannot_be_is_refused_if_asked_for():
     settings = replace(TrainSettings(), global_batch=6, mesh="dp_shard=2,tp=2", sequence_parallel="on")
-    with pytest.raises(ConfigurationError, match=r"the 3 sequences of a micro-batch over tp = 2 .* a multiple of 4"):
+    with pytest.raises(ConfigurationError, match=r"the 3 sequences of a micro-batch over tp = 2; .* a multiple of 4"):
         settings.check_ranks(4)
     with pytest.raises(ConfigurationError, match="sequence_parallel = 'yes': choose one of: auto, on, off"):
         replace(settings, sequence_parallel="yes").check()

@@ -178,7 +178,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [None, 1e308, 5e-324])
+@pytest.mark.parametrize("value", [None, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1e308, 5e-324))])
 def test_any_number_is_a_figure(run: Path, value: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No figure of a record, however large, small or odd, ends a report or a watch; `None`: all of them in turn."""
     values = EXTREMES if value is None else (value,) * 12

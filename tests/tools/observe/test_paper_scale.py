@@ -26,10 +26,10 @@ from quantshard.formats import ALL, Format, Role
 from quantshard.recipe import MXFP8BlockScaling, Recipe, resolve
 from quantshard.tools.observe import Report, Row
 from quantshard.tools.observe.costs import SCALES_WARNING
+from tests.covering import by_turns
 from tests.pages import section
 from tests.tools.observe.fake import fake_rank, wrap
 from tests.tools.observe.test_plan import without_optimizer
-from tests.turns import by_turns
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, VOCABULARY = 8192, 28672, 80, 64, 8, 128256
 RANKS = 1024

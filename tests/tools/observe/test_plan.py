@@ -17,8 +17,8 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from quantshard.sharding import ceil_div
 from quantshard.tools.observe.costs import Row
+from tests.covering import by_turns
 from tests.tools.observe.fake import fake_rank, wrap
-from tests.turns import by_turns
 
 RECIPES: dict[str, str | Recipe] = {
     **{name: name for name in ("delayed", "current", "block", "mxfp8", "nvfp4", "bf16")},

@@ -221,6 +221,23 @@ def test_compiled_layers_are_seen():
     assert seen >= {(f"{name}.weight", role) for name in (1, 2) for role in ("input", "grad_output")}
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo's
+def test_compiled_layers_are_seen_in_sampled_steps():
+    """Graphs with the insides of layers are used in the other steps."""
+    pytest.importorskip("triton")
+    model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
+    compiled = torch.compile(model, backend="aot_eager")
+    torch._dynamo.reset()
+    with kernel_dispatch.kernels_only_on("cpu"), Statistics(model, None, every=2) as statistics:
+        for step in range(4):
+            with qs.autocast(recipe="current"):
+                compiled(tokens(step)).float().square().mean().backward()
+            statistics.step()
+        (sample,) = statistics.close()
+    assert sample.step == 4
+    assert {row.role for row in sample.rows if row.error.sqnr_db} >= {"input", "grad_output"}
+
+
 @pytest.mark.exhaustive
 def test_compiled_layers_in_high_precision_are_not_seen():
     """As docs/command-line.md#statistics-and-alarms says, and the warning of a step that shows nothing."""
@@ -263,14 +280,14 @@ class Operations(TorchDispatchMode):
 
 
 def counted(run):
-    """Python calls and operations, but for those of freeing what other tests left."""
+    """Python calls and operations."""
     calls = Counter()
 
     def profile(frame, event, _):
         if event == "call":
             calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
-    with without_garbage_collection(), Operations() as operations:
+    with Operations() as operations:
         sys.setprofile(profile)
         try:
             run()
@@ -279,8 +296,10 @@ def counted(run):
     return calls, operations.seen
 
 
+@without_garbage_collection()
 def test_a_step_that_is_not_sampled_makes_the_same_calls():
-    """Exactly: without statistics, with some that sample every tenth step, and after their end."""
+    """Exactly: without statistics, with some that sample every tenth step, and after their end. To free what other
+    tests left would be calls too."""
     model = perceptron()
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
 

@@ -8,27 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from quantshard import modules as layers
+from quantshard.compat.transformer_engine.arguments import supported
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe
 
 __all__ = ["make_graphed_callables"]
-
-_REFUSED = {
-    "calibrating": "train with delayed scaling instead",
-    "fp8_calibrating": "train with delayed scaling instead",
-    "_order": "callables run in the given order; capture each pipeline stage by itself",
-    "_num_layers_per_chunk": "leave it out",
-    "retain_graph_in_backward": "leave it out",
-    "_reuse_graph_input_output_buffers": "leave it out",
-    "_input_output_aliases": "leave it out",
-    "capture_stream": "leave it out",
-    "pre_warmup_hook": "run it before the call",
-    "post_warmup_hook": "run it after the call",
-    "capture_time_hooks": "register hooks after the capture",
-}
-_HINTS = ("_clone_param_grads_on_return",)
-"""Arguments without effect, because gradients are always cloned. Likewise `cache_quantized_params`: weights stored
-quantized are not quantized again, and others are quantized in each replay to the same codes."""
 
 
 def make_graphed_callables(
@@ -37,19 +21,13 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    *,
     fp8_enabled: bool | Sequence[bool] | None = None,
-    fp8_calibrating: bool | None = None,
     fp8_recipe: str | Recipe | None = None,
     fp8_group: dist.ProcessGroup | None = None,
-    fp8_weight_caching: bool | None = None,
     enabled: bool | Sequence[bool] | None = None,
-    calibrating: bool | None = None,
     recipe: str | Recipe | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
-    cache_quantized_params: bool | None = None,
-    _order: Any = None,
-    _num_layers_per_chunk: Any = None,
-    pool: Any = None,
     **others: Any,
 ) -> Any:
     """`quantshard.make_graphed_callables` with TransformerEngine's argument names.
@@ -58,32 +36,18 @@ def make_graphed_callables(
     TransformerEngine, GEMMs run in high precision unless `enabled`, which is a flag for all callables or a tuple of
     flags.
     """
-    others |= {
-        "fp8_calibrating": fp8_calibrating,
-        "calibrating": calibrating,
-        "_order": _order,
-        "_num_layers_per_chunk": _num_layers_per_chunk,
-    }
-    for name, value in others.items():
-        if name not in _REFUSED and name not in _HINTS:
-            raise TypeError(f"make_graphed_callables() got an unexpected keyword argument {name!r}")
-        if name in _REFUSED and value not in (None, False):
-            raise ConfigurationError(f"make_graphed_callables({name}={value!r}) is not supported: {_REFUSED[name]}")
-    pairs = {
-        "enabled": (enabled, fp8_enabled),
-        "recipe": (recipe, fp8_recipe),
-        "amax_reduction_group": (amax_reduction_group, fp8_group),
-    }
-    for name, (new, old) in pairs.items():
-        if new is not None and old is not None:
-            raise ConfigurationError(f"make_graphed_callables: give {name} or its old name, not both")
-    settings: dict[str, Any] = {name: old if new is None else new for name, (new, old) in pairs.items()}
+    new, old = (enabled, recipe, amax_reduction_group), (fp8_enabled, fp8_recipe, fp8_group)
+    if any(value is not None and old_value is not None for value, old_value in zip(new, old, strict=True)):
+        raise ConfigurationError("make_graphed_callables: give each argument by its old or its new name, not both")
+    enabled = fp8_enabled if enabled is None else enabled
     return layers.make_graphed_callables(
         modules,
         sample_args,
         num_warmup_iters,
         allow_unused_input,
         sample_kwargs,
-        **settings | {"enabled": False if settings["enabled"] is None else settings["enabled"]},
-        pool=pool,
+        enabled=False if enabled is None else enabled,
+        recipe=fp8_recipe if recipe is None else recipe,
+        amax_reduction_group=fp8_group if amax_reduction_group is None else amax_reduction_group,
+        **supported("make_graphed_callables", others),
     )

@@ -78,41 +78,22 @@ def get_default_recipe() -> Recipe:
 get_default_fp8_recipe = get_default_recipe
 
 
-Availability = tuple[bool, str]
-"""Whether a feature is native on the current device, and the reason if not (otherwise an empty string)."""
-
-
-def _native(recipe: str, return_reason: bool) -> bool | Availability:
+def _native(recipe: str, return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Return whether a recipe's GEMMs are native, and with `return_reason` also why not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path, reason = hardware.gemm_path(resolve(recipe).weight, device, resolve(recipe))
     is_native = path == "native"
     return (is_native, "" if is_native else reason) if return_reason else is_native
 
 
-def is_fp8_available(return_reason: bool = False) -> bool | Availability:
-    """Return whether FP8 GEMMs with one scale per tensor are native, and with `return_reason` also why not.
-
-    All recipes work on all devices. Without native support, GEMMs are emulated and slower than BF16.
-    """
-    return _native("current", return_reason)
-
-
-def is_mxfp8_available(return_reason: bool = False) -> bool | Availability:
-    """`is_fp8_available` for MXFP8."""
-    return _native("mxfp8", return_reason)
+# All recipes work on all devices; without native support, GEMMs are emulated and slower than BF16.
+is_fp8_available = partial(_native, "current")
+is_mxfp8_available = partial(_native, "mxfp8")
+is_fp8_block_scaling_available = partial(_native, "block")
+is_nvfp4_available = partial(_native, "nvfp4")
 
 
-def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Availability:
-    """`is_fp8_available` for FP8 in blocks."""
-    return _native("block", return_reason)
-
-
-def is_nvfp4_available(return_reason: bool = False) -> bool | Availability:
-    """`is_fp8_available` for NVFP4."""
-    return _native("nvfp4", return_reason)
-
-
-def is_bf16_available(return_reason: bool = False) -> bool | Availability:
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Return whether BF16 GEMMs are native. On a CPU, this is always True."""
     is_native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     reason = "" if is_native else f"{torch.cuda.get_device_name()} has no BF16"

@@ -34,7 +34,17 @@ from quantshard.tools.trainer.data.shards import (
     read_index,
     token_dtype,
 )
-from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, TextOptions, find, unreadable
+from quantshard.tools.trainer.data.sources import (
+    INDEX,
+    RAW,
+    SHARDS,
+    TEXT,
+    DataSource,
+    TextOptions,
+    distinct,
+    find,
+    unreadable,
+)
 from quantshard.tools.trainer.data.tokenizer import (
     BYTES_DIGEST,
     END_OF_DOCUMENT,
@@ -129,16 +139,13 @@ class Corpus:
         """Documents for evaluation only."""
         return self.documents[len(self.documents) - self.heldout_files :]
 
-    def leaks(self) -> list[str]:
-        """Return a warning if a document is both trained and evaluated on."""
-        trained = self.documents[: len(self.documents) - self.heldout_files]
-        paths = {document.line: document.path for document in trained if document.size}
-        leaked = [document for document in self.heldout if document.line in paths]
-        return [
-            f"WARNING: {document.path}, and {len(leaked) - 1} more, is evaluated on and trained on: its contents are "
-            f"those of {paths[document.line]}"
-            for document in leaked[:1]
-        ]
+    def leaks(self) -> str:
+        """Return a warning if a document is both trained and evaluated on; otherwise an empty text."""
+        trained = {document.line: document.path for source in self.sources for document in source if document.size}
+        leaked = next((document for document in self.heldout if document.line in trained), None)
+        if leaked is None:
+            return ""
+        return f"WARNING: {leaked.path} is evaluated on and trained on: {trained[leaked.line]} has the same contents"
 
     @property
     def tokens(self) -> int:
@@ -289,37 +296,22 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
 
 def _read(document: Document, vocabulary: int) -> Document:
     """Read a whole file for its digest, and check that each token is in the vocabulary."""
-    path, digest, remaining = document.path, hashlib.sha256(), document.size
+    path, digest, kind = document.path, hashlib.sha256(), TOKEN_DTYPES.get(document.dtype)
     try:
         with open_regular(path, follow=True) as file:
-            while remaining and (content := file.read(min(remaining, _CHUNK_BYTES))):
+            digest.update(file.read(document.header))
+            while content := file.read(_CHUNK_BYTES):
                 digest.update(content)
-                if document.dtype:
-                    _check_tokens(document, content, document.size - remaining, vocabulary)
-                remaining -= len(content)
-            changed = bool(remaining or file.read(1))
+                if kind is not None and (largest := int(np.frombuffer(content, kind).max())) >= vocabulary:
+                    raise ConfigurationError(
+                        f"{path} has the token {largest}, but vocabulary = {vocabulary} (read as {document.dtype}); "
+                        "name the right --tokenizer or --vocabulary"
+                    )
     except OSError as error:
         raise unreadable(path, error) from None
-    if changed:
-        raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
     if document.sha256 not in ("", digest.hexdigest()):
         raise ConfigurationError(f"{path}: its SHA-256 is not the one in {INDEX}; make the shards again")
     return replace(document, sha256=digest.hexdigest())
-
-
-def _check_tokens(document: Document, content: bytes, at: int, vocabulary: int) -> None:
-    """Check the tokens in a part of a file. `at`: offset of the part; like the header, a multiple of the token's
-    width."""
-    skipped = min(len(content), max(0, document.header - at))
-    kind = TOKEN_DTYPES[document.dtype]
-    tokens = np.frombuffer(content, kind, (len(content) - skipped) // kind.itemsize, skipped)
-    if tokens.size and int(tokens.max()) >= vocabulary:
-        wrong = int((tokens >= vocabulary).argmax())
-        position = (at + skipped - document.header) // kind.itemsize + wrong
-        raise ConfigurationError(
-            f"{document.path}: token {position} is {int(tokens[wrong])}, but vocabulary = {vocabulary} (read as "
-            f"{document.dtype}); name the right --tokenizer or --vocabulary"
-        )
 
 
 def _byte_order_mark(path: Path) -> int:
@@ -349,7 +341,7 @@ class Preparation:
 
     def __init__(self, settings: TrainSettings) -> None:
         options = (settings.data_format, settings.data_split)
-        self._sources = find(settings.data, *options)
+        self._sources = distinct(find(settings.data, *options))
         self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
         self._tokenizer, path, tokens = _checked_tokenizer(settings, [*self._sources, *self._heldout])
         vocabulary = settings.vocabulary
@@ -422,30 +414,20 @@ def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -
 def _find_tokenizer(
     settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
 ) -> _TokenizerOfData:
-    """Return the tokenizer of the settings, else that of the shards, else unknown or bytes."""
-
-    def load(path: str, end_of_document: str = "", digest: str = "") -> _TokenizerOfData:
-        tokenizer = load_tokenizer(path, end_of_document, digest)
-        digest, vocabulary = tokenizer.digest if path else "", tokenizer.vocabulary
-        return tokenizer, path, Corpus((), (), (), 0, digest, vocabulary, tokenizer.end_of_document)
-
-    if settings.tokenizer or settings.end_of_document:
-        return load(settings.tokenizer, settings.end_of_document)
-    if indices and indices[0][1].tokenizer != BYTES_DIGEST:
+    """Return the tokenizer of the settings, else that of the shards, else unknown (raw tokens) or bytes."""
+    path, end, digest = settings.tokenizer, settings.end_of_document, ""
+    if not path and not end and indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
-        copy = folder / TOKENIZER
-        if copy.is_dir() and not copy.is_symlink():
-            return load(str(copy), index.end_text, index.tokenizer)
-        if all(source.kind == SHARDS for source in sources):
-            return None, "", Corpus((), (), (), 0, index.tokenizer, index.vocabulary, index.end_of_document)
-        raise ConfigurationError(f"{folder} has no copy of its tokenizer; name the tokenizer with --tokenizer")
+        path, end, digest = str(folder / TOKENIZER), index.end_text, index.tokenizer
+        if Path(path).is_symlink():
+            raise ConfigurationError(f"{path} is a link; name the tokenizer with --tokenizer")
     raw = [source.path for source in sources if source.kind == RAW]
-    if not raw or indices:
-        return load("")
+    if path or end or indices or not raw:
+        tokenizer = load_tokenizer(path, end, digest)
+        digest = tokenizer.digest if path else ""
+        return tokenizer, path, Corpus((), (), (), 0, digest, tokenizer.vocabulary, tokenizer.end_of_document)
     if not settings.vocabulary:
-        raise ConfigurationError(
-            f"{raw[0]} holds tokens, and nothing says of which tokenizer; name it with --tokenizer, or --vocabulary N"
-        )
+        raise ConfigurationError(f"{raw[0]} holds tokens; name their tokenizer with --tokenizer, or --vocabulary N")
     if len(raw) < len(sources):
         raise ConfigurationError(f"{raw[0]} holds tokens, and other data are texts; name the tokenizer of both")
     return None, "", Corpus((), vocabulary=settings.vocabulary, end_of_document=0)

@@ -4,11 +4,9 @@
     00000.bin, 00001.bin      tokens, uint16 or uint32, little endian, as nanoGPT reads them
     tokenizer/                a copy of the tokenizer's files, so that the folder is complete
 
-Shards are written one after the other, each followed by a new index. A later call with the same source, tokenizer and
-options skips the documents of finished shards, so the result does not depend on interruptions.
-
-A folder is untrusted: the fields of the index are checked, files must be in the folder, and their lengths are compared.
-The reader of the contents checks their SHA-256.
+Each shard is followed by a new index. A later call with the same source, tokenizer and options skips the documents of
+finished shards, so the result does not depend on interruptions. A folder is untrusted: fields, file names and lengths
+are checked here, and SHA-256 by the reader of the contents.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ class ShardIndex:
             all(isinstance(text, str) for text in (*digests, self.end_text, *(shard.file for shard in self.shards)))
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (self.vocabulary, self.end_of_document, *counts))
             and all(_SHA256.fullmatch(digest) for digest in digests)
-            and len({shard.file for shard in self.shards if _SHARD.fullmatch(shard.file)}) == len(self.shards)
+            and all(_SHARD.fullmatch(shard.file) for shard in self.shards)
             and self.dtype in list(TOKEN_DTYPES)
             and self.end_of_document < self.vocabulary <= _MOST_TOKENS
         )
@@ -150,26 +148,20 @@ def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
 
 def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     """Return the dtype and the header length of a token file without an index. Files of llm.c have a header, those of
-    nanoGPT do not.
-
-    `dtype`: dtype that follows from the vocabulary, for files without a header.
-    """
+    nanoGPT do not. `dtype`: dtype that follows from the vocabulary, for files without a header."""
     header = 0
     try:
         with open_regular(path, follow=True) as file:
-            first, _, count = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+            magic = int.from_bytes(file.read(4), "little")
     except OSError as error:
         raise unreadable(path, error) from None
-    if first in _HEADERS and size >= _HEADER_BYTES:
-        dtype, header = _HEADERS[first], _HEADER_BYTES
+    if magic in _HEADERS and size >= _HEADER_BYTES:
+        dtype, header = _HEADERS[magic], _HEADER_BYTES
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
         raise ConfigurationError(
             f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; give the right --vocabulary "
             "(more than 65536: uint32)"
         )
-    actual = (size - header) // TOKEN_DTYPES[dtype].itemsize
-    if header and count != actual:
-        raise ConfigurationError(f"{path}: the header counts {count} tokens, the file has {actual}; make it again")
     return dtype, header
 
 
@@ -201,7 +193,7 @@ class ShardedSource:
             documents -= next(pieces)[1]
         # read before the folder is created, for errors of the source
         first = next(pieces, None)
-        if first is None and not index.documents:
+        if first is None and not index.shards:
             raise ConfigurationError(f"there is no text in {self.source.path}")
         outputs.make_folder(folder)
         try:
@@ -228,29 +220,24 @@ class ShardedSource:
 
     def _begun(self, folder: Path) -> ShardIndex:
         """Return the index of the shards that an earlier call has finished."""
-        tokenizer = self.tokenizer
-        new = ShardIndex(
-            self.key, tokenizer.digest, tokenizer.vocabulary, tokenizer.end_of_document, end_text(tokenizer),
-            token_dtype(tokenizer.vocabulary),
-        )  # fmt: skip
-        if not os.path.lexists(folder):
-            return new
-        if not folder.is_dir():
-            raise ConfigurationError(f"{folder} exists and is no folder; name another --out")
-        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-        if INDEX not in names:
-            if names - {"00000.bin"}:
-                raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
-            return new
-        index = read_index(folder, unfinished=True)
-        if index.key != self.key:
-            raise ConfigurationError(
-                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder"
-            )
-        index.sizes(folder)
-        if not index.complete:
-            screen.say(f"{folder} has {len(index.shards)} shards already; going on with the others")
-        return index
+        if os.path.lexists(folder / INDEX):
+            index = read_index(folder, unfinished=True)
+            if index.key != self.key:
+                raise ConfigurationError(
+                    f"{folder} holds tokens of other data, tokenizer or options; name another folder"
+                )
+            index.sizes(folder)
+            if not index.complete:
+                screen.say(f"{folder} has {len(index.shards)} shards already; going on with the others")
+            return index
+        # a first shard that was not finished may be there
+        if os.path.lexists(folder) and (
+            not folder.is_dir() or {path.name for path in folder.iterdir() if path.name[0] != "."} - {"00000.bin"}
+        ):
+            raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
+        tokenizer, vocabulary = self.tokenizer, self.tokenizer.vocabulary
+        end = tokenizer.end_of_document
+        return ShardIndex(self.key, tokenizer.digest, vocabulary, end, end_text(tokenizer), token_dtype(vocabulary))
 
     def _write_shard(self, path: Path, pieces: Iterator[tuple[str, bool]], bar: Progress, task: Any) -> ShardEntry:
         """Write documents until the shard is full."""
@@ -258,13 +245,7 @@ class ShardedSource:
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:
             while not is_end or characters < self.shard_bytes:
-                batch: list[tuple[str, bool]] = []
-                remaining = min(_AT_ONCE, self.shard_bytes - characters)
-                while not batch or remaining > 0:
-                    if (piece := next(pieces, None)) is None:
-                        break
-                    batch.append(piece)
-                    remaining -= len(piece[0])
+                batch = list(_first(pieces, min(_AT_ONCE, self.shard_bytes - characters)))
                 if not batch:
                     break
                 for ids, (text, is_end) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
@@ -272,10 +253,16 @@ class ShardedSource:
                     values[: len(ids)] = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
                     values[len(ids) :] = tokenizer.end_of_document
                     digest.update(values.data)
-                    try:
-                        file.write(values.data)
-                    except OSError as error:
-                        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
+                    file.write(values.data)
                     characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
                 bar.advance(task, sum(len(text) for text, _ in batch))
         return ShardEntry(path.name, tokens, documents, digest.hexdigest())
+
+
+def _first(pieces: Iterator[tuple[str, bool]], characters: int) -> Iterator[tuple[str, bool]]:
+    """Yield texts, at least one, until they have this number of characters."""
+    for piece in pieces:
+        yield piece
+        characters -= len(piece[0])
+        if characters <= 0:
+            return

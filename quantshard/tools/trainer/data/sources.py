@@ -15,8 +15,10 @@ import re
 import stat
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +39,6 @@ INDEX = "quantshard_tokens.json"
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
 }  # fmt: skip
-_RECORDS = {".json", ".csv", ".tsv"}
-"""Suffixes of text files that contain records, not prose."""
-
 _SAVED = ("state.json", "dataset_dict.json")
 _ABOUT = ("readme.md", "license", "license.md", "license.txt", "dataset_infos.json")
 """Files of a dataset repository that are not data."""
@@ -52,6 +51,7 @@ _LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 """Folders of Python's library that are left out of the default text."""
 
 _PIECE = 1 << 20
+_HEAD_BYTES = 1 << 16
 _ROWS = 1000
 
 
@@ -89,14 +89,18 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
         return [_source(library, TEXT, sorted(scripts, key=Path.as_posix))]
     sources = [_at(Path(path).absolute(), data_format, split) for path in paths]
     for source in sources if data_format == "auto" else ():
-        suffixes = {file.suffix.lower() for file, _ in source.files}
-        if source.kind == TEXT and suffixes <= _RECORDS:
-            raise ConfigurationError(
-                f"{source.path} holds records ({', '.join(sorted(suffixes))}), not prose; convert them to .jsonl, or "
-                "give --data-format text"
-            )
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
+    return sources
+
+
+def distinct(sources: list[DataSource]) -> list[DataSource]:
+    """Return the sources, after checking that no two contain the same file."""
+    counts = Counter(path for source in sources for path in ([file for file, _ in source.files] or [source.path]))
+    for path in [path for path, count in counts.items() if count > 1]:
+        raise ConfigurationError(
+            f"{path} is named twice; name it once, or set the share of each --data: --data-weights"
+        )
     return sources
 
 
@@ -155,10 +159,8 @@ def _source(path: Path, kind: str, files: Iterable[Path]) -> DataSource:
 
 
 def _kind(path: Path, data_format: str) -> str:
-    name = path.name.lower()
-    if data_format == "text":
-        return TEXT
-    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), TEXT)
+    suffixes = _SUFFIXES if data_format == "auto" else {}
+    return next((kind for suffix, kind in suffixes.items() if path.name.lower().endswith(suffix)), TEXT)
 
 
 def _length(path: Path) -> int:
@@ -191,14 +193,19 @@ def _files_below(folder: Path) -> list[Path]:
 def _check_text(path: Path) -> None:
     """Check that the start of a file is UTF-8, so that compressed or binary files are not trained on by mistake."""
     try:
-        with io.TextIOWrapper(open_regular(path, follow=True), encoding="utf-8") as file:
-            text = file.read(1 << 16)
-    except UnicodeDecodeError:
-        text = "\0"
+        with open_regular(path, follow=True) as file:
+            head = file.read(_HEAD_BYTES)
     except OSError as error:
         raise unreadable(path, error) from None
-    if "\0" in text:
-        raise ConfigurationError(f"the data file {path} is no text in UTF-8; unpack it, or give --data-format text")
+    try:
+        # a character may continue after the head
+        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD_BYTES)
+    except UnicodeDecodeError:
+        is_text = False
+    if not is_text:
+        is_utf_16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        problem = "is in UTF-16; convert it to UTF-8" if is_utf_16 else "is no text in UTF-8; unpack it"
+        raise ConfigurationError(f"the data file {path} {problem}, or give --data-format text")
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
@@ -266,11 +273,10 @@ def _lines(path: Path, field: str) -> Iterator[str]:
             where = f"{path}, line {number}"
             if len(line) > LINE_BYTES:
                 raise ConfigurationError(f"{where} has more than {LINE_BYTES} bytes")
-            if not line.strip():
-                continue
-            record = foreign.json_object(line.removeprefix(codecs.BOM_UTF8), where)
-            _check_column(record, where, field)
-            yield _checked_text(record[field], where, field)
+            if line.strip():
+                record = foreign.json_object(line.removeprefix(codecs.BOM_UTF8), where)
+                _check_column(record, where, field)
+                yield _checked_text(record[field], where, field)
 
 
 def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
@@ -287,12 +293,10 @@ def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
                 raise _no_split(source.path, options.split, map(shown, list(data)[:8]))
             data = data[options.split]
         _check_column(data.column_names, str(source.path), options.field)
-        row = 0
         # other columns, such as images, are not decoded
-        for batch in data.select_columns(options.field).iter(_ROWS):
-            for value in batch[options.field]:
-                yield _checked_text(value, f"{source.path}, row {row}", options.field)
-                row += 1
+        batches = (batch[options.field] for batch in data.select_columns(options.field).iter(_ROWS))
+        for row, value in enumerate(chain.from_iterable(batches)):
+            yield _checked_text(value, f"{source.path}, row {row}", options.field)
 
 
 def _check_column(names: Iterable[str], where: str, field: str) -> None:

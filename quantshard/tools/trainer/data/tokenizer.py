@@ -1,8 +1,7 @@
 """Converts texts to tokens and back: bytes by default, or a tokenizer of `tokenizers` or `transformers`.
 
-Tokenizer files are untrusted: they are read with a size limit, and a resumed run parses nothing before the digest is
-checked. No code from a folder runs (`trust_remote_code` stays off) and nothing is downloaded. Special tokens in a text
-are encoded as plain text; only quantshard inserts ends of documents.
+Tokenizer files are untrusted: a resumed run parses nothing before the digest is checked, no code from a folder runs,
+and nothing is downloaded. Special tokens in a text are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ BYTES_DIGEST = hashlib.sha256(b"bytes").hexdigest()
 """Digest of the byte tokenizer in the index of token shards."""
 
 FAST = "tokenizer.json"
-_MOST_TOKENS = 1 << 24
 SPECIAL = ("tokenizer_config.json", "special_tokens_map.json")
-_TOLD = 8
 
 
 class ByteTokenizer:
@@ -70,8 +67,6 @@ class LibraryTokenizer:
         self.backend, self.digest = backend, digest
         entries = backend.get_vocab(with_added_tokens=True)
         self.vocabulary = max(entries.values(), default=-1) + 1
-        if not 0 < self.vocabulary <= _MOST_TOKENS:
-            raise ConfigurationError(f"the tokenizer has {self.vocabulary} tokens; from 1 to {_MOST_TOKENS} may be")
         if end_of_document not in entries:
             hint = f"to end documents with; {meant(end_of_document, entries)}"
             raise ConfigurationError(f"the tokenizer has no token {end_of_document[:80]!r} {hint}")
@@ -135,10 +130,10 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
             f"{path} is not the tokenizer that the data were made with (SHA-256 {digest[:12]}...); name that one"
         )
     backend = _backend(path, contents)
-    return LibraryTokenizer(backend, end_of_document or end_token(path, contents, backend), actual)
+    return LibraryTokenizer(backend, end_of_document or end_token(path, contents), actual)
 
 
-def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
+def end_token(path: str, contents: Mapping[str, bytes]) -> str:
     """Return the eos_token in a tokenizer's files."""
     for name in SPECIAL:
         content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
@@ -146,10 +141,8 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
             return token
-    special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
-    hint = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
     raise ConfigurationError(
-        f"--tokenizer {path} has no eos_token in {SPECIAL[0]}; name it with --end-of-document TOKEN{hint}"
+        f"--tokenizer {path} has no eos_token in {SPECIAL[0]}; name it with --end-of-document TOKEN"
     )
 
 
@@ -161,32 +154,18 @@ def end_text(tokenizer: Tokenizer) -> str:
 
 
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
-    if FAST in contents:
-        tokenizers = library("tokenizers", f"the tokenizer {path}")
-        try:
+    try:
+        if FAST in contents:
             # reject malformed or deeply nested JSON before the library parses it
             json.loads(contents[FAST])
-            return tokenizers.Tokenizer.from_str(contents[FAST].decode("utf-8"))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # a Rust panic is not an Exception
-        except BaseException as error:
-            raise _no_tokenizer(path, error) from None
-    transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
-    try:
+            return library("tokenizers", f"the tokenizer {path}").Tokenizer.from_str(contents[FAST].decode("utf-8"))
+        transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
         with foreign.hub_offline():
             loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        backend = getattr(loaded, "backend_tokenizer", None)
-    # any file can be invalid in any way
-    except Exception as error:
-        raise _no_tokenizer(path, error) from None
-    if backend is None:
-        raise ConfigurationError(
-            f"--tokenizer {path}: {type(loaded).__name__} is not one of the tokenizers library; convert it to a {FAST}"
-        )
-    return backend
-
-
-def _no_tokenizer(path: str, error: BaseException) -> ConfigurationError:
-    line = " ".join(str(error).split())[:200] or type(error).__name__
-    return ConfigurationError(f"--tokenizer {path} cannot be read as a tokenizer: {line}")
+        return loaded.backend_tokenizer
+    except (ConfigurationError, KeyboardInterrupt, SystemExit):
+        raise
+    # any file can be invalid in any way, and a Rust panic is not an Exception
+    except BaseException as error:
+        line = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigurationError(f"--tokenizer {path} cannot be read as a tokenizer: {line}") from None

@@ -13,16 +13,12 @@ raises an error instead of crashing the process.
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,43 +26,15 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import open_regular
 from quantshard.tools.trainer.data.corpus import Corpus, Document
 from quantshard.tools.trainer.data.shards import TOKEN_DTYPES
 from quantshard.tools.trainer.data.sources import unreadable
 
 _ORDER_STREAM, _SOURCE_STREAM = 0, 2  # stream 1 is used by generated texts
 _WORDS = 1 << 32
-_MOST_OPEN = 64
 
 AHEAD = 2
 """The number of batches to prepare ahead."""
-
-
-class FileReader:
-    """Keeps recently read files open, so that a window is one system call. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Read bytes of a regular file from `offset`; fewer at the end of the file."""
-        with self._lock:
-            try:
-                if path not in self._files:
-                    self._files[path] = open_regular(path, follow=True)
-                self._files.move_to_end(path)
-                content = os.pread(self._files[path].fileno(), length, offset)
-            except OSError as error:
-                raise unreadable(path, error) from None
-            if len(self._files) > _MOST_OPEN:
-                self._files.popitem(last=False)[1].close()
-        return content
-
-    def __del__(self) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 class TokenStream:
@@ -77,7 +45,7 @@ class TokenStream:
     """
 
     def __init__(self, documents: Sequence[Document], corpus: Corpus, width: int, share: float) -> None:
-        self.documents, self.corpus, self.width, self._files = documents, corpus, width, FileReader()
+        self.documents, self.corpus, self.width = documents, corpus, width
         self._ends = list(accumulate(document.tokens for document in documents))
         self.tokens = self._ends[-1]
         num_heldout = self.tokens if share == 1 else max(width, round(self.tokens * share)) if share else 0
@@ -108,15 +76,13 @@ class TokenStream:
 
     def _read(self, document: Document, offset: int, length: int) -> Tensor:
         kind, size = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8)), document.itemsize
-        content = self._files.read(document.path, document.header + offset * size, length * size)
-        if len(content) != length * size:
+        try:
+            ids = np.fromfile(document.path, kind, length, offset=document.header + offset * size)
+        except OSError as error:
+            raise unreadable(document.path, error) from None
+        if len(ids) != length:
             raise ConfigurationError(f"the data file {document.path} became shorter than {document.size} bytes")
-        ids = torch.from_numpy(np.frombuffer(content, kind).astype(np.int64))
-        if document.dtype and int(ids.max()) >= self.corpus.vocabulary:
-            raise ConfigurationError(
-                f"the data file {document.path} has changed: from token {offset} on it holds {int(ids.max())}"
-            )
-        return ids
+        return torch.from_numpy(ids.astype(np.int64))
 
     def training(self, word: int) -> Tensor:
         """Return the window that a random 64-bit integer selects."""
@@ -165,11 +131,6 @@ class Windows:
         random_bits = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
         return [bisect_right(self._limits, word) for [word] in random_bits.tolist()]
 
-    def counts(self, seed: int, step: int, count: int) -> list[int]:
-        """Return the number of windows per source in a step's global batch."""
-        counter = Counter(self.chosen(seed, step, 0, count))
-        return [counter[source] for source in range(len(self.sources))]
-
     def heldout(self, most: int) -> Tensor:
         """Return at most `most` evenly spaced held-out windows, divided over sources by weight: int64 [n, seq_length +
         1]."""
@@ -192,11 +153,11 @@ def _apportioned(count: int, weights: Sequence[float]) -> list[int]:
 
 
 class BatchLoader:
-    """One rank's share of each step's batch, on its device.
+    """One rank's share of each step's batch, on its device; a thread prepares the next `AHEAD` batches.
 
     Args:
         make: pure function that returns the batch of a step.
-        device: destination of the batches; a GPU copies from pinned memory on a separate stream.
+        device: destination of the batches.
         last: last step that has a batch.
         identity: values that must match the state in a checkpoint: "seed" and "corpus".
 
@@ -209,38 +170,20 @@ class BatchLoader:
         self.make, self.device, self.last, self.identity = make, device, last, dict(identity)
         self.step, self.waited = 0, 0.0
         self._pool = ThreadPoolExecutor(1, "batches")
-        self._ready: deque[tuple[int, Future[tuple[Tensor, torch.cuda.Event | None]]]] = deque()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: dict[int, Future[Tensor]] = {}
 
     def batch(self, step: int) -> Tensor:
         """Return the batch of a step, and start to prepare the following ones."""
         start = time.perf_counter()
-        # out of order, e.g. after a restore
-        while self._ready and self._ready[0][0] != step:
-            self._ready.popleft()[1].cancel()
-        if not self._ready:
-            self._prepare(step)
-        batch, copy_done = self._ready.popleft()[1].result()
-        if copy_done is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(copy_done)
-            batch.record_stream(current)
+        steps = range(step, min(self.last, step + AHEAD) + 1)
+        self._ready = {n: self._ready.get(n) or self._pool.submit(self._host_batch, n) for n in steps}
+        batch = self._ready.pop(step).result().to(self.device, non_blocking=True)
         self.step, self.waited = step, time.perf_counter() - start
-        last_prepared = self._ready[-1][0] if self._ready else step
-        for next_step in range(last_prepared + 1, min(self.last, step + AHEAD) + 1):
-            self._prepare(next_step)
         return batch
 
-    def _prepare(self, step: int) -> None:
-        self._ready.append((step, self._pool.submit(self._made, step)))
-
-    def _made(self, step: int) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _host_batch(self, step: int) -> Tensor:
         batch = self.make(step)
-        if self._stream is None:
-            return batch.to(self.device), None
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            device_batch = batch.pin_memory().to(self.device, non_blocking=True)
-            return device_batch, self._stream.record_event()
+        return batch.pin_memory() if self.device.type == "cuda" else batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the last step, and what determines the order of the data."""
@@ -251,8 +194,8 @@ class BatchLoader:
         for name, value in self.identity.items():
             if state.get(name, value) != value:
                 raise CheckpointError(
-                    f"the checkpoint was saved by a run with {name} = {str(state[name])[:80]}, and this one has "
-                    f"{value}, so it would go on with other data"
+                    f"the checkpoint was saved by a run with {name} = {str(state[name])[:80]}, not {value}; its data "
+                    "would differ"
                 )
         self.step = int(state["step"])
 

@@ -1,15 +1,11 @@
 """The built-in language model: a decoder over tokens, made of quantshard's modules.
 
-    tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
-
 Two architectures: "llama" (RMSNorm, SwiGLU, rotary positions, no biases) and "gpt" (LayerNorm, GELU, learned positions,
-biases). The recipe quantizes the weights of the layers; embeddings, head and norms stay in high precision. All
-parameters have one dtype, because FSDP2 requires one dtype per group. In a mixture of experts (Shazeer et al., 2017,
-arXiv:1701.06538), a router in high precision chooses the experts of each token.
+biases). The recipe quantizes the weights of the layers; embeddings, head and norms stay in high precision. In a mixture
+of experts (Shazeer et al., 2017, arXiv:1701.06538), a router in high precision chooses the experts of each token.
 
-Tensor parallelism shards the layers. Embeddings and head are replicated over tp, so that its ranks have the same logits
-and loss: the byte vocabulary (257) is prime, and a padded table would differ from the table of one process. Sequence
-parallelism divides the sequences of the batch between the embedding and the head.
+Tensor parallelism shards the layers. Embeddings and head are replicated over tp, because the byte vocabulary (257) is
+prime. Sequence parallelism divides the sequences of the batch between the embedding and the head.
 """
 
 from __future__ import annotations
@@ -174,7 +170,7 @@ class LanguageModel(nn.Module):
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
         layer_recipe, settings = self.recipes[number], self.settings
         with nullcontext() if layer_recipe is self.recipes[0] else autocast(recipe=layer_recipe):
-            if self.training and settings.recompute == "layer" and number % settings.recompute_every == 0:
+            if self.training and settings.recompute == "layer":
                 has_dropout = settings.dropout > 0
                 run = _by_recipe(layer, layer_recipe) if settings.compile else layer
                 out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=has_dropout)

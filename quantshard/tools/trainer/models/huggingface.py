@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from quantshard import checkpoints, foreign, private_torch
-from quantshard.errors import ConfigurationError, meant
-from quantshard.foreign import FieldReader, shown
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import FieldReader
 from quantshard.interop.conversion.convert import ConversionReport, convert
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.layouts.files import read_layout_json
@@ -36,7 +34,7 @@ from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer.data.sources import library
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
-_MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
+_MOST_LAYERS = 1 << 10
 _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 """Names of fields that count modules, from which configurations themselves build lists."""
 
@@ -71,43 +69,36 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     transformers = library("transformers", f"the model of {where}")
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
-    model_types = list(transformers.CONFIG_MAPPING)
-    if kind not in model_types:
-        hint = meant(kind, model_types) or "is this a model's configuration?"
-        raise ConfigurationError(
-            f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint.strip()}"
-        )
     config_fields = {name: value for name, value in _checked(content, where).items() if name not in _READ}
+    names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
-    names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     try:
-        with foreign.hub_offline(), _module_limit(where):
+        with foreign.hub_offline():
             config = transformers.AutoConfig.for_model(kind, **config_fields)
             if causal:
                 _check_decoder(config, where)
             model_class: Any = getattr(transformers, names[0], None) if names else None
             is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-            is_model = is_model and (not causal or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel")))
-            auto = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
-            with _default_dtype(getattr(torch, dtype)), torch.device("meta"):
-                model: nn.Module = (model_class if is_model else auto)(config)
+            if not is_model or (causal and not model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))):
+                model_class = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+            return _on_meta(model_class, config, getattr(torch, dtype))
     except ConfigurationError:
         raise
     # a field of a wrong type can raise any exception in transformers
     except Exception as error:
         line = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigurationError(f"{where}: transformers cannot build it: {line:.300}") from None
-    return model
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the dtype of new parameters temporarily; rotary tables name float32 explicitly."""
+def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Build a model with parameters of a dtype; rotary tables name float32 explicitly."""
     old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        yield
+        with torch.device("meta"):
+            model: nn.Module = model_class(config)
+            return model
     finally:
         torch.set_default_dtype(old_dtype)
 
@@ -137,22 +128,6 @@ def _checked(value: Any, where: str, name: str = "") -> Any:
     return value
 
 
-@contextmanager
-def _module_limit(where: str) -> Iterator[None]:
-    """Refuse to build more than `_MOST_MODULES` modules, whatever configuration field requests them."""
-    numbers = itertools.count(1)
-
-    def count(*arguments: Any) -> None:
-        if next(numbers) > _MOST_MODULES:
-            raise ConfigurationError(f"{where}: its model has more than {_MOST_MODULES} modules")
-
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def converted(
     content: Mapping[str, Any], where: str, recipes: LayerRecipes, causal: bool = False
 ) -> tuple[nn.Module, ConversionReport | None]:
@@ -167,10 +142,7 @@ def converted(
     try:
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
-        way_out = f"; --recipe {HIGH_PRECISION} converts nothing" if list(recipes.patterns) == ["*"] else ""
-        # in the terms of the settings
-        message = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))
-        raise ConfigurationError(f"{where}: {message}{way_out}") from None
+        raise ConfigurationError(f"{where}: {error}") from None
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
@@ -178,22 +150,14 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if re.fullmatch(r"(?:[^.]*[^.\d][^.]*\.)*\d+", name)]
 
 
-def recompute_layers(model: nn.Module, every: int) -> None:
-    """Recompute every `every`-th layer in backward; 0: none."""
-    if not every:
-        return
-    layers = repeated_layers(model)
+def recompute_layers(model: nn.Module) -> None:
+    """Recompute all layers in backward."""
     old_name = "gradient_checkpointing_enable"
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigurationError(f"recompute = 'layer': {error}") from None
-    recomputable = [layer for layer in layers if hasattr(layer, "gradient_checkpointing")]
-    if not recomputable:
-        raise ConfigurationError(f"recompute = 'layer': transformers has no such layers in {type(model).__name__}")
-    for number, layer in enumerate(recomputable):
-        layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
 
 
 # Values
@@ -265,8 +229,8 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
 
 def _skeleton(model: Any) -> Any:
     """Build the model's unsharded twin from its configuration on the meta device."""
-    with foreign.hub_offline(), _default_dtype(model.dtype), torch.device("meta"):
-        return type(model)(model.config)
+    with foreign.hub_offline():
+        return _on_meta(type(model), model.config, model.dtype)
 
 
 @torch.no_grad()

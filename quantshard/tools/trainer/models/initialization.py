@@ -14,7 +14,7 @@ from torch import nn
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk.commit import is_complete
-from quantshard.errors import CheckpointError, ConfigurationError, meant
+from quantshard.errors import ConfigurationError, meant
 from quantshard.foreign import FieldReader, shown
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
@@ -83,8 +83,8 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if not Path(model).exists() and Path(model).name == model:
         raise ConfigurationError(
-            f"model = {shown_value(model)} is neither a folder or config.json, nor one of the known sizes; "
-            f"{meant(model, SIZES)}there are {', '.join(SIZES)}"
+            f"model = {shown_value(model)} is no folder or config.json; {meant(model, SIZES)}known sizes are "
+            f"{', '.join(SIZES)}"
         )
     huggingface.read_configuration(model)
     # flags only, because the file of a run contains all settings
@@ -157,11 +157,7 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
     """Compare safetensors with the run's model on the meta device, before anything is allocated; one process."""
     source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
     if not _is_checkpoint(source):
-        try:
-            check_safetensors(source, model)
-        except CheckpointError as error:
-            hint = "sizes: --hidden, --layers, ..." if settings.is_by_sizes else "names and sizes: those of --model"
-            raise CheckpointError(f"{error}; --init-from must match this model's {hint}") from None
+        check_safetensors(source, model)
 
 
 def _is_checkpoint(source: str) -> bool:
@@ -286,13 +282,9 @@ def config_of_run(checkpoint: str) -> dict[str, Any] | None:
 def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
     """Return the tokenizer files, by name, of the run that owns a checkpoint; empty without a run or tokenizer."""
     run = run_of_checkpoint(checkpoint)
-    if run is None:
-        return {}
-    settings, _, corpus = run.read_config()
-    if not settings.tokenizer:
-        return {}
-    contents = tokenizer_contents(settings.tokenizer)
-    if tokenizer_digest(contents) != corpus.get("tokenizer"):
+    settings, _, corpus = (TrainSettings(), None, {}) if run is None else run.read_config()
+    contents = tokenizer_contents(settings.tokenizer) if settings.tokenizer else {}
+    if contents and tokenizer_digest(contents) != corpus.get("tokenizer"):
         raise ConfigurationError(
             f"{settings.tokenizer} is not the tokenizer that the run was started with; name the right one by --config"
         )

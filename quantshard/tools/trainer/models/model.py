@@ -103,18 +103,15 @@ class ModelSpec:
         size = fields.integer("vocab_size", 1, 1 << 40)
         if size is None:
             raise fields.wrong("vocab_size", "given")
-        if size < tokens:
+        if size < tokens or (size != tokens and not settings.vocabulary):
             raise ConfigurationError(
-                f"model = {where} has {size} tokens, fewer than the {tokens} of the data; name its own --tokenizer"
+                f"model = {where} has {size} tokens, and the data {tokens}; name its --tokenizer, or give --vocabulary "
+                f"{tokens} for bytes"
             )
         longest = huggingface.longest_sequence(self.configuration)
         if longest is not None and longest < settings.seq_length:
             raise ConfigurationError(
                 f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens"
-            )
-        if size != tokens and not settings.vocabulary:
-            raise ConfigurationError(
-                f"there is no tokenizer in model = {where}; name a --tokenizer, or give --vocabulary {tokens} for bytes"
             )
 
     def converted(
@@ -126,7 +123,8 @@ class ModelSpec:
         if self.configuration is not None:
             recipes = LayerRecipes.parse(settings.recipe)
             model, report = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
-            huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
+            if settings.recompute == "layer":
+                huggingface.recompute_layers(model)
             return model, report
         layers = self.recipe or recipes_of(settings)
         return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
@@ -220,11 +218,8 @@ def generate(
     end_of_document: int = END_OF_DOCUMENT,
     vocabulary: int = VOCABULARY,
 ) -> list[int]:
-    """Continue a prompt by `length` tokens, as the beginning of a document. Collective.
-
-    Rank 0 samples each token from the model's distribution with the counter-based generator and broadcasts it. The
-    model reads at most its last seq_length tokens. Afterwards the mode (train or eval) is restored and gathered weights
-    are freed.
+    """Continue a prompt by `length` tokens, as the beginning of a document, from at most the last seq_length tokens.
+    Collective: rank 0 samples each token. Afterwards gathered weights are freed.
     """
     device = next(model.parameters()).device
     tokens = [end_of_document, *prompt]
@@ -232,14 +227,11 @@ def generate(
     training = model.training
     model.eval()
     for sample in distributions.uniform(random_bits).tolist():
-        # identical rows, because one row cannot be divided over tp; an activation's scale does not depend on their
-        # number
-        window = torch.tensor(
-            [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
-        )
+        # identical rows, because one row cannot be divided over tp
+        window = torch.tensor([tokens[-settings.seq_length :]] * batch_multiple(model), device=device)
         probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
-        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], dtype=torch.float32, device=device))
-        token.clamp_(max=len(probabilities) - 1)
+        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], device=device))
+        token.clamp_(max=vocabulary - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)
         tokens.append(int(token))

@@ -7,21 +7,20 @@ A setting comes from its flag, then from `--config FILE`, then from the default.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Role
 from quantshard.gemm import hardware
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
-from quantshard.state_storage import ADAMW, ALGORITHMS, PRESETS, StateOptions
+from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.values import (
     AUTO,
     FLOAT32_STATES,
@@ -71,16 +70,13 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-"""Sizes of known models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
+"""Sizes of models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
-more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2. moe-small
-is not a published model: a mixture of experts for one GPU, with 157 million parameters outside of the embedding and 25
-million of them active per token.
+more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
 """
 
-_DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_FLOATS: Final = tuple(_DTYPES)
+_FLOATS: Final = ("bfloat16", "float32")
 _MOMENTS: Final = (AUTO, *MOMENT_DTYPES)
 _PRESET_HELP = f"storage of masters and moments, instead of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
 _WIDTH_MULTIPLE = 32
@@ -207,15 +203,11 @@ class TrainSettings:
     checkpoints: str = _running("", "folder or URL (s3://bucket/run) for checkpoints. Default: RUN/checkpoints")
     async_save: bool = _running(False, "save in the background from a copy in memory")
     eval_every: int = _running(50, "steps between evaluations; 0: only the last step", 0, STEPS)
-    log_every: int = _running(1, "steps between log lines", 1, STEPS)
-    sample_every: int = _running(0, "steps between samples, in addition to the first and last", 0, STEPS)
-    sample_tokens: int = _running(0, "tokens of a text generated before and after training", 0, SIZE)
+    sample_tokens: int = _running(0, "tokens of a text generated before and after training; 0: none", 0, SIZE)
     sample_prompt: str = _running("", "prompt of the samples")
-    peak_tflops: float = _running(0.0, "peak TFLOPS of a device, for MFU; 0: BF16 peak of known GPUs", 0, 1e9)
     recompute: str = _running(
         "none", "recomputed in backward: none, activation or layer", choices=("none", "activation", "layer")
     )
-    recompute_every: int = _running(1, "with recompute layer: recompute every N-th layer", 1, COUNT)
     compile: bool = _running(False, "compile each layer with torch.compile")
     cuda_graphs: bool = _running(False, "replay each step from a CUDA graph; helps models limited by the host")
     profile: int = _running(0, "steps to trace with torch.profiler after the third, into RUN/profile", 0, 1000)
@@ -263,12 +255,12 @@ class TrainSettings:
     @property
     def torch_params_dtype(self) -> torch.dtype:
         """`params_dtype` as a torch dtype."""
-        return _DTYPES[self.params_dtype]
+        return cast(torch.dtype, getattr(torch, self.params_dtype))
 
     @property
     def torch_reduce_dtype(self) -> torch.dtype:
         """`reduce_dtype` as a torch dtype."""
-        return _DTYPES[self.reduce_dtype]
+        return cast(torch.dtype, getattr(torch, self.reduce_dtype))
 
     @property
     def state_options(self) -> StateOptions:
@@ -284,9 +276,10 @@ class TrainSettings:
             weights = [float(part) for part in self.data_weights.split(",")]
         except ValueError:
             weights = [0.0]
-        if not all(0 < weight < 1e9 for weight in weights):
+        if len(weights) != len(self.data) or not all(0 < weight < 1e9 for weight in weights):
+            given = f"data_weights = {shown_value(self.data_weights)}"
             raise ConfigurationError(
-                f"data_weights = {shown_value(self.data_weights)}: must be numbers of more than 0, one for each --data"
+                f"{given}: give a number above 0 for each --data, of which there are {len(self.data)}"
             )
         return tuple(weight / math.fsum(weights) for weight in weights)
 
@@ -366,87 +359,94 @@ KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for sett
 # Conflicts ------------------------------------------------------------------------------------------------------------
 
 
+_APPLIES_IF: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
+    {
+        "balance_loss": ("experts", ()),
+        "decay_share": ("schedule", ("wsd",)),
+        "decay_steps": ("schedule", ("cosine", "linear", "wsd")),
+        "eps": ("optimizer", (ADAMW, MUON)),
+        "exp_avg_sq_dtype": ("optimizer", (ADAMW, MUON)),
+        "experts_per_token": ("experts", ()),
+        "alarm_saturation": ("statistics_every", ()),
+        "keep_every": ("keep_last", ()),
+        "lr_floor": ("schedule", ("cosine", "linear", "wsd")),
+        "master_dtype": ("master_weights", ()),
+        "master_remainders": ("master_weights", ()),
+        "momentum": ("optimizer", (MUON,)),
+        "momentum_dtype": ("optimizer", (MUON,)),
+        "random_weights": ("model", ()),
+        "rope_theta": ("architecture", ("llama",)),
+        "sample_prompt": ("sample_tokens", ()),
+        "sequence_parallel": ("mesh", ()),
+    }
+)
+"""Settings without an effect unless another setting has one of these values; without values, unless it is on."""
+
+
+def check_applicable(names: Collection[str], settings: TrainSettings) -> None:
+    """Refuse the first of these settings that is not at its default and has no effect."""
+    defaults = TrainSettings()
+    for name in names:
+        other, values = _APPLIES_IF.get(name, ("", ()))
+        if not other or getattr(settings, name) == getattr(defaults, name):
+            continue
+        value = getattr(settings, other)
+        if value not in values if values else not value:
+            condition = f"{other.replace('_', '-')} {' or '.join(values)}".strip()
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{flag} has no effect without --{condition}; add that or leave it out")
+
+
 def _conflicts(settings: TrainSettings) -> Iterator[str]:
     """Yield a message for each combination of settings that cannot be trained."""
-    heads, data = settings.heads, len(settings.data)
     if settings.micro_batch and settings.micro_batches > 1:
         yield "micro_batch sets the number of passes; give micro_batch or micro_batches, not both"
     if settings.heldout_data and settings.heldout not in (0.0, TrainSettings.heldout):
         yield "heldout_data replaces the held-out share of the text; give heldout or heldout_data, not both"
-    if settings.head_size % 2 or (not settings.head_dim and settings.hidden % heads):
+    if settings.head_size % 2 or (not settings.head_dim and settings.hidden % settings.heads):
         yield (
-            f"hidden = {settings.hidden} over heads = {heads}: each head must get the same even number of elements; "
-            "change one, or give an even head_dim"
+            f"hidden = {settings.hidden} over heads = {settings.heads}: each head must get the same even number of "
+            "elements; change one, or give an even head_dim"
         )
-    if settings.kv_heads and heads % settings.kv_heads:
-        yield f"kv_heads = {settings.kv_heads} must divide heads = {heads}"
-    if settings.weights and len(settings.weights) != data:
-        weights = f"data_weights = {shown_value(settings.data_weights)}: {len(settings.weights)} given"
-        yield f"{weights}, and --data {data} times; give one share for each"
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
-    yield from _unsupported_features(settings)
-    if settings.mesh:
-        yield from _mesh_conflicts(settings, MeshSpec.parse(settings.mesh))
+    axes = MeshSpec.parse(settings.mesh) if settings.mesh else MeshSpec(settings.dp_replicate)
+    if settings.dp_replicate not in (1, axes.dp_replicate):
+        yield f"dp_replicate = {settings.dp_replicate}, but mesh = {axes}; give it in the mesh alone"
+    if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
+        yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
+    yield from _unsupported_features(settings, axes)
 
 
-def _unsupported_features(settings: TrainSettings) -> Iterator[str]:
+def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[str]:
     """Yield a message for each feature that the model, the compiler or a CUDA graph lacks."""
-    axes = MeshSpec.parse(settings.mesh) if settings.mesh else MeshSpec()
-    decoder_only = {
-        "dropout": settings.dropout > 0,
+    layer_features = {
         "recompute = 'activation'": settings.recompute == "activation",
         "activation_storage = 'fp8'": settings.activation_storage == "fp8",
         "tp in the mesh": axes.tp > 1,
     }
-    dense_only = {
-        **{name: enabled for name, enabled in decoder_only.items() if name != "dropout"},
-        "architecture = 'gpt'": settings.architecture == "gpt",
-        "compile": settings.compile,
-    }
-    eager_only = {
-        "dropout": settings.dropout > 0,
-        "master_weights = false": not settings.master_weights,
-        "statistics_every = 1": settings.statistics_every == 1,
-        "ep in the mesh": axes.ep > 1,
-    }
-    has_experts, model = settings.is_by_sizes and settings.experts > 0, f"model = {shown_value(settings.model)}"
-    for applies, features, problem in (
-        (not settings.is_by_sizes, decoder_only, f"{model} is one of transformers, for which there is no {{}} here"),
-        (has_experts, dense_only, f"experts = {settings.experts}, and there is no {{}} of a mixture of experts here"),
-        (settings.cuda_graphs, eager_only, "cuda_graphs = true, and a step with {} is not captured"),
-    ):
-        for name in [name for name, enabled in features.items() if applies and enabled]:
-            yield f"{problem.replace('{}', name)}; leave one out"
-    if settings.compile and settings.recipe != "bf16" and axes.tp > 1:
-        yield "compile = true, and quantized layers are not compiled with tp in the mesh; leave one out"
-    for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values() if has_experts else ():
-        if settings.cuda_graphs and layer_recipe.table and hardware.block_together(layer_recipe) is None:
-            reason = f"{layer_recipe.name!r} runs them one at a time"
-            yield f"cuda_graphs = true needs experts that run in one kernel; {reason}"
-
-
-def _mesh_conflicts(settings: TrainSettings, axes: MeshSpec) -> Iterator[str]:
-    """Yield a message for each size that the mesh does not divide."""
-    if settings.dp_replicate not in (1, axes.dp_replicate):
-        mesh = f"mesh = {axes} has dp_replicate = {axes.dp_replicate}"
-        yield f"dp_replicate = {settings.dp_replicate}, but {mesh}; give it in the mesh alone"
-    if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
-        mesh = f"mesh = {axes} spreads them over ep = {axes.ep} processes"
-        yield f"experts = {settings.experts}, but {mesh}; take a multiple of {axes.ep}"
-    full, tp = settings.resolved(), axes.tp
-    for name in ("hidden", "heads", "kv_heads", "ffn"):
-        if getattr(full, name) % tp:
-            over = f"over tp = {tp} processes (mesh = {axes})"
-            yield f"{name} = {getattr(full, name)} cannot be divided evenly {over}; make it a multiple of {tp}"
-    weights = [layer_recipe.weight for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values()]
-    parts = [part for weight in weights if weight for part in weight.format.components]
-    packed = max((max(part.block_shape) for part in parts if part.role is Role.CODES), default=1)
-    if tp > 1 and full.ffn // tp % packed:
-        yield (
-            f"ffn = {full.ffn} over tp = {tp} processes (mesh = {axes}) is {full.ffn // tp} each, but recipe = "
-            f"{settings.recipe!r} stores {packed} elements in a byte; make ffn a multiple of {tp * packed}"
-        )
+    lacking: list[tuple[str, dict[str, bool]]] = []
+    if not settings.is_by_sizes:
+        lacking.append(("a transformers model", {"dropout": settings.dropout > 0, **layer_features}))
+    elif settings.experts:
+        is_gpt = settings.architecture == "gpt"
+        lacking.append(("experts", {**layer_features, "architecture = 'gpt'": is_gpt, "compile": settings.compile}))
+    if settings.cuda_graphs:
+        recipes = LayerRecipes.parse(settings.recipe).recipes.values() if settings.experts else ()
+        one_by_one = [recipe.name for recipe in recipes if recipe.table and hardware.block_together(recipe) is None]
+        eager = {
+            "dropout": settings.dropout > 0,
+            "master_weights = false": not settings.master_weights,
+            "statistics_every = 1": settings.statistics_every == 1,
+            "ep in the mesh": axes.ep > 1,
+            **{f"experts by {name!r}, which run one at a time": True for name in one_by_one},
+        }
+        lacking.append(("cuda_graphs", eager))
+    if settings.compile and settings.recipe != "bf16":
+        lacking.append(("compile with quantized layers", {"tp in the mesh": axes.tp > 1}))
+    for what, features in lacking:
+        for name in [name for name, enabled in features.items() if enabled]:
+            yield f"{what} cannot be combined with {name}; leave one out"
 
 
 def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
@@ -455,21 +455,19 @@ def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
         yield f"dp_replicate = {settings.dp_replicate} must divide the {ranks} processes"
     axes = settings.axes(ranks)
     if axes.processes != ranks:
-        launched = f"--nproc-per-node, or the launcher, says {ranks}"
-        yield f"mesh = {axes} is of {axes.processes} processes, but {launched}; make them equal"
+        yield f"mesh = {axes} is of {axes.processes} processes, but {ranks} are started; make them equal"
     name = "micro_batch" if settings.micro_batch else "micro_batches"
     times = getattr(settings, name)
     parts = axes.data_parallel * times
     if settings.global_batch % parts:
-        over = f"{ranks} processes" if axes.tp == 1 else f"{axes.data_parallel} data-parallel parts (mesh = {axes})"
-        batch = (
-            f"global_batch = {settings.global_batch} sequences cannot be split evenly over {over} x {name} = {times}"
+        yield (
+            f"global_batch = {settings.global_batch} cannot be split evenly over {axes.data_parallel} data-parallel "
+            f"processes x {name} = {times}; make it a multiple of {parts}"
         )
-        yield f"{batch}; make it a multiple of {parts}"
     if settings.sequence_parallel == "on" and axes.tp > 1 and not settings.divides_sequences(axes):
         yield (
             f"sequence_parallel = 'on' cannot divide the {settings.sequences_at_once(axes)} sequences of a micro-batch "
-            f"over tp = {axes.tp} processes evenly; make global_batch a multiple of {parts * axes.tp}, or take 'auto'"
+            f"over tp = {axes.tp}; make global_batch a multiple of {parts * axes.tp}, or take 'auto'"
         )
 
 
@@ -478,10 +476,13 @@ def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
 TABLES = ("launch", "corpus")
 """Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""
 
+_RETIRED = ("log_every", "peak_tflops", "recompute_every", "sample_every")
+"""Settings of earlier versions, which files of their runs contain."""
+
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
-    settings = {name: value for name, value in values.items() if name not in TABLES}
+    settings = {name: value for name, value in values.items() if name not in (*TABLES, *_RETIRED)}
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = recipe_text(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")

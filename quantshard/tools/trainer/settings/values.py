@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError, meant
-from quantshard.modules.contexts.layer_recipes import check_reached, matches, unreached
+from quantshard.modules.contexts.layer_recipes import check_reached, matches
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.state_storage import PRESETS, StateOptions
 
@@ -140,12 +140,14 @@ class MeshSpec:
         axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
-            if name not in axes or name in sizes or not _SIZE.fullmatch(size):
-                hint = "" if name in axes else meant(name, axes)
+            if name not in axes:
                 raise ConfigurationError(
-                    f"mesh = {shown_value(text)}: {shown_value(entry.strip())} must be AXIS=SIZE; {hint}use each of "
-                    f"{', '.join(axes)} at most once"
+                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; {meant(name, axes)}write "
+                    f"AXIS=SIZE with {', '.join(axes)}"
                 )
+            if name in sizes or not _SIZE.fullmatch(size):
+                problem = f"{shown_value(entry.strip())} must be AXIS=SIZE, with each axis once"
+                raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
             sizes[name] = int(size)
         return cls(**sizes)
 
@@ -230,19 +232,16 @@ class LayerRecipes:
         """
         patterns, unmatched = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():
-            old_count, spellings = len(unmatched), (pattern, f"{pattern}.*")
-            for spelling in spellings:
+            is_reached = pattern == _ALL
+            for spelling in (pattern, f"{pattern}.*"):
                 rest = [name for name in unmatched if not matches(spelling, name)]
                 if len(rest) < len(unmatched):
-                    patterns[spelling], unmatched = recipe_name, rest
-            if len(unmatched) < old_count or pattern == _ALL:
-                continue
-            if any(matches(spelling, name) for spelling in spellings for name in names):
-                raise unreached("recipe", pattern)
-            raise ConfigurationError(
-                f"recipe: {shown_value(pattern)} matches none of the layers of this model, nor a part of one; its "
-                f"linear layers are {names[0]} to {names[-1]}"
-            )
+                    patterns[spelling], unmatched, is_reached = recipe_name, rest, True
+            if not is_reached:
+                raise ConfigurationError(
+                    f"recipe: {shown_value(pattern)} matches no layer, or only those of an earlier pattern; the linear "
+                    f"layers are {names[0]} to {names[-1]}"
+                )
         return LayerRecipes(MappingProxyType(patterns))
 
     def of_layer(self, name: str) -> Recipe:
@@ -301,13 +300,7 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
                 f"preset = {preset!r} has {name} = {of_preset[name]!r}, but {name} = {settings[name]!r} is given; "
                 f"leave one of the two out, or give preset = {FLOAT32_STATES!r}"
             )
-    combined = replace(options, **{STATE_SETTINGS[name]: value for name, value in explicit.items()})
-    has_wide_masters = combined.master_weights and combined.master_weight_dtype is not torch.bfloat16
-    if combined.store_param_remainders and not has_wide_masters:
-        raise ConfigurationError(
-            "master_remainders = 'on' needs master_weights = true, and a master_dtype of float32 or float16"
-        )
-    return combined
+    return replace(options, **{STATE_SETTINGS[name]: value for name, value in explicit.items()})
 
 
 def named_preset(preset: str) -> str:
