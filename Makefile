@@ -17,6 +17,7 @@ help:  ## List the commands
 	@echo '  TORCH=2.15.0 for another version of PyTorch, in a virtual environment of its own, .venv-2.15.0.'
 
 demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits agree (writes demo-run/)
+	rm -rf demo-run
 	$(BIN)/quantshard demo --out demo-run $(ARGS)
 
 # Three processes: two run the files whose tests use ranks, which begin first, and each starts its ranks once; of others, a file stays on one process,

@@ -26,11 +26,8 @@ from statistics import mean, median
 
 import torch
 import torch.distributed as dist
-from rich.live import Live
 
 from quantshard.errors import ConfigurationError
-from quantshard.tools.report.figures import LiveView
-from quantshard.tools.terminal.screen import Screen
 from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.data import from_table
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
@@ -40,8 +37,6 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.trackers import open_trackers
 
 WARM_UP = 20
-REFRESHES = 4
-"""Pictures a second of the live view."""
 
 
 def made_trainer(folder: Path, arguments: argparse.Namespace) -> Trainer:
@@ -87,28 +82,6 @@ def tracked(trainer: Trainer, steps: int, **asked: object) -> list[float]:
         trainer.trackers = []
 
 
-def watched(trainer: Trainer, steps: int) -> list[float]:
-    """Of `Trainer.record` while the live view takes the place of lines."""
-    trainer.progress._is_live = True
-    try:
-        return recorded(trainer, steps)
-    finally:
-        trainer.progress._is_live = False
-
-
-def pictures(trainer: Trainer, count: int) -> list[float]:
-    """Of one picture of the live view on a terminal, which a thread draws."""
-    os.environ["TERM"] = "xterm"  # one that pictures are drawn on
-    console = Screen()
-    console._force_terminal = console.is_interactive = True  # though it is a file
-    before = console.file.tell()
-    with Live(LiveView(trainer.progress.figures), console=console, auto_refresh=False) as live:
-        found = microseconds(lambda step: live.refresh(), count)
-    if console.file.tell() - before < 1000 * count:
-        raise RuntimeError("the live view drew nothing")
-    return found
-
-
 def alarmed(trainer: Trainer, steps: int) -> list[float]:
     """Of `RunStatistics.stepped` in steps that are not sampled."""
     with RunStatistics(
@@ -126,18 +99,12 @@ def rows(arguments: argparse.Namespace) -> dict[str, list[float]]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             stack.enter_context(redirect_stdout(stack.enter_context(open(folder / "lines", "w", encoding="utf-8"))))
             trainer, steps = made_trainer(folder, arguments), arguments.steps
-            found = {
+            return {
                 "`metrics.jsonl` and a line a step": recorded(trainer, steps),
                 "the same and `--tensorboard`": tracked(trainer, steps, tensorboard=True),
                 "the same and `--wandb`, offline": tracked(trainer, steps, wandb="cost"),
-                "`metrics.jsonl` and the live view, figures": watched(trainer, steps),
                 "alarms, no sampled step": alarmed(trainer, steps),
             }
-            share = REFRESHES * arguments.of_step_ms / 1000
-            found[f"pictures of the live view, {REFRESHES} a second, in a thread"] = [
-                each * share for each in pictures(trainer, steps)
-            ]
-            return found
     finally:
         dist.destroy_process_group()
 

@@ -124,17 +124,6 @@ class Shard:
         (r0, r1), (c0, c1) = self.resident(component)
         return (r1 - r0, c1 - c0)
 
-    def straddling(self, component: Component) -> int:
-        """Count the blocks that the rectangle touches and that extend into other pieces."""
-        touched = inside = 1
-        for (start, stop), cover, size in zip(self.extents, component.block_shape, self.global_shape, strict=True):
-            first, last = grid_extent((start, stop), cover)
-            touched *= last - first
-            # The last block is complete at the end of the tensor.
-            complete = ceil_div(stop, cover) if stop == size else stop // cover
-            inside *= max(complete - ceil_div(start, cover), 0)
-        return touched - inside
-
     def gathers(self, component: Component) -> bool:
         """True if undoing the last cut needs the component from other ranks. If False, every rank has all of it."""
         assert self.cut is not None

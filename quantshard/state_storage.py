@@ -213,19 +213,6 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
     return options
 
 
-def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> str:
-    """Return the preset that stores a quantized weight with exactly these states, "lean8 or lean6" if both do, or "".
-
-    `split`: for an 8-bit weight, whether its master is stored as low bytes only. None for other weights.
-    """
-    return " or ".join(
-        name
-        for name, options in PRESETS.items()
-        if dtypes in [options.dtypes(algorithm) for algorithm in ALGORITHMS]
-        and split in (None, options.store_param_remainders)
-    )
-
-
 # Parameter groups
 
 PARAMETER_ENTRIES = ("params", "param_names")

@@ -180,14 +180,12 @@ def test_what_a_run_wrote_is_reported_and_watched(uninterrupted, tmp_path):
     cells = [
         "6 of 6",
         f"{metrics(uninterrupted)[-1]['loss']:.4f}",
-        "mxfp8_32x32",
-        "emulated",
-        "complete",
+        "mxfp8",
         torch.__version__,
     ]
-    assert all(f">{cell}</td>" in text for cell in cells) and "optimizer states" in text
-    result = quantshard("watch", uninterrupted, "--once")
-    assert result.returncode == 0 and "step 6/6" in result.stdout and "saved      step 6, " in result.stdout
+    assert all(f">{cell}</td>" in text for cell in cells)
+    result = quantshard("watch", uninterrupted)
+    assert result.returncode == 0 and "step 6/6" in result.stdout and result.stdout.endswith("done at step 6\n")
 
 
 def in_one_go(folder, whole, steps):

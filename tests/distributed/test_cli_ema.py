@@ -45,16 +45,16 @@ def test_a_run_with_an_average(tmp_path: Path) -> None:
     plain = [{k: v for k, v in record.items() if k != "heldout_loss_ema"} for record in losses(runs["whole"])]
     assert plain == losses(runs["without"])
     told = quantshard("diff", last["whole"], last["without"])
-    assert told.returncode == 1 and "weights equal" in told.stdout and "ema_param" in told.stdout
+    assert told.returncode == 1 and "weights: " not in told.stdout and "ema_param" in told.stdout
 
     # Others cope with the state
     for command in ("verify", "inspect"):
         assert quantshard(command, last["whole"]).returncode == 0
     whole, without = runs["whole"], runs["without"]
-    commands = [("explain", last["whole"]), ("plan", whole), ("plan", last["whole"]), ("plan", without, "--ema")]
+    commands = [("explain", whole), ("plan", whole), ("plan", without, "--ema")]
     commands += [("plan", whole, "--no-ema"), ("plan", without)]
     shown = [json.loads(quantshard(*command, "--json").stdout)["rows"][0]["optimizer"] for command in commands]
-    assert [row.get("ema_param") for row in shown] == [*["fp32"] * 4, None, None]
+    assert [row.get("ema_param") for row in shown] == [*["fp32"] * 3, None, None]
 
     # Exported
     told = quantshard("export", last["whole"], "--layout", "plain-fp32", "--values", "ema", "--out", tmp_path / "out")

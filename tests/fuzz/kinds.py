@@ -20,7 +20,6 @@ import tomli_w
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
-from rich.console import Console
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -36,7 +35,7 @@ from quantshard.interop.layouts import names
 from quantshard.interop.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.cli import exchange
-from quantshard.tools.report.figures import LiveView, RunWatch, step_line
+from quantshard.tools.report.following import RunWatch
 from quantshard.tools.report.history import read_history
 from quantshard.tools.report.page import render
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
@@ -378,7 +377,7 @@ def data_kinds(folder: Path) -> list[Kind]:
     ]
 
 
-REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl", "parameters.json")
+REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl")
 
 
 def report_kinds(folder: Path) -> list[Kind]:
@@ -401,10 +400,7 @@ def report_kinds(folder: Path) -> list[Kind]:
 
 
 def _followed(path: Path) -> str:
-    followed, out = RunWatch(path), io.StringIO()
-    lines = [step_line(record, followed.figures.planned) for record in followed.poll(99)]
-    Console(file=out, width=80).print(LiveView(followed.figures))
-    return out.getvalue() + "".join(lines)
+    return "".join(RunWatch(path).poll(99))
 
 
 def _lines(records: Any) -> bytes:

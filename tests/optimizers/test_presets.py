@@ -13,7 +13,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
 from quantshard.recipe import resolve
-from quantshard.state_storage import PRESETS, STATE_ARGUMENTS, StateOptions, chosen_options, preset_of
+from quantshard.state_storage import PRESETS, STATE_ARGUMENTS, StateOptions, chosen_options
 from tests.optimizers.test_states import build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, same
 
@@ -105,17 +105,6 @@ def test_an_unknown_preset_names_the_known():
     for other in (8, "", "x" * 10**5):
         with pytest.raises(ConfigurationError, match="no such preset; there are lean8, lean6"):
             chosen_options("FusedAdam", other, {})
-
-
-def test_a_preset_is_known_by_its_states():
-    for split, known in {True: list(PRESETS), False: ["", ""]}.items():  # whole masters are not a preset's
-        assert [preset_of(options.dtypes(), split) for options in PRESETS.values()] == known
-    assert [preset_of(options.dtypes()) for options in PRESETS.values()] == list(PRESETS)
-    assert preset_of(StateOptions().dtypes()) == preset_of({}) == ""
-    without = StateOptions(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
-    assert preset_of(without.dtypes()) == preset_of(StateOptions().dtypes("muon")) == ""
-    for algorithm in ("muon", "lion"):
-        assert {preset_of(options.dtypes(algorithm)) for options in PRESETS.values()} == {"lean8 or lean6"}
 
 
 class Momentum(ElementwiseOptimizer):

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -80,14 +80,6 @@ def app() -> typer.Typer:
     return line
 
 
-def _usage_line(message: str, error: Any) -> str:
-    """Extend a usage error with the command whose help to read."""
-    if context := getattr(error, "ctx", None):
-        return f"{message} (see {context.command_path} --help)"
-    # Errors such as an option without its value have no context.
-    return f"{message} (see {' '.join(['quantshard', *(name for name in sys.argv[1:2] if name in COMMANDS)])} --help)"
-
-
 def main() -> None:
     """Run the command in `sys.argv`. A user error prints one line and exits with code 2 (usage) or 1."""
     code: object = 0
@@ -108,6 +100,6 @@ def main() -> None:
             raise
         # The message is empty if typer printed the help instead.
         if message := " ".join(usage().split()):
-            complain(_usage_line(message, error))
+            complain(f"{message} (see --help)")
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,20 +14,13 @@ import torch
 import typer
 from torch import nn
 
-from quantshard import kernels, limits, recipe, sharding
-from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.disk.commit import is_complete
-from quantshard.errors import CheckpointError, ConfigurationError, meant
+from quantshard import kernels, limits, recipe
+from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm import hardware
 from quantshard.interop.layouts.files import read_layout_json
-from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
-from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.numerics.states import AVERAGE
-from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS, StateOptions
-from quantshard.tensor import storage as storages
-from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools import observe, planning
+from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, UNUSED_OPTIONS, StateOptions
+from quantshard.tools import planning
 from quantshard.tools.observe.table import Report
 from quantshard.tools.planning import TrainingStep
 from quantshard.tools.terminal import inputs
@@ -52,8 +45,6 @@ _RUN = "config.toml"
 _ALONE = "none"
 """Value of --mesh for one process without FSDP2."""
 
-_TITLES = {ADAMW: "AdamW", LION: "Lion"}
-
 _WORLD_SIZE = 8
 """Default number of ranks of a plan."""
 
@@ -69,14 +60,13 @@ _CUTS = {
 _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
 """Suffixes of parameter names (of `TransformerLayer` and of transformers) -> the dim that "tp" shards."""
 
-SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
+SOURCE = typer.Argument(metavar="X", help="a run, or a Hugging Face config.json")
 RECIPE = typer.Option(
     "--recipe",
     metavar="NAME",
     help=f"of a run or a config.json: {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or layer as of train",
 )
 WIDE = typer.Option("--wide", help="show every column and every tensor")
-WIDER = "a wider terminal or --wide has them"
 JSON = typer.Option("--json", help="print everything as JSON")
 
 
@@ -91,14 +81,8 @@ def explain(
     A model of a config.json is converted first, without weights (needs transformers).
     """
     model_source = find_model(source, recipe_)
-    if model_source.settings is None:
-        report = observe.explain(model_source.model, model_source.optimizer)
-    else:
-        # The settings of a run define its optimizer states, so no optimizer is built here.
-        capability = hardware.capability_of(torch.device("cuda"))
-        report = planning.plan(
-            model_source.model, {}, **_states(model_source), ema=model_source.ema, capability=capability
-        )
+    capability = hardware.capability_of(torch.device("cuda"))
+    report = planning.plan(model_source.model, {}, **_states(model_source), ema=model_source.ema, capability=capability)
     _show((model_source.about,), report, model_source.high_precision, wide, json_)
 
 
@@ -110,9 +94,6 @@ def plan(
             metavar="AXES",
             help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
         ),
-    ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="number of ranks, if there is no --mesh: all in dp_shard")
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="rank to show")] = 0,
     recipe_: Annotated[str | None, RECIPE] = None,
@@ -151,8 +132,7 @@ def plan(
     gradients too.
     """
     model_source = find_model(source, recipe_)
-    axes, mesh_origin = _axes(model_source, mesh, world_size)
-    mesh_notes = _refused(model_source, axes)
+    axes = _axes(model_source, mesh)
     cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
     capability = _capability(compute_capability)
     step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
@@ -160,7 +140,6 @@ def plan(
         raise ConfigurationError(f"the memory of a step cannot be computed: {step}")
     step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else ()
     settings = model_source.settings
-    optimizer_arguments = _states(model_source, preset, optimizer)
     report = planning.plan(
         model_source.model,
         axes,
@@ -168,50 +147,26 @@ def plan(
         rank=rank,
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
-        **optimizer_arguments,
+        **_states(model_source, preset, optimizer),
         step=None if isinstance(step, str) else step,
         memory=None if memory is None else int(memory * 2**30),
         ema=model_source.ema if ema is None else ema,
         capability=capability,
     )
     axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items())
-    where = f"rank {rank} of mesh {axes_text}{mesh_origin}" if axes else "one process without FSDP2"
-    if model_source.optimizer is not None:
-        counted = _TITLES[optimizer_arguments["optimizer"]]
-        mesh_notes += (f"states are counted as {counted}'s; explain shows those of the checkpoint",)
-    lines = (model_source.about, *step_notes, where, *mesh_notes)
+    where = f"rank {rank} of mesh {axes_text}" if axes else "one process without FSDP2"
+    lines = (model_source.about, *step_notes, where)
     _show(lines, report, model_source.high_precision if wide or json_ else (), wide, json_)
 
 
-def _axes(source: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
-    """Axes of the mesh (empty without FSDP2), and a note on their origin if the user did not set them."""
-    if mesh and world_size is not None:
-        raise ConfigurationError("--mesh and --world-size are both given; leave one out")
+def _axes(source: ModelSource, mesh: str | None) -> dict[str, int]:
+    """Axes of the mesh (empty without FSDP2), by default those of a run; experts as if FSDP2 sharded them."""
     if mesh == _ALONE:
-        return {}, ""
-    if world_size is not None:
-        return {"dp_shard": world_size}, ""
-    origin = "" if mesh else ", as it was started" if source.mesh else " (--world-size N or --mesh selects another)"
+        return {}
     spec = MeshSpec.parse(mesh or source.mesh or f"dp_shard={_WORLD_SIZE}")
-    if spec.ep > 1:
-        origin += ", experts as if FSDP2 sharded them"
-    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, origin
-
-
-def _refused(source: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
-    """A note if the train command would reject a run's batches on this mesh; the memory plan is still valid."""
-    if source.settings is None:
-        return ()
-    if not axes:
-        return ("quantshard train calls fully_shard on one process too, which copies what is not quantized",)
-    spec = MeshSpec(**axes)
-    settings = replace(source.settings, mesh=str(spec), dp_replicate=1)
-    settings.check()
-    try:
-        settings.check_ranks(spec.processes)
-    except ConfigurationError as error:
-        return (f"quantshard train would refuse this mesh: {error}",)
-    return ()
+    if source.settings is not None:
+        replace(source.settings, mesh=str(spec), dp_replicate=1).check()
+    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present
 
 
 def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
@@ -238,12 +193,9 @@ def _states(source: ModelSource, preset: str | None = None, algorithm: str | Non
     name = algorithm or (ADAMW if source.settings is None else source.settings.optimizer)
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
-    if name == MUON and source.is_stored:
-        raise ConfigurationError(
-            "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
-        )
     head = muon_head(source.model, source.settings) if name == MUON and source.settings is not None else None
-    state_settings = state_options(preset or "", {} if preset else as_settings(source.states))
+    states_of_run = StateOptions() if source.settings is None else source.settings.state_options
+    state_settings = state_options(preset or "", {} if preset else as_settings(states_of_run))
     supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
     states = {option: value for option, value in state_settings.arguments(MUON).items() if option in supported}
     return {**states, "optimizer": name, "head": head}
@@ -256,7 +208,7 @@ def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...
         return
     screen = Screen(wide=wide)
     screen.lines(*lines, "")
-    screen.print(report if wide else report.summary(WIDER))
+    screen.print(report if wide else report.summary())
     screen.lines(*high_precision)
 
 
@@ -285,8 +237,6 @@ def _step(
     """The step of a run's settings or of the options, or why its memory cannot be estimated."""
     if axes.get(TP, 1) > 1:
         return f"the mesh has an axis of tensor parallelism, {TP}={axes[TP]}"
-    if source.is_stored:
-        return "a checkpoint does not say how its model computes; name its run or a config.json"
     if not kernels.USABLE:
         return "the estimate runs the kernels' code, which needs Triton (but no GPU)"
     settings = source.settings
@@ -313,7 +263,7 @@ def _step(
     )
 
 
-# The model of a run, a checkpoint or a config.json
+# The model of a run or a config.json
 
 
 @dataclass(frozen=True)
@@ -324,51 +274,29 @@ class ModelSource:
         about: a line that describes the source.
         high_precision: lines about layers that stay in high precision.
         mesh: mesh of the run, or "" if unknown.
-        optimizer: optimizer with the states in the checkpoint, or None without states.
-        states: storage of masters and moments in the run.
         settings: settings of the run, or None if the source is not a run.
-        ema: whether the run keeps an average of the weights.
     """
 
     model: nn.Module
     about: str
     high_precision: tuple[str, ...] = ()
     mesh: str = ""
-    optimizer: torch.optim.Optimizer | None = None
-    states: StateOptions = field(default_factory=StateOptions)
     settings: TrainSettings | None = None
-    ema: bool = False
 
     @property
-    def is_stored(self) -> bool:
-        """Whether only the parameters are known, as for a checkpoint."""
-        return isinstance(self.model, StoredModule)
-
-
-class StoredModule(nn.Module):
-    """A module known only by its parameters in a checkpoint."""
-
-    gemm_reason = "a checkpoint does not say of which module it is"
-
-
-class StoredEmbedding(StoredModule):
-    """A stored module that is an embedding according to its name."""
+    def ema(self) -> bool:
+        """Whether the run keeps an average of the weights."""
+        return self.settings is not None and self.settings.ema > 0
 
 
 def find_model(path: str, recipe_name: str | None) -> ModelSource:
-    """Build the model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json, on the meta device.
+    """Build the model of a run or of a Hugging Face config.json, on the meta device.
 
     `recipe_name`: replaces the run's recipe, or converts the model of a config.json (default: auto).
     """
     if recipe_name is not None:
         recipe_name = LayerRecipes.parse(recipe_name).text
-    local_path = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
-    if "://" in path or (local_path.is_dir() and is_complete(path)):
-        if recipe_name is not None:
-            raise ConfigurationError(
-                f"--recipe {recipe_name}: the weights of checkpoint {path} have formats already; leave --recipe out"
-            )
-        return _of_checkpoint(path)
+    local_path = inputs.existing(Path(path), "a run or a config.json")
     if (local_path / _RUN).is_file() or local_path.name == _RUN:
         return _of_run(local_path.parent if local_path.name == _RUN else local_path, recipe_name)
     if (local_path / CONFIGURATION).is_file() or local_path.suffix == ".json":
@@ -376,7 +304,7 @@ def find_model(path: str, recipe_name: str | None) -> ModelSource:
             local_path / CONFIGURATION if local_path.is_dir() else local_path, recipe_name or recipe.auto_name()
         )
     raise ConfigurationError(
-        f"{path} is no run (which has a {_RUN}), no complete checkpoint, and holds no Hugging Face {CONFIGURATION}"
+        f"{path} is no run (which has a {_RUN}), and holds no Hugging Face {CONFIGURATION}; inspect shows a checkpoint"
     )
 
 
@@ -389,54 +317,7 @@ def _of_run(path: Path, recipe_name: str | None) -> ModelSource:
     mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     about = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(model, about, mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0)
-
-
-def _of_checkpoint(path: str) -> ModelSource:
-    """Build a module tree from the parameter names of a checkpoint, with the states of its optimizer."""
-    source = CheckpointModel(path)
-    model = StoredModule()
-    for weight in source.weights.values():
-        if weight.tag is not None or weight.dtype.is_floating_point:
-            _add(model, weight, path)
-    named, states = dict(model.named_parameters()), source.states()
-    if not named:
-        raise CheckpointError(f"{path} holds no weights")
-    optimizer = None
-    if names_with_states := [name for name in named if name in states]:
-        optimizer = torch.optim.Optimizer([named[name] for name in names_with_states], {})
-        for name in names_with_states:
-            specs = states[name].items()
-            optimizer.state[named[name]] = {
-                state: torch.empty(shape, dtype=dtype, device="meta") for state, (dtype, shape) in specs
-            }
-    record = manifest.read_manifest(path)
-    mesh = "" if record is None else ",".join(f"{axis}={size}" for axis, size in (record.mesh or {}).items())
-    return ModelSource(
-        model,
-        f"{path}: a checkpoint, {len(named)} parameters",
-        mesh=mesh,
-        optimizer=optimizer,
-        ema=any(AVERAGE in states[name] for name in names_with_states),
-    )
-
-
-def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
-    *parts, leaf = weight.name.split(".")
-    value: torch.Tensor
-    if weight.tag is None:
-        value = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    else:
-        shard = sharding.whole((weight.shape[0], weight.shape[1]))
-        value = QuantizedTensor(storages.empty(spec_of_tag(weight.tag), shard, "meta"), torch.bfloat16)
-    try:
-        for part in parts:
-            if part not in dict(model.named_children()):
-                model.add_module(part, (StoredEmbedding if "embed" in part else StoredModule)())
-            model = model.get_submodule(part)
-        model.register_parameter(leaf, nn.Parameter(value))
-    except (KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path}: no module can have a parameter named {weight.name}: {error}") from None
+    return ModelSource(model, about, mesh=mesh, settings=settings)
 
 
 def _of_configuration(file: Path, recipe_name: str) -> ModelSource:

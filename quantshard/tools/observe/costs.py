@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from quantshard import sharding
 from quantshard.formats import ALL, Component, Format, Orientation, Role
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.readable import human_bytes
 from quantshard.sharding import Shard
-from quantshard.state_storage import preset_of
 
 BF16_BYTES = 2
 BF16_OPTIMIZER_BYTES = 12
@@ -54,13 +51,11 @@ def gather_bytes(fmt: Format, shard: Shard, *, in_backward: bool) -> int:
 class SharedScaleCost:
     """Cost on one rank of the scale blocks of a weight that straddle ranks.
 
-    `scale_bytes`: bytes of the scales that other ranks store as well. `blocks`: number of blocks that extend beyond the
-    rank's shard. `reduced_bytes`: bytes of amaxes that the rank reduces in a step. `note`: the cost in words.
-    `warning`: advice on a better mesh, "" if the cost is small.
+    `scale_bytes`: bytes of the scales that other ranks store as well. `reduced_bytes`: bytes of amaxes that the rank
+    reduces in a step. `note`: the cost in words. `warning`: advice on a better mesh, "" if the cost is small.
     """
 
     scale_bytes: int = 0
-    blocks: int = 0
     reduced_bytes: int = 0
     note: str = ""
     warning: str = ""
@@ -89,8 +84,7 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
         )
         if share > SCALES_WARNING:
             warning = f"scales weigh {of_codes}: {_way_out(fmt, shard, mesh, placements)}"
-    straddling = sum(shard.straddling(part) for part in blocks)
-    return SharedScaleCost(_codes_and(fmt, shard, parts)[1], straddling, reduced, note, warning)
+    return SharedScaleCost(_codes_and(fmt, shard, parts)[1], reduced, note, warning)
 
 
 def _way_out(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> str:
@@ -118,14 +112,6 @@ def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, 
     return sum(sizes[p.name] for p in fmt.components if p.role is Role.CODES), sum(sizes[p.name] for p in parts)
 
 
-def float_states(states: Sequence[str], formats: Iterable[str]) -> str:
-    """A note on states that stay in float32 although the scaled `formats` were requested; "" without such states."""
-    if not states:
-        return ""
-    requested = " and ".join(dict.fromkeys(formats))
-    return f"{' and '.join(states)} stay fp32 although {requested} was asked for: scaled states are for 2-D parameters"
-
-
 # Rows of a report
 
 
@@ -135,7 +121,7 @@ class Row:
 
     `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
     dtype. `bf16_bytes`: bytes of the local elements in BF16. `shared_scale_bytes`: bytes of scales that other ranks
-    store as well. `straddling_blocks`: number of local blocks that extend into other ranks. `forward_gather_bytes`,
+    store as well. `forward_gather_bytes`,
     `backward_gather_bytes`: bytes sent to the all-gathers of one forward and one backward, padding included.
     `reduced_bytes`: bytes of amaxes reduced in a step. `gemm`: "native", "emulated", or "" for a parameter that is not
     an operand of a GEMM. `optimizer`: state -> format. `state_sizes`: state -> bytes, which add up to
@@ -150,7 +136,6 @@ class Row:
     code_bytes: int
     scale_bytes: int
     shared_scale_bytes: int
-    straddling_blocks: int
     bf16_bytes: int
     forward_gather_bytes: int
     backward_gather_bytes: int
@@ -188,7 +173,6 @@ class Totals:
     code_bytes: int
     scale_bytes: int
     shared_scale_bytes: int
-    straddling_blocks: int
     bf16_bytes: int
     forward_gather_bytes: int
     backward_gather_bytes: int
@@ -263,18 +247,14 @@ SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8
 SPLIT, REMAINDER = "FP8+8", "bf16+16"
 """How `Row` spells a master if the parameter is its high bytes."""
 
-_DTYPES = {short: getattr(torch, name) for name, short in SHORT_DTYPES.items()} | {SPLIT: torch.float16}
-
 
 @dataclass(frozen=True)
 class ParameterBytes:
     """Bytes per parameter on this rank, averaged over `weights` trained tensors: the quantized ones if there are any.
 
-    `preset`: name of the preset that all of these tensors match, or "". `moments`: all states except master and
-    average.
+    `moments`: all states except master and average.
     """
 
-    preset: str
     weights: int
     is_quantized: bool
     weight: float
@@ -296,7 +276,6 @@ class ParameterBytes:
             states.update(row.state_sizes)
         master, average = states.pop(MASTER, 0), states.pop(AVERAGE, 0)
         return cls(
-            preset=_preset(chosen),
             weights=len(chosen),
             is_quantized=is_quantized,
             weight=sum(row.bytes for row in chosen) / count,
@@ -314,17 +293,5 @@ class ParameterBytes:
         parts = {"weight": self.weight, "master": self.master, "moments": self.moments}
         parts |= {"average": self.average} if self.average else {}
         sizes = " + ".join(f"{name} {size:.2f}" for name, size in parts.items())
-        preset = f" (preset {self.preset})" if self.preset else ""
         kind = "quantized parameter" if self.is_quantized else "parameter"
-        return f"bytes per {kind}: {sizes} = {self.together:.2f}{preset}"
-
-
-def _preset(rows: Iterable[Row]) -> str:
-    presets = set()
-    for row in rows:
-        if not row.is_quantized or not set(row.optimizer.values()) <= _DTYPES.keys():
-            return ""
-        dtypes = {state: _DTYPES[short] for state, short in row.optimizer.items() if state != AVERAGE}
-        # Codes of less than a byte cannot be half of a master.
-        presets.add(preset_of(dtypes, None if row.bytes < row.elements else row.optimizer.get(MASTER) == SPLIT))
-    return presets.pop() if len(presets) == 1 else ""
+        return f"bytes per {kind}: {sizes} = {self.together:.2f}"

@@ -24,6 +24,7 @@ from quantshard.formats import Role
 from quantshard.gemm import hardware
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
+from quantshard.sharding import Shard
 from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
@@ -116,34 +117,23 @@ def _row(
     storage = None if quantized is None else quantized.quantized_storage
     if chosen is not None:
         chosen = recipe_in(module, chosen)
-    codes, scales = _resident(local, storage, gathers)
-    numel = _padded_numel(storage, local, gathers)
-    sent = sent_in_bf16 = num_gathers = 0
+    sent = gather_count = 0
     if gathers is not None and gathers.ranks > 1:
-        sent, sent_in_bf16 = _sent(storage, local, gathers), numel * costs.BF16_BYTES
         # FSDP2 keeps the sizes of the first gather.
-        num_gathers = 2 if gathers.in_backward else 1
-    gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
+        sent, gather_count = _sent(storage, local, gathers), 2 if gathers.in_backward else 1
     mesh, placements = _placed(param)
-    shared = (
-        costs.SharedScaleCost()
-        if storage is None
-        else costs.shared(storage.spec.format, storage.shard, mesh, placements)
-    )
     return row_of(
         name,
         param,
         storage,
-        gemm,
-        shared,
-        (states.formats(param), states.sizes(param), states.note(param)),
+        gemm_of(leaf, module, param, storage, recipe_in(module, chosen)),
+        (states.formats(param), states.sizes(param), states.has_float32(param)),
         _mismatch(storage, chosen),
-        code_bytes=codes,
-        scale_bytes=scales,
-        bf16_bytes=numel * costs.BF16_BYTES,
-        forward_gather_bytes=sent,
-        backward_gather_bytes=sent if num_gathers == 2 else 0,
-        bf16_gather_bytes=sent_in_bf16 * num_gathers,
+        stored=_resident(local, storage, gathers),
+        numel=_padded_numel(storage, local, gathers),
+        sent=sent,
+        gather_count=gather_count,
+        shard=None if storage is None else storage.shard,
         elements=local.numel() if storage is None else math.prod(storage.shard.shape),
         mesh=mesh,
         placements=placements,
@@ -156,35 +146,58 @@ def row_of(
     param: Tensor,
     storage: QuantizedStorage | None,
     gemm: GemmPath,
-    shared: costs.SharedScaleCost,
-    optimizer: tuple[dict[str, str], dict[str, int], str],
+    optimizer: tuple[dict[str, str], dict[str, int], bool],
     warning: str = "",
-    **fields: Any,
+    *,
+    stored: tuple[int, int],
+    numel: int,
+    sent: int,
+    gather_count: int,
+    shard: Shard | None,
+    elements: int,
+    mesh: dict[str, int],
+    placements: tuple[str, ...],
+    local_rows: tuple[int, int],
 ) -> costs.Row:
     """Build the row of a parameter.
 
     Args:
-        optimizer: state -> format, state -> bytes, and a note on states that stay float32.
-        fields: the remaining fields of `Row`.
+        optimizer: state -> format, state -> bytes, and whether states stay float32 although scaled ones were requested.
+        stored: bytes of codes and of scales.
+        numel: number of local elements, with FSDP2's padding.
+        sent: bytes sent in one all-gather.
+        gather_count: number of all-gathers in a forward and a backward.
+        shard: what this rank stores of a quantized parameter.
     """
-    states, sizes, note = optimizer
+    states, sizes, has_float32 = optimizer
+    shared = costs.SharedScaleCost()
+    if storage is not None and shard is not None:
+        shared = costs.shared(storage.spec.format, shard, mesh, placements)
     return costs.Row(
         name=name,
         shape=tuple(param.shape),
         dtype=dtype_name(param.dtype),
         format=dtype_name(param.dtype) if storage is None else storage.spec.tag,
+        code_bytes=stored[0],
+        scale_bytes=stored[1],
         shared_scale_bytes=shared.scale_bytes,
-        straddling_blocks=shared.blocks,
+        bf16_bytes=numel * costs.BF16_BYTES,
+        forward_gather_bytes=sent,
+        backward_gather_bytes=sent if gather_count == 2 else 0,
+        bf16_gather_bytes=numel * costs.BF16_BYTES * gather_count,
         reduced_bytes=shared.reduced_bytes,
         gemm=gemm.path,
         gemm_reason=gemm.reason,
         optimizer=states,
         optimizer_bytes=sum(sizes.values()),
         state_sizes=sizes,
-        fallbacks=(*gemm.fallbacks, *["replicated scales"] * bool(shared.warning), *["float32 states"] * bool(note)),
-        notes=tuple(filter(None, (shared.note, note))),
+        elements=elements,
+        mesh=mesh,
+        placements=placements,
+        local_rows=local_rows,
+        fallbacks=(*gemm.fallbacks, *["replicated scales"] * bool(shared.warning), *["float32 states"] * has_float32),
+        notes=(shared.note,) if shared.note else (),
         warnings=tuple(filter(None, (shared.warning, warning))),
-        **fields,
     )
 
 
@@ -316,10 +329,7 @@ class _OptimizerStates:
         self.by_param: Mapping[Tensor, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
         groups = [] if optimizer is None else optimizer.param_groups
         self.params = {param for group in groups for param in group["params"]}
-        self.scaled: dict[str, str] = {}
-        for param in self.params:
-            with_scales = {scaled_state(key) for key in self.tensors(param)}
-            self.scaled |= {state: fmt for state, fmt in self.formats(param).items() if state in with_scales}
+        self.scaled = {scaled_state(key) for param in self.params for key in self.tensors(param)}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
         """Local tensors of a parameter's state, without scalars such as a step count."""
@@ -350,10 +360,9 @@ class _OptimizerStates:
             sizes[state] = sizes.get(state, 0) + _nbytes(value)
         return sizes
 
-    def note(self, param: Tensor) -> str:
-        """A note on the states that stay in float32 although other parameters have scaled ones."""
-        float_states = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
-        return costs.float_states(float_states, (self.scaled[state] for state in float_states))
+    def has_float32(self, param: Tensor) -> bool:
+        """Whether states stay in float32 although other parameters have scaled ones."""
+        return any(state in self.scaled and fmt == "fp32" for state, fmt in self.formats(param).items())
 
 
 def _nbytes(tensor: Tensor) -> int:

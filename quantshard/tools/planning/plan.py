@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding, state_storage
-from quantshard.errors import ConfigurationError, meant
+from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -49,16 +49,11 @@ def plan(
     optimizer: str = state_storage.ADAMW,
     head: str | Iterable[str] | None = None,
     preset: str | None = None,
-    master_weights: bool | None = None,
-    master_weight_dtype: torch.dtype | None = None,
-    exp_avg_dtype: torch.dtype | None = None,
-    exp_avg_sq_dtype: torch.dtype | None = None,
-    momentum_buffer_dtype: torch.dtype | None = None,
-    store_param_remainders: bool | None = None,
     ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
     capability: tuple[int, int] | None = None,
+    **state_options: Any,
 ) -> Report:
     """Report what each parameter costs on one rank of a mesh, with optimizer states and the peak of a training step.
 
@@ -79,27 +74,26 @@ def plan(
         optimizer: "adamw" (the states of `FusedAdam`), "lion", or "muon" for hidden matrices with AdamW for the rest.
             Muon's exchange buffers, a few hundred MiB (`optimizers.Muon`), are not counted.
         head: the head that Muon leaves to AdamW, as for `muon_groups`.
-        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, momentum_buffer_dtype,
-            store_param_remainders: how masters and moments are stored, as for the optimizer.
+        preset: how masters and moments are stored, as for the optimizer.
         ema: whether the optimizer averages the weights (`ema_decay`).
         step: adds the peak memory of each phase of this step as `Report.memory`. Runs the model once, without values.
             Not supported with tensor parallelism.
         memory: bytes of the GPU; the report then states the largest batch that fits.
         capability: compute capability of the GPU, which determines how GEMMs run. By default the one of `step`, or
             without a step, the one of the model's device.
+        state_options: `master_weights`, `master_weight_dtype`, `exp_avg_dtype`, `exp_avg_sq_dtype`,
+            `momentum_buffer_dtype` and `store_param_remainders`, as for the optimizer.
     """
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
     cut_by_tp = dict(tensor_parallel or {})
     layer_of = {id(module): layer for layer in layers for module in layer.modules()}
-    options = {
-        "master_weights": master_weights,
-        "master_weight_dtype": master_weight_dtype,
-        "exp_avg_dtype": exp_avg_dtype,
-        "exp_avg_sq_dtype": exp_avg_sq_dtype,
-        "momentum_buffer_dtype": momentum_buffer_dtype,
-        "store_param_remainders": store_param_remainders,
-    }
-    spec = _OptimizerSpec.of(model, optimizer, head, ema, preset, options)
+    groups = muon_groups(model, head=head) if optimizer == state_storage.MUON else []
+    spec = _OptimizerSpec(
+        state_storage.chosen_options("plan", preset, state_options),
+        ema,
+        optimizer,
+        {id(param): group[ALGORITHM] for group in groups for _, param in group["params"]},
+    )
     _check_model(model, mesh_rank, cut_by_tp)
     if step is None and memory is not None:
         raise ConfigurationError("plan(memory=...) needs a step, whose batch is to fit")
@@ -134,54 +128,17 @@ def plan(
 class _OptimizerSpec:
     """How the optimizer stores masters and moments, and whether it averages weights.
 
-    `matrices`: ids of the parameters that Muon updates; AdamW updates the others.
+    `algorithms`: id of a parameter -> its algorithm, where it is not `algorithm`.
     """
 
     states: state_storage.StateOptions
     ema: bool
     algorithm: str
-    matrices: frozenset[int]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        algorithm: str,
-        head: str | Iterable[str] | None,
-        ema: bool,
-        preset: str | None,
-        options: Mapping[str, Any],
-    ) -> _OptimizerSpec:
-        """Check the options of an optimizer."""
-        known = state_storage.ALGORITHMS
-        if algorithm not in known:
-            raise ConfigurationError(
-                f"plan(optimizer={algorithm!r}): {meant(algorithm, known)}there are {', '.join(known)}; "
-                "explain(model, optimizer) describes optimizers of any class"
-            )
-        for name in state_storage.UNUSED_OPTIONS[algorithm]:
-            if options[name] is not None:
-                raise ConfigurationError(
-                    f"plan(optimizer={algorithm!r}): {algorithm} has no such state as {name}={options[name]}; leave it "
-                    "out"
-                )
-        if algorithm != state_storage.MUON and head is not None:
-            raise ConfigurationError(f"plan(optimizer={algorithm!r}, head={head!r}): only muon has a head")
-        groups = muon_groups(model, head=head) if algorithm == state_storage.MUON else []
-        matrices = [param for group in groups if group[ALGORITHM] == state_storage.MUON for _, param in group["params"]]
-        spec = cls(state_storage.chosen_options("plan", preset, options), ema, algorithm, frozenset(map(id, matrices)))
-        for name in (state_storage.ADAMW, state_storage.MUON) if algorithm == state_storage.MUON else (algorithm,):
-            for state, dtype in spec.states.dtypes(name).items():
-                state_storage.check_dtype("plan", state, dtype)
-        if spec.states.store_param_remainders:
-            state_storage.check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
-        return spec
+    algorithms: Mapping[int, str]
 
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """State -> dtype that a large quantized weight would get."""
-        if self.algorithm != state_storage.MUON:
-            return self.states.dtypes(self.algorithm)
-        return self.states.dtypes(state_storage.MUON if id(param) in self.matrices else state_storage.ADAMW)
+        return self.states.dtypes(self.algorithms.get(id(param), self.algorithm))
 
 
 @dataclass(frozen=True)
@@ -198,13 +155,12 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
-        misnamed = any(str(axis).lower().startswith((TP, "tensor")) for axis in sharding_axes)
-        if misnamed or not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
+        if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
             raise ConfigurationError(
                 f"plan: mesh {dict(mesh)} must have the axis that fully_shard shards over, at most one before it "
                 f"(HSDP), and tensor parallelism only as the last, named {TP!r}"
             )
-        if min(mesh.values()) < 1 or not 0 <= rank < ranks:
+        if not 0 <= rank < ranks:
             raise ConfigurationError(
                 f"plan: there is no rank {rank} in a mesh of {dict(mesh)}, which has {ranks} ranks"
             )
@@ -284,29 +240,26 @@ def _row(
     mesh = {axis: place.mesh[axis] for axis in placements}
     # FSDP2 pads plain tensors to the largest shard.
     numel = shard.cut.chunk * shard.cut.parent.shape[1]
-    forward = bf16_forward = 0
-    if storage is None:
-        codes, scales, shared = numel * param.itemsize, 0, costs.SharedScaleCost()
-    else:
-        fmt = storage.spec.format
-        codes, scales = costs.resident_bytes(fmt, shard)
-        shared = costs.shared(fmt, shard, mesh, [*placements.values()])
+    stored = (numel * param.itemsize, 0)
+    if storage is not None:
+        stored = costs.resident_bytes(storage.spec.format, shard)
+    sent = gather_count = 0
     if place.mesh[place.shard_axis] > 1:
-        bf16_forward = numel * costs.BF16_BYTES
-        forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
+        gather_count = 2 if gathered_again else 1
+        sent = stored[0]
+        if storage is not None:
+            sent = costs.gather_bytes(storage.spec.format, shard, in_backward=gathered_again)
     return row_of(
         name,
         param,
         storage,
         gemm,
-        shared,
         _optimizer(param, storage, shard, optimizer),
-        code_bytes=codes,
-        scale_bytes=scales,
-        bf16_bytes=numel * costs.BF16_BYTES,
-        forward_gather_bytes=forward,
-        backward_gather_bytes=forward if gathered_again else 0,
-        bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
+        stored=stored,
+        numel=numel,
+        sent=sent,
+        gather_count=gather_count,
+        shard=shard,
         elements=math.prod(shard.shape),
         mesh=mesh,
         placements=tuple(placements.values()),
@@ -331,10 +284,10 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 
 def _optimizer(
     param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
-) -> tuple[dict[str, str], dict[str, int], str]:
-    """State -> format, state -> local bytes, and a note on states that stay float32; as the optimizer allocates."""
+) -> tuple[dict[str, str], dict[str, int], bool]:
+    """State -> format, state -> local bytes, and whether states stay float32; as the optimizer allocates."""
     if not param.requires_grad:
-        return {}, {}, ""
+        return {}, {}, False
     requested = optimizer.dtypes(param)
     if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
@@ -348,14 +301,11 @@ def _optimizer(
         states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
         del requested[MASTER]
     dtypes = {state: state_storage.stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
-    float_states = [state for state, dtype in dtypes.items() if dtype is not requested[state]]
+    has_float32 = dtypes != requested
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
         spec = state_storage.state_quant_spec(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if spec is None else sum(costs.resident_bytes(spec.format, shard))
         states[state] = costs.SHORT_DTYPES[dtype_name(dtype)]
-    note = costs.float_states(
-        float_states, (costs.SHORT_DTYPES[dtype_name(requested[state])] for state in float_states)
-    )
-    return states, sizes, note
+    return states, sizes, has_float32

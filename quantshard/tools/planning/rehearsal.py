@@ -80,17 +80,6 @@ class TrainingStep:
     norm_dtype: torch.dtype | None = None
     capability: tuple[int, int] = (9, 0)
 
-    def check(self) -> None:
-        """Raise a ConfigurationError if a count is not a positive integer or Triton is missing."""
-        for name in ("batch", "seq_length", "micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"TrainingStep({name}={value!r}): give a whole number above 0")
-        if not kernels.USABLE:
-            raise ConfigurationError(
-                "plan: the memory of a step is computed with the kernels' code; pip install triton (no GPU is needed)"
-            )
-
     def __str__(self) -> str:
         parts = f"{self.micro_batches} micro-batches of " if self.micro_batches > 1 else ""
         recomputed = ", layers recomputed" if self.checkpoint_activations else ""
@@ -205,7 +194,10 @@ def rehearse(
 
     `sizes`: by the id of each layer, and of None for the rest of the model. `mesh`: as for `step_memory`.
     """
-    step.check()
+    if not kernels.USABLE:
+        raise ConfigurationError(
+            "plan: the memory of a step is computed with the kernels' code; pip install triton (no GPU is needed)"
+        )
     # Drop caches, so that a plan does not depend on earlier ones.
     for lasting in (workspace, tables):
         lasting.discard(torch.device("meta"))

@@ -137,10 +137,6 @@ class MemoryTimeline:
         # The storage object lives as long as its memory.
         self._live[key] = weakref.ref(storage, end), allocation
 
-    def held(self, moment: int) -> int:
-        """Bytes allocated at a moment."""
-        return sum(allocation.bytes for allocation in self.allocations if allocation.lives(moment))
-
     def highest(self, begin: int, end: int) -> int:
         """The first moment in `begin`..`end` (inclusive) with the most allocated bytes."""
         changes: Counter[int] = Counter()

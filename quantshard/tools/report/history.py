@@ -4,54 +4,32 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from quantshard import foreign
-from quantshard.checkpoints.disk import manifest, ownership
-from quantshard.checkpoints.disk.commit import is_complete
+from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import LocalStore, locate, why
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
 from quantshard.tools.report.records import (
     LARGEST,
     LARGEST_STEP,
-    MOST_COLUMNS,
     Column,
-    MetricReader,
     MetricTable,
     Record,
     RecordFile,
     StatisticsReader,
 )
-from quantshard.tools.terminal import inputs
 
 CONFIG, METRICS, STARTS, STATISTICS = "config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl"
-PARAMETERS, CHECKPOINTS = "parameters.json", "checkpoints"
-
-STATISTICS_BYTES = 256 << 20
-"""Bytes of `statistics.jsonl` that are read; of a longer file, evenly spaced parts."""
 
 _CONFIG_BYTES = 32 << 20
-_PARAMETER_BYTES = 64 << 20
-_MOST_STARTS, _MOST_CHECKPOINTS = 1000, 200
-_STEP = re.compile(r"step-(\d{1,12})")
-
-
-@dataclass(frozen=True)
-class CheckpointRow:
-    """One checkpoint of a run; `bytes` and `saved_at` are None if unknown."""
-
-    step: int
-    complete: bool
-    bytes: int | None = None
-    saved_at: datetime | None = None
+_MOST_STARTS = 1000
 
 
 class RunSource:
@@ -67,8 +45,7 @@ class RunSource:
         except OSError as error:
             raise ConfigurationError(f"{run} cannot be read: {why(error)}") from None
         if not is_run:
-            hint = inputs.meant_path(Path(self.place)) if self.is_local and not os.path.lexists(self.place) else ""
-            raise ConfigurationError(f"there is no run in {run}: it has no {CONFIG}{hint}")
+            raise ConfigurationError(f"there is no run in {run}: it has no {CONFIG}")
 
     def file(self, name: str) -> str:
         """Path or URL of a file of the run."""
@@ -81,58 +58,16 @@ class RunSource:
     def config(self) -> dict[str, Any]:
         """Settings by name, with nested tables flattened (`launch.processes`) and without `corpus.files`."""
         where = self.file(CONFIG)
-        content = self._read(where, _CONFIG_BYTES)
+        try:
+            content = self.store.read(where, _CONFIG_BYTES)
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
         settings = flattened(foreign.toml_table(content, where))
         return {name: value for name, value in settings.items() if name != "corpus.files"}
 
-    def parameters(self) -> dict[str, Any]:
-        """JSON report of `explain` from the last start; empty if the run did not write one."""
-        where = self.file(PARAMETERS)
-        content = self._read(where, _PARAMETER_BYTES, if_missing=b"{}")
-        return foreign.json_object(content, where)
-
-    def _read(self, where: str, limit: int, if_missing: bytes | None = None) -> bytes:
-        try:
-            if if_missing is not None and not self.store.is_file(where):
-                return if_missing
-            return self.store.read(where, limit)
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
-
     def starts(self) -> list[Record]:
         """Records of the first starts of the run, at most `_MOST_STARTS`."""
-        starts: list[Record] = []
-        for batch in self.records(STARTS).batches():
-            starts += batch[: _MOST_STARTS - len(starts)]
-            if len(starts) == _MOST_STARTS:
-                break
-        return starts
-
-    def checkpoints(self) -> list[CheckpointRow]:
-        """The newest checkpoints, at most `_MOST_CHECKPOINTS`, in ascending order.
-
-        Empty if a server does not list folders.
-        """
-        folder = self.file(CHECKPOINTS)
-        try:
-            names = [] if os.path.islink(folder) else self.store.names(folder)
-        except OSError:
-            return []
-        steps = [(int(step[1]), name) for name in names if (step := _STEP.fullmatch(name.rstrip("/")))]
-        newest = sorted(steps)[-_MOST_CHECKPOINTS:]
-        return [self._checkpoint(step, self.store.join(folder, name)) for step, name in newest]
-
-    def _checkpoint(self, step: int, path: str) -> CheckpointRow:
-        try:
-            if os.path.islink(path):
-                return CheckpointRow(step, False)
-            described = manifest.read_manifest(path)
-            if described is None:
-                return CheckpointRow(step, is_complete(path))
-        except CheckpointError:
-            return CheckpointRow(step, False)
-        whole = not self.is_local or not manifest.problems(path, contents=False)
-        return CheckpointRow(step, whole, described.bytes, _moment(described.saved_at))
+        return list(islice(self.records(STARTS).records(), _MOST_STARTS))
 
     def is_trained(self) -> bool | None:
         """Whether a process is training the run now, or None if unknown, as for a URL."""
@@ -147,18 +82,10 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return flat
 
 
-def _moment(text: str) -> datetime | None:
-    try:
-        moment = datetime.fromisoformat(text)
-        return None if moment.tzinfo is None else moment.astimezone(timezone.utc)
-    except (ValueError, OverflowError):
-        return None
-
-
 # The whole run
 
-LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
-    "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes", "seconds", "tokens",
+LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY = (
+    "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes",
 )  # fmt: skip
 """Names in `metrics.jsonl` that get special treatment in a report; other figures are plotted unchanged."""
 
@@ -167,44 +94,31 @@ LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
 class RunHistory:
     """All data that a run has written so far.
 
-    `where`: path or URL as the user wrote it. `config`: settings by name. `parameters`: the JSON report of `explain`.
-    `is_trained`: whether a process is training the run now, or None if unknown. `notes`: sentences about data that was
-    torn, broken or left out.
+    `where`: path or URL as the user wrote it. `config`: settings by name. `is_trained`: whether a process is training
+    the run now, or None if unknown. `notes`: sentences about data that was torn, broken or left out.
     """
 
     name: str
     where: str
     config: dict[str, Any]
-    parameters: dict[str, Any]
     starts: list[Record]
     metrics: MetricTable
     statistics: StatisticsReader
-    checkpoints: list[CheckpointRow]
     is_trained: bool | None
     notes: tuple[str, ...]
 
-    @property
-    def elsewhere(self) -> str:
-        """Location of the checkpoints outside the run's folder, or ""."""
-        return checkpoints_elsewhere(self.config)
-
     def tokens(self) -> Column | None:
         """Cumulative training tokens at each step, or None if unknown."""
-        counted = self.metrics.columns.get(TOKENS)
-        if counted is not None and len(counted) and np.isfinite(counted).all() and (np.diff(counted) >= 0).all():
-            return counted
         per_step = tokens_per_step(self.config)
         return None if per_step is None else self.metrics.steps.astype(np.float64) * per_step
 
     def seconds(self) -> Column | None:
         """Cumulative training seconds at each step, or None if unknown."""
-        durations = self.metrics.columns.get(SECONDS)
-        if durations is None:
-            speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
-            if speed is None or tokens is None:
-                return None
-            durations = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > tokens / LARGEST)
-        return np.cumsum(np.where(np.isfinite(durations) & (durations >= 0), durations, 0.0))
+        speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
+        if speed is None or tokens is None:
+            return None
+        # A speed that is missing or not finite adds no time.
+        return np.cumsum(np.divide(tokens, speed, out=np.zeros(len(speed)), where=speed > tokens / LARGEST))
 
 
 def tokens_per_step(config: dict[str, Any]) -> float | None:
@@ -219,36 +133,21 @@ def planned_steps(config: dict[str, Any]) -> int | None:
     return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
 
-def checkpoints_elsewhere(config: dict[str, Any]) -> str:
-    """Location of checkpoints in the settings, or "". Untrusted: for display only, never accessed."""
-    location = config.get("checkpoints")
-    return location if isinstance(location, str) else ""
-
-
 def read_history(run: str | os.PathLike[str]) -> RunHistory:
     """Read all files of a run, also while the run is being trained."""
     source = RunSource(run)
     files = {name: source.records(name) for name in (METRICS, STATISTICS)}
-    metrics, statistics = MetricReader(), StatisticsReader()
+    statistics = StatisticsReader()
     try:
-        for batch in files[METRICS].batches():
-            metrics.add(batch)
-        for batch in files[STATISTICS].batches(STATISTICS_BYTES):
-            statistics.add(batch)
+        metrics = MetricTable.of(files[METRICS].records())
+        statistics.add(files[STATISTICS].records())
         starts = source.starts()
     except OSError as error:
         where = error.filename or source.file(STARTS)
         raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
-    table = metrics.table()
-    notes = [note for file in files.values() for note in _omissions(file)]
-    last = int(table.steps[-1]) if len(table.steps) else 0
-    if lost := max(0, last - len(table.steps)):
-        notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
-    if table.has_more:
-        notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
+    notes = tuple(note for file in files.values() for note in _omissions(file))
     return RunHistory(
-        source.name, os.fspath(run), source.config(), source.parameters(), starts, table, statistics,
-        source.checkpoints(), source.is_trained(), tuple(notes),
+        source.name, os.fspath(run), source.config(), starts, metrics, statistics, source.is_trained(), notes,
     )  # fmt: skip
 
 
@@ -258,6 +157,6 @@ def _omissions(file: RecordFile) -> list[str]:
     problems = {
         f"{lines} no record, and left out": file.broken,
         "its last line was cut off, or is still being written, and is left out": file.torn,
-        f"{human_bytes(file.skipped)}, evenly over the run, were not read": file.skipped,
+        f"the first {human_bytes(file.skipped)} were not read": file.skipped,
     }
     return [f"{file.path}: {text}" for text, applies in problems.items() if applies]

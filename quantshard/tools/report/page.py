@@ -15,7 +15,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from quantshard.errors import printable
-from quantshard.readable import counted_name, human_bytes, pattern_groups
+from quantshard.readable import human_bytes
 from quantshard.tools.report import history
-from quantshard.tools.report.figures import said, said_seconds
 from quantshard.tools.report.records import StatisticsReader, step_of
 from quantshard.version import __version__
 
 MARK = '<meta name="generator" content="quantshard report">'
 """Marker that identifies a file as a report, which a newer report can replace."""
 
+_HEAD_BYTES = 4096
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("uPlot.iife.min.js", "page.js")
 _STYLES = ("uPlot.min.css", "page.css")
 
 
-def is_report(head: bytes) -> bool:
-    """Whether `head`, the beginning of a file, belongs to a report."""
-    return MARK.encode() in head
+def is_report(content: bytes) -> bool:
+    """Whether the content of a file is that of a report."""
+    return MARK.encode() in content[:_HEAD_BYTES]
 
 
 def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> str:
@@ -52,11 +52,7 @@ def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> s
         loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters["bytes"] = lambda size: NONE if size is None else human_bytes(size)
-    environment.filters["time"] = _time
-    environment.filters["counted"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
     environment.filters["said"] = lambda value: printable(said(value))
-    environments = [environment_of(run) for run in runs]
     # Texts cannot close the script element.
     data = json.dumps(page_data(runs, names), separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -68,17 +64,11 @@ def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> s
         data=data,
         runs=list(zip(names, runs, strict=True)),
         figures=_by_name([final_figures(run) for run in runs]),
-        changed=differences([run.config for run in runs]),
-        environments=_by_name(environments),
-        weights=[weight_rows(run) for run in runs],
-        memory=[memory_parts(run) for run in runs],
-        made=_time(now or datetime.now(timezone.utc)),
+        changed=differences([run.config | environment_of(run) for run in runs]),
+        settings=[run.config | environment_of(run) for run in runs],
+        made=f"{now or datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         version=__version__,
     )
-
-
-def _time(moment: datetime | None) -> str:
-    return NONE if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"
 
 
 def labels(runs: Sequence[history.RunHistory]) -> list[str]:
@@ -116,7 +106,9 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
         "tokens/s (median)": f"{np.median(speed):,.0f}" if len(speed) else NONE,
         "MFU (median)": f"{np.median(mfu):.1%}" if len(mfu) else NONE,
         "peak memory": human_bytes(int(memory.max())) if len(memory) else NONE,
-        "time in steps": said_seconds(float(seconds[-1])) if seconds is not None and len(seconds) else NONE,
+        "time in steps": str(timedelta(seconds=round(min(seconds[-1], 1e9))))
+        if seconds is not None and len(seconds)
+        else NONE,
         "skipped steps": f"{skipped[-1]:,.0f}" if len(skipped) else NONE,
         "starts": str(len(run.starts)) if run.starts else NONE,
         "alarms": ", ".join(f"{count} {kind}" for kind, count in run.statistics.counts.items()) or "none",
@@ -130,14 +122,8 @@ def _progress(run: history.RunHistory) -> str:
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Settings that differ between runs, with the value of every run.
-
-    Paths of data are left out if the digests are equal, because every run has its own folder of tokens.
-    """
+    """Settings that differ between runs, with the value of every run."""
     names = dict.fromkeys(name for table in tables for name in table)
-    digests = {table.get("corpus.sha256") for table in tables}
-    if len(digests) == 1 and None not in digests:
-        names = {name: None for name in names if name not in ("data", "heldout_data")}
     rows = [(name, [said(table[name]) if name in table else NONE for table in tables]) for name in names]
     return [(name[:_LONGEST], values) for name, values in rows if len(set(values)) > 1][:_MOST_ROWS]
 
@@ -152,53 +138,23 @@ def environment_of(run: history.RunHistory) -> dict[str, Any]:
     return result
 
 
-def weight_rows(run: history.RunHistory) -> list[tuple[str, ...]]:
-    """Name, shape, format, bytes, GEMM, optimizer and fallbacks of the weights, with identical weights in one row."""
-    rows = run.parameters.get("rows")
-    weights = [_weight_row(row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
-    groups = pattern_groups((row[0], row[1:], row[1:]) for row in weights)
-    return [(counted_name(name, len(members)), *members[0]) for name, members in groups][:_MOST_ROWS]
+# Texts
 
 
-def _weight_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    shape, optimizer, fallbacks = row.get("shape"), row.get("optimizer"), row.get("fallbacks")
-    size = _count(row, "code_bytes") + _count(row, "scale_bytes")
-    return (
-        said(row.get("name", "")),
-        " x ".join(map(str, shape[:8])) if isinstance(shape, list) else "",
-        said(row.get("format", "")),
-        human_bytes(size) if size else NONE,
-        said(row.get("gemm") or NONE),
-        said([f"{name} {kind}" for name, kind in optimizer.items()]) if isinstance(optimizer, Mapping) else "",
-        said(fallbacks) if isinstance(fallbacks, list) else "",
-    )
-
-
-def memory_parts(run: history.RunHistory) -> list[tuple[str, str, float]]:
-    """Purpose, bytes and share of the first process's peak memory; empty if the run did not record its parameters.
-
-    The remainder up to the peak is attributed to activations, gradients and libraries.
-    """
-    totals = run.parameters.get("totals")
-    peak = run.metrics.there(history.MEMORY)[1]
-    if not isinstance(totals, Mapping) or not len(peak):
-        return []
-    kinds = {"codes of weights": "code_bytes", "scales": "scale_bytes", "optimizer states": "optimizer_bytes"}
-    counts = {kind: _count(totals, name) for kind, name in kinds.items()}
-    most = max(int(peak.max()), 1)
-    counts["activations, gradients, libraries"] = max(0, most - sum(counts.values()))
-    return [(kind, human_bytes(count), min(1.0, count / most)) for kind, count in counts.items()]
-
-
-def _count(table: Mapping[str, Any], name: str) -> int:
-    value = table.get(name)
-    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+def said(value: object) -> str:
+    """Format a value as a table cell."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        value = ", ".join(str(item)[:_LONGEST] for item in value[:_LONGEST])
+    text = str(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 # Data of the charts and tables of statistics, for the script of the page
 
-_POINTS, _MOST_POINTS, _LEAST_POINTS = 160_000, 2_000, 100
-"""Points of all curves in a page, and the maximum and minimum per curve. A point takes about 17 bytes."""
+_POINTS, _MARKS = 2_000, 100
+"""Maximum number of points per curve, and of marks of resumes and of values that are not finite."""
 
 _CELLS = 250_000
 """Cells of all tables of statistics in a page, about 6 bytes each."""
@@ -215,25 +171,21 @@ _TITLES = {
     "grad_norm": "Norm of the gradient",
     "lr": "Learning rate",
     "skipped_steps": "Skipped steps",
-    history.SECONDS: "Seconds of a step",
     "data_wait_s": "Seconds of a step that waited for data",
 }
 """Titles of the charts, in display order; other charts follow under their own names."""
 
-_MOST_CURVES = 6
-"""Maximum number of memory curves in one chart."""
+_UNITS = {"mfu": "share", history.MEMORY: "bytes"}
 
 
 def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[str, Any]:
     """JSON-serializable data for the script of a page. `names`: unique labels of the runs."""
     charts = _charts(runs)
     keys = [curve for chart in charts for curve in chart["curves"]]
-    num_curves = sum(key in run.metrics.columns for run in runs for key in keys)
-    most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, num_curves)))
     room = _CELLS // max(1, sum(len(run.statistics.maps) for run in runs))
     return {
         "charts": charts,
-        "runs": [_run_data(run, name, keys, most) for run, name in zip(runs, names, strict=True)],
+        "runs": [_run_data(run, name, keys) for run, name in zip(runs, names, strict=True)],
         "maps": [_map_data(run.statistics, room) for run in runs],
     }
 
@@ -257,36 +209,27 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
 
 
 def _charts(runs: Sequence[history.RunHistory]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for run in runs for name in run.metrics.columns if name != history.TOKENS)
-    groups: dict[str, list[str]] = {name: [name] for name in _TITLES if name in names}
-    for name in names:
-        if name == history.HELDOUT:
-            groups.setdefault(history.LOSS, []).append(name)
-        elif _is_memory(name) and name != history.MEMORY and len(groups.get(history.MEMORY, ())) < _MOST_CURVES:
-            groups.setdefault(history.MEMORY, []).append(name)
-        elif name not in _TITLES:
-            groups[name] = [name]
-    units = {name: "share" if name == "mfu" else "bytes" if _is_memory(name) else "" for name in groups}
-    return [{"title": _TITLES.get(name, name), "curves": groups[name], "unit": units[name]} for name in groups]
+    names = dict.fromkeys(name for run in runs for name in run.metrics.columns)
+    titles = {name: _TITLES.get(name, name) for name in (*_TITLES, *names) if name in names and name != history.HELDOUT}
+    curves = {history.LOSS: [history.LOSS, history.HELDOUT]}
+    return [
+        {"title": title, "curves": curves.get(name, [name]), "unit": _UNITS.get(name, "")}
+        for name, title in titles.items()
+    ]
 
 
-def _is_memory(name: str) -> bool:
-    return name.startswith("memory") and name.endswith("bytes")
-
-
-def _run_data(run: history.RunHistory, name: str, keys: list[str], most: int) -> dict[str, Any]:
+def _run_data(run: history.RunHistory, name: str, keys: list[str]) -> dict[str, Any]:
     curves, bad = {}, {}
     for key in keys:
         steps, values = run.metrics.there(key)
         if len(steps):
-            indices = thinned(values, most)
-            means = _means(steps, values) if most > 4 * _MEANS else None
-            curves[key] = [steps[indices].tolist(), _short(values[indices]), means]
+            indices = thinned(values, _POINTS)
+            curves[key] = [steps[indices].tolist(), _short(values[indices]), _means(steps, values)]
         if key in run.metrics.columns and len(wrong := run.metrics.steps[np.isinf(run.metrics.columns[key])]):
-            bad[key] = wrong[:: max(1, len(wrong) // _LEAST_POINTS)].tolist()
+            bad[key] = wrong[:: max(1, len(wrong) // _MARKS)].tolist()
     restarts = sorted({step for start in run.starts if (step := step_of(start))})
     axes = {"tokens": _axis(run, run.tokens()), "time": _axis(run, run.seconds())}
-    return {"name": name, "curves": curves, "bad": bad, "restarts": restarts[-_LEAST_POINTS:], "axes": axes}
+    return {"name": name, "curves": curves, "bad": bad, "restarts": restarts[-_MARKS:], "axes": axes}
 
 
 def _means(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[float]] | None:

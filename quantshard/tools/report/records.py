@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,16 +21,11 @@ from quantshard.checkpoints.disk.store import Store
 
 Record = dict[str, Any]
 
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 24
 """Bytes per read, which is also the maximum length of a line."""
 
-LOG_BYTES = 1 << 30
-"""Bytes of `metrics.jsonl` that a report reads: five million steps. Of a longer file parts are read, evenly over it."""
-
-BROKEN_LINES = 10_000
-"""After this many lines that are no records, batches with such lines are skipped: each line costs an exception."""
-
-_BATCH = 512
+MOST_BYTES = 256 << 20
+"""Bytes of a file that are read: the last ones, which are more than a million steps of `metrics.jsonl`."""
 
 _OVERLAP = 64
 """Number of bytes before the offset that are compared to detect a rewritten file."""
@@ -54,7 +48,7 @@ class RecordFile:
         """Restart from the beginning of the file."""
         self.offset, self.broken, self.torn, self.skipped = 0, 0, False, 0
         self._before = b""
-        self._in_long_line = False
+        self._in_line = False
 
     def was_rewritten(self) -> bool:
         """Whether the file was rewritten since the last call; if so, the reader restarts from its beginning."""
@@ -67,39 +61,30 @@ class RecordFile:
         self.clear()
         return True
 
-    def batches(self, limit: int = LOG_BYTES) -> Iterator[list[Record]]:
-        """Yield the records added since the last call, in batches small enough for the CPU cache.
-
-        Of more than `limit` bytes, only evenly spaced pieces are read, including the first and the last. Bytes between
-        them are counted in `skipped`, and lines cut by a gap are lost.
-        """
+    def records(self) -> Iterator[Record]:
+        """Yield the records added since the last call, of more than `MOST_BYTES` the last ones."""
         size, self.torn = self.size(), False
-        start, spacing, num_pieces, most = self.offset, 0.0, 0, max(2, limit // AT_ONCE)
-        if size - start > most * AT_ONCE:
-            spacing = (size - start - AT_ONCE) / (most - 1)
+        if (excess := size - self.offset - MOST_BYTES) > 0:
+            self.skipped += excess
+            self.offset, self._in_line = self.offset + excess, True
         while self.offset < size:
             piece = self.store.read_range(self.path, self.offset, min(size, self.offset + AT_ONCE))
             end = piece.rfind(b"\n") + 1
             if not end and len(piece) < AT_ONCE:
                 self.torn = True
                 return
-            num_pieces += 1
-            first = piece.find(b"\n") + 1 if self._in_long_line else 0
-            self.broken += not end and not self._in_long_line
-            self._in_long_line = not end
+            first = piece.find(b"\n") + 1 if self._in_line else 0
+            self.broken += not end and not self._in_line
+            self._in_line = not end
             used = end or len(piece)
             self.offset += used
             self._before = piece[max(0, used - _OVERLAP) : used]
-            next_offset = start + int(num_pieces * spacing) if num_pieces < most else 0
-            if next_offset > self.offset:
-                self.skipped += next_offset - self.offset
-                self.offset, self._in_long_line = next_offset, True
-            lines = piece[first:end].split(b"\n")[:-1]
-            for index in range(0, len(lines), _BATCH):
-                chunk = lines[index : index + _BATCH]
-                batch = _records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
-                self.broken += len(chunk) - len(batch)
-                yield batch
+            for line in piece[first:end].split(b"\n")[:-1]:
+                record = _record(line)
+                if record is None:
+                    self.broken += 1
+                else:
+                    yield record
 
     def size(self) -> int:
         """Size in bytes; 0 if the file does not exist."""
@@ -109,21 +94,10 @@ class RecordFile:
             return 0
 
 
-def _records_of(lines: list[bytes], all_or_none: bool = False) -> list[Record]:
-    """Parse the lines that are JSON objects, in one call of the parser if all are valid.
-
-    `all_or_none`: return an empty list if any line is invalid.
-    """
-    try:
-        entries = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(entries) == len(lines) and all(type(entry) is dict for entry in entries):
-            return list(entries)
-    except (ValueError, RecursionError):
-        pass
-    return [] if all_or_none else [record for line in lines if (record := _record(line)) is not None]
-
-
 def _record(line: bytes) -> Record | None:
+    # An exception for each of millions of broken lines would take minutes.
+    if not line.startswith(b"{"):
+        return None
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -137,7 +111,6 @@ Column = NDArray[np.float64]
 
 MOST_COLUMNS, LARGEST_STEP = 64, 1 << 53
 _LONGEST_NAME = 80
-_NUMBERS = frozenset((int, float))
 LARGEST = float(np.finfo(np.float32).max)
 """Largest finite magnitude of a figure (the float32 maximum)."""
 
@@ -147,7 +120,7 @@ def number(value: object) -> float:
 
     Returns NaN if `value` is not a number, and infinity if it is not finite in float32, including the text "nan".
     """
-    if type(value) in _NUMBERS or (type(value) is str and len(value) < 10):
+    if type(value) in (int, float) or (type(value) is str and len(value) < 10):
         try:
             result = float(value)  # type: ignore[arg-type]
         except (ValueError, OverflowError):
@@ -166,15 +139,45 @@ def step_of(record: Mapping[str, Any]) -> int | None:
 class MetricTable:
     """Figures of a run by step.
 
+    Every numeric entry of a record has a column, up to `MOST_COLUMNS`. A missing value is NaN, and a value that is not
+    finite in float32 is infinity.
+
     Attributes:
         steps: int64 [N], ascending.
         columns: name -> float64 [N].
-        has_more: whether columns beyond `MOST_COLUMNS` were dropped.
     """
 
     steps: NDArray[np.int64]
     columns: dict[str, Column]
-    has_more: bool = False
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> MetricTable:
+        """Build a table from records in the order of the file; of a repeated step (of a resume) the last one counts."""
+        steps = array("q")
+        parts: dict[str, tuple[array[int], array[float]]] = {}
+        for record in records:
+            step = step_of(record)
+            if step is None:
+                continue
+            for name, value in record.items():
+                figure = value if type(value) is float and -LARGEST <= value <= LARGEST else number(value)
+                if name not in parts:
+                    if name == "step" or math.isnan(figure) or not _is_column(name, len(parts)):
+                        continue
+                    parts[name] = array("q"), array("d")
+                indices, values = parts[name]
+                indices.append(len(steps))
+                values.append(figure)
+            steps.append(step)
+        all_steps = np.array(steps, dtype=np.int64)
+        is_last = np.ones(len(steps), dtype=bool)
+        is_last[:-1] = all_steps[:-1] < np.minimum.accumulate(all_steps[::-1])[::-1][1:]
+        columns = {}
+        for name, (indices, values) in parts.items():
+            column = np.full(len(steps), np.nan)
+            column[np.array(indices)] = values
+            columns[name] = column[is_last]
+        return cls(all_steps[is_last], columns)
 
     def there(self, name: str) -> tuple[NDArray[np.int64], Column]:
         """Steps and values of a column where the value is finite; empty arrays for an unknown name."""
@@ -183,68 +186,13 @@ class MetricTable:
         return self.steps[finite], values[finite]
 
 
-@dataclass
-class MetricReader:
-    """Accumulates records into a `MetricTable`, batch by batch.
-
-    Every numeric entry becomes a column, including names unknown to quantshard. A missing value is NaN, and a value
-    that is not finite in float32 is infinity. If a resumed run repeated a step, only the last record of it counts.
-    """
-
-    steps: list[NDArray[np.int64]] = field(default_factory=list)
-    columns: dict[str, list[Column]] = field(default_factory=dict)
-    has_more: bool = False
-    rows: int = 0
-
-    def add(self, batch: Iterable[Record]) -> None:
-        """Add records, in the order of the file."""
-        step_records = [(step, record) for record in batch if (step := step_of(record)) is not None]
-        if not step_records:
-            return
-        records = [record for _, record in step_records]
-        for name in dict.fromkeys(chain.from_iterable(records)):
-            if name not in self.columns and name != "step":
-                self._begin(name, records)
-        for name, parts in self.columns.items():
-            parts.append(_column([record.get(name) for record in records]))
-        self.steps.append(np.array([step for step, _ in step_records], dtype=np.int64))
-        self.rows += len(step_records)
-
-    def _begin(self, name: str, records: list[Record]) -> None:
-        if all(math.isnan(number(record.get(name))) for record in records):
-            return
-        if len(self.columns) >= MOST_COLUMNS or len(name) > _LONGEST_NAME:
-            self.has_more = True
-            return
-        self.columns[name] = [np.full(self.rows, np.nan)] if self.rows else []
-
-    def table(self) -> MetricTable:
-        """The accumulated table, with one row per step."""
-        if not self.rows:
-            return MetricTable(np.zeros(0, dtype=np.int64), {}, self.has_more)
-        steps = np.concatenate(self.steps)
-        is_last = np.ones(len(steps), dtype=bool)
-        is_last[:-1] = steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:]
-        columns = {name: np.concatenate(parts)[is_last] for name, parts in self.columns.items()}
-        return MetricTable(steps[is_last], columns, self.has_more)
-
-
-def _column(values: list[Any]) -> Column:
-    kinds = set(map(type, values))
-    if kinds <= _NUMBERS:
-        try:
-            array = np.array(values, dtype=np.float64)
-            return np.where(np.abs(array) <= LARGEST, array, np.inf)
-        except OverflowError:
-            pass
-    if kinds == {type(None)}:
-        return np.full(len(values), np.nan)
-    return np.array([number(value) for value in values], dtype=np.float64)
+def _is_column(name: str, columns: int) -> bool:
+    return columns < MOST_COLUMNS and len(name) <= _LONGEST_NAME
 
 
 # Statistics of tensors, and alarms
 
-MOST_SAMPLES, _MOST_ALARMS, _LONGEST = 80, 200, 300
+MOST_SAMPLES, MOST_ALARMS, _LONGEST = 80, 400, 300
 _NO_STATISTICS = ("name", "role")
 
 MapValues = dict[tuple[str, str], dict[str, float]]
@@ -261,12 +209,13 @@ class AlarmEntry(NamedTuple):
 
 @dataclass
 class StatisticsReader:
-    """Accumulates the records of `statistics.jsonl`, batch by batch, in bounded memory.
+    """Accumulates the records of `statistics.jsonl` in bounded memory.
 
     Attributes:
         samples: steps and values, less than 2 * `MOST_SAMPLES`, evenly spread over the run.
         every: one in `every` samples of the file is kept.
         counts: number of alarms by kind.
+        alarms: the first alarms, at most `MOST_ALARMS`.
     """
 
     samples: list[tuple[int, MapValues]] = field(default_factory=list)
@@ -274,14 +223,13 @@ class StatisticsReader:
     names: dict[str, None] = field(default_factory=dict)
     maps: dict[tuple[str, str], None] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    first_alarms: list[AlarmEntry] = field(default_factory=list)
-    last_alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
+    alarms: list[AlarmEntry] = field(default_factory=list)
     _dropped: int = 0
     """Number of samples since the last one that was kept."""
 
-    def add(self, batch: Iterable[Record]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         """Add records, in the order of the file; a repeated step (of a resumed run) drops this step and later ones."""
-        for record in batch:
+        for record in records:
             step = step_of(record)
             if step is None:
                 continue
@@ -290,10 +238,6 @@ class StatisticsReader:
             self._alarm(step, record.get("alarms"))
             if record.get("rows"):
                 self._sample(step, record["rows"])
-
-    def alarms(self) -> list[AlarmEntry]:
-        """The first and the last alarms, in the order of the file."""
-        return [*self.first_alarms, *self.last_alarms]
 
     def _sample(self, step: int, rows: Any) -> None:
         self._dropped += 1
@@ -327,8 +271,5 @@ class StatisticsReader:
             kind = str(alarm.get("kind", "alarm"))[:_LONGEST]
             text = alarm.get("text") or " ".join(str(alarm[key]) for key in ("name", "value") if key in alarm)
             self.counts[kind] = self.counts.get(kind, 0) + 1
-            entry = AlarmEntry(step, kind, str(text)[:_LONGEST])
-            if len(self.first_alarms) < _MOST_ALARMS:
-                self.first_alarms.append(entry)
-            else:
-                self.last_alarms.append(entry)
+            if len(self.alarms) < MOST_ALARMS:
+                self.alarms.append(AlarmEntry(step, kind, str(text)[:_LONGEST]))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
@@ -60,10 +60,6 @@ class Statistics:
         loss_spike: float = 10.0,
         on_alarm: OnAlarm | None = None,
     ) -> None:
-        if every < 0:
-            raise ConfigurationError(f"Statistics(every={every}): give a whole number of steps, or 0 to sample none")
-        if not 0 < saturation <= 1:
-            raise ConfigurationError(f"Statistics(saturation={saturation}): give a share above 0, or 1 to turn it off")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
         self.every, self.done = int(every), int(step)
         self._saturation, self._losses = saturation, LossHistory(loss_spike)
@@ -77,9 +73,6 @@ class Statistics:
 
     def _checked(self, model: nn.Module) -> ModelNames:
         names = ModelNames(model, self._group)
-        meta = next((name for name, param in names.own.items() if param.is_meta), None)
-        if meta is not None:
-            raise ConfigurationError(f"Statistics: {meta} is on the meta device; give the model its values first")
         trained = {
             param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
         }
@@ -154,8 +147,6 @@ class Statistics:
             The samples that reached the host: the previous step's if that step was sampled; and for a step that was not
             sampled, one without rows if it raised an alarm.
         """
-        if isinstance(loss, Tensor):
-            raise ConfigurationError("Statistics.step(loss=): reading a tensor waits for the GPU; give loss.item()")
         if sample is not None and (self._sample is None or sample.numbers is None):
             problem = "is not sampled" if self._sample is None else "has a sample that whole_step() did not measure"
             raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {problem}")

@@ -23,7 +23,6 @@ from quantshard import kernel_dispatch
 from quantshard.collectives import process_groups
 from quantshard.collectives.flags import DEFERRED_DEVICES
 from quantshard.collectives.process_groups import Group
-from quantshard.errors import ConfigurationError
 from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS
 from quantshard.recipe import TensorRole
 from quantshard.tensor.storage import QuantizedStorage
@@ -199,10 +198,6 @@ class LossHistory:
     """
 
     def __init__(self, limit: float) -> None:
-        if not 0 <= limit < math.inf:
-            raise ConfigurationError(
-                f"loss_spike={limit}: give a number of deviations, such as 10, or 0 to turn it off"
-            )
         self.limit = limit
         self._last: deque[float] = deque(maxlen=_SPAN)
         self._spikes = 0

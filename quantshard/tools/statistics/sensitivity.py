@@ -1,4 +1,4 @@
-"""Finds the GEMMs, operands and layers that lose most by quantization.
+"""Finds the GEMMs and operands that lose most by quantization.
 
 A float32 model runs one forward and backward pass. Each linear layer reports its input x, its weight w and the gradient
 of its output dy. Then each operand of each GEMM is quantized alone, as a recipe specifies, and
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -25,8 +24,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Orientation
 from quantshard.gemm import operands
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.contexts.context import autocast
-from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION, matches
+from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Gemm, QuantSpec, Recipe, TensorRole
 from quantshard.tensor import observation
@@ -48,15 +46,6 @@ class GemmError:
     operand: str
     error: float
     gaussian: float = 0.0
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """Change of the loss, and relative error of the gradient of all parameters, if only one layer is quantized."""
-
-    layer: str
-    loss: float
-    gradient: float
 
 
 def product_error(a: Tensor, b: Tensor, quantized: Callable[[Tensor], Tensor], hadamard: bool = False) -> float:
@@ -206,42 +195,6 @@ def _square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def layer_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], Tensor]) -> list[LayerError]:
-    """Measure what each layer adds if it alone is quantized, one pass per layer, largest gradient error first.
-
-    Arguments as in `gemm_errors`; `run` returns the loss. With delayed scaling there are two passes per layer; the
-    first fills the histories.
-    """
-    exact_loss, exact = gradients(model, run)
-    errors = []
-    for name, recipe in recipes.items():
-        with _quantized_alone(model.get_submodule(name), recipe):
-            for _ in range(2 if recipe.is_delayed else 1):
-                loss, grads = gradients(model, run)
-        errors.append(LayerError(name, loss - exact_loss, gradient_error(grads, exact)))
-    return sorted(errors, key=lambda layer: -layer.gradient)
-
-
-@contextmanager
-def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Run calls of `module` in an autocast of `recipe` within the block."""
-    autocasts: list[autocast] = []
-
-    def enter(*_: object) -> None:
-        autocasts.append(autocast(recipe=recipe))
-        autocasts[-1].__enter__()
-
-    def leave(*_: object) -> None:
-        autocasts.pop().__exit__(None, None, None)
-
-    hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 @dataclass(frozen=True)
 class RecipeSuggestion:
     """Layers to keep in high precision (`kept`), and `removed`, their share of the summed squared errors.
@@ -257,10 +210,8 @@ class RecipeSuggestion:
     ratio: float
 
 
-def suggest(
-    errors: Mapping[str, Sequence[float]], share: float | None, patterns: Mapping[str, str], names: Sequence[str]
-) -> RecipeSuggestion:
-    """Choose outlier layers, or the fewest layers with `share` of all squared errors.
+def suggest(errors: Mapping[str, Sequence[float]], patterns: Mapping[str, str]) -> RecipeSuggestion:
+    """Choose outlier layers.
 
     A layer is an outlier if one of its errors is not finite, or if the root mean square e of its errors satisfies
 
@@ -270,9 +221,7 @@ def suggest(
 
     Args:
         errors: errors of each quantized layer, in the model's order.
-        share: None to choose outliers.
-        patterns: the model's recipes by name pattern; the first match applies.
-        names: names of all layers that can have their own recipe, quantized or not.
+        patterns: the model's recipes by name pattern; the first match applies, so layers are put before them.
     """
     nonfinite = {name: [float(not math.isfinite(error)) for error in values] for name, values in errors.items()}
     has_nonfinite = any(map(any, nonfinite.values()))
@@ -282,34 +231,12 @@ def suggest(
     means = {name: math.sqrt(squares[name] / sum(map(bool, errors[name]))) for name in errors if any(errors[name])}
     median = statistics.median(means.values()) if means else 0.0
     deviation = statistics.median(abs(error - median) for error in means.values()) if means else 0.0
-    total, chosen = sum(squares.values()), set[str]()
-    if share is None:
-        limit = 0.0 if has_nonfinite else max(2 * median, median + 6 * deviation)
-        chosen = {name for name, error in means.items() if error > limit}
-    else:
-        for name in sorted(squares, key=lambda name: (-squares[name], name)):
-            if not total or sum(squares[other] for other in chosen) >= share * total:
-                break
-            chosen.add(name)
-    layers = tuple(name for name in errors if name in chosen)
+    limit = 0.0 if has_nonfinite else max(2 * median, median + 6 * deviation)
+    layers = tuple(name for name in errors if means.get(name, 0.0) > limit)
+    total = sum(squares.values())
     removed = sum(squares[name] for name in layers) / total if total else 0.0
-    recipes = HIGH_PRECISION if len(layers) == len(errors) else _sparing(layers, patterns, names)
+    others = {pattern: recipe for pattern, recipe in patterns.items() if pattern not in layers}
+    by_pattern = dict.fromkeys(layers, HIGH_PRECISION) | others
+    recipes = ",".join(f"{pattern}={recipe}" for pattern, recipe in by_pattern.items())
     ratio = max(means.values()) / median if median else 1.0
     return RecipeSuggestion(layers, removed, len(errors), recipes, ratio)
-
-
-def _sparing(layers: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
-    """The patterns, with each of `layers` inserted before the pattern that matched it.
-
-    Patterns without effect are left out, because `train` refuses them.
-    """
-    result, unmatched = dict[str, str](), list(names)
-    for pattern, recipe in patterns.items():
-        matched = [name for name in layers if matches(pattern, name)]
-        result |= dict.fromkeys(matched, HIGH_PRECISION)
-        unmatched = [name for name in unmatched if not any(matches(p, name) for p in matched)]
-        remaining = [name for name in unmatched if not matches(pattern, name)]
-        if pattern == "*" or len(remaining) < len(unmatched):
-            result[pattern] = recipe
-        unmatched = remaining
-    return ",".join(f"{pattern}={recipe}" for pattern, recipe in result.items())

@@ -15,18 +15,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular
 
-_HEAD_BYTES = 4096
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
-
-
-def null_stream() -> TextIO:
-    """Open a stream that discards its input."""
-    return open(os.devnull, "w", encoding="utf-8")
 
 
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
@@ -76,25 +69,6 @@ def create_file(path: Path) -> BinaryIO:
     """Create a new file and open it for writing."""
     with _errors_of(path):
         return open(path, "xb")
-
-
-def check_replaceable(path: Path, is_expected: Callable[[bytes], bool], what: str, advice: str) -> None:
-    """Check that `write_file` can write `path`, before its content is computed.
-
-    Args:
-        is_expected: whether an existing file that begins with these 4096 bytes may be replaced.
-        what: name of the kind of file, for the error message.
-        advice: option that selects another path, for the error message.
-    """
-    _prepare(path, None)
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"cannot write {path}: {path.parent} is no folder")
-    if not path.exists():
-        return
-    with _errors_of(path), open_regular(path) as file:
-        head = file.read(_HEAD_BYTES)
-    if not is_expected(head):
-        raise ConfigurationError(f"{path} exists and is no {what}; name another place with {advice}")
 
 
 def append_text(path: Path, text: str, *, within: Path | None = None) -> None:

@@ -22,7 +22,6 @@ from rich.text import Text
 
 from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import printable
-from quantshard.tools.terminal.outputs import null_stream
 
 _WIDTH = 80
 """Width of output that does not go to a terminal, unless COLUMNS is set."""
@@ -65,7 +64,8 @@ class Screen(Console):
 
 def say(*lines: str) -> None:
     """Print lines on standard output, wrapped as by `Screen.lines`."""
-    Screen().lines(*lines)
+    if lines:
+        Screen().lines(*lines)
 
 
 def say_whole(text: str) -> None:
@@ -79,9 +79,7 @@ def complain(message: str) -> None:
 
 
 def prepare_output() -> None:
-    """Make output robust to any encoding and to closed streams, and format Python warnings as single lines."""
-    sys.stdout = sys.stdout or null_stream()
-    sys.stderr = sys.stderr or null_stream()
+    """Make output robust to any encoding, and format Python warnings as single lines."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from quantshard.numerics.states import MASTER, has_master
 from quantshard.recipe import HighPrecision
 from quantshard.tensor import components
 from quantshard.tools.statistics import sensitivity
-from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
+from quantshard.tools.statistics.sensitivity import GemmError, RecipeSuggestion
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import Corpus
@@ -75,13 +74,12 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
 @dataclass(frozen=True)
 class DebugReport:
     """The cost of quantization on one batch: losses under the recipe and in float32, relative error of the gradient of
-    all parameters, and errors of GEMMs and (if requested) layers."""
+    all parameters, and errors of GEMMs."""
 
     loss: float
     exact_loss: float
     gradient: float
     gemms: Sequence[GemmError]
-    layers: Sequence[LayerError] = ()
 
 
 class ModelPair:
@@ -138,8 +136,8 @@ class ModelPair:
         loss.backward()
         return loss
 
-    def compare(self, end_to_end: bool) -> DebugReport:
-        """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized."""
+    def compare(self) -> DebugReport:
+        """Run the passes and compare."""
         passes: list[tuple[float, dict[str, Tensor]]] = []
         gemms = sensitivity.gemm_errors(
             self.exact, self.recipes,
@@ -151,21 +149,14 @@ class ModelPair:
                 f"the loss of this batch is {exact_loss} in float32 too; name an older checkpoint, or other --data"
             )
         loss, grads = sensitivity.gradients(self.model, lambda: self._pass(self.model))
-        layers: list[LayerError] = []
-        if end_to_end:
-            with warnings.catch_warnings():
-                # delayed-scaling histories are created late here
-                warnings.simplefilter("ignore")
-                layers = sensitivity.layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
-        return DebugReport(loss, exact_loss, sensitivity.gradient_error(grads, exact), gemms, layers)
+        return DebugReport(loss, exact_loss, sensitivity.gradient_error(grads, exact), gemms)
 
-    def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
-        """Suggest layers to keep in high precision, by errors of the full gradient if the report has them, otherwise by
-        errors of GEMMs. `share`: see `suggest`."""
+    def suggestion(self, report: DebugReport) -> RecipeSuggestion:
+        """Suggest layers to keep in high precision."""
         errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
-        for row in report.layers or report.gemms:
-            errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
-        return sensitivity.suggest(errors, share, self._patterns.patterns, self._names)
+        for row in report.gemms:
+            errors[self._whole(row.layer)].append(row.error)
+        return sensitivity.suggest(errors, self._patterns.patterns)
 
 
 def _of_transformers(

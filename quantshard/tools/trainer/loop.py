@@ -95,7 +95,7 @@ class Trainer:
         self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
         self._flops = flops_of_token(self.model, settings)
         self._peak = peak_of(place.device)
-        self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
+        self.progress = Progress(settings, shown=place.rank == 0)
         self.trackers: list[Tracker] = []
 
     @cached_property
@@ -135,7 +135,7 @@ class Trainer:
         if done < settings.steps:
             self.sample(done)
         tracing = traced_steps(self.run, self.place.rank, self.place.device, settings.profile)
-        with statistics, self.progress.running(done), closing(self.loader), self._graph, tracing as trace_step:
+        with statistics, closing(self.loader), self._graph, tracing as trace_step:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
@@ -327,11 +327,10 @@ class Trainer:
             tracker.metrics(entry)
 
     def record_statistics(self, record: Mapping[str, Any]) -> None:
-        """Append a record {"step", "rows", "alarms"} to `statistics.jsonl` and show its alarms. Rank 0 only."""
+        """Append a record {"step", "rows", "alarms"} to `statistics.jsonl`. Rank 0 only."""
         if self.place.rank:
             return
         self.run.append(self.run.statistics, record)
-        self.progress.statistics(record)
         for tracker in self.trackers:
             tracker.statistics(record)
 
@@ -339,7 +338,6 @@ class Trainer:
         """Save a checkpoint into the run's folder and log its cost."""
         with self.progress.moving("saving"):
             report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
-        self.progress.saved(step)
         suffix = ", written in the background" if self.settings.async_save else ""
         self.progress.note(
             f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "

@@ -1,8 +1,7 @@
 """Output of a run: progress on the terminal, and a log file per rank.
 
-Rank 0 shows a live view in a terminal, plain lines otherwise. `logs/rank-N.log` also has Python's warnings. Its level
-comes from --log-level, then QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if
-a level was set explicitly.
+Rank 0 prints lines. `logs/rank-N.log` also has Python's warnings. Its level comes from --log-level, then
+QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if a level was set explicitly.
 """
 
 from __future__ import annotations
@@ -10,18 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.live import Live
-
-from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.observe.table import Report
-from quantshard.tools.report.figures import LiveView, RunFigures, TransferFigures, step_line
-from quantshard.tools.report.history import CheckpointRow
+from quantshard.tools.report.following import step_line
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, complain, transfer_bar
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
@@ -31,56 +25,20 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Prints steps and notes, and logs the notes. `shown`: whether this process prints. `name`: name of the run."""
+    """Prints steps and notes, and logs the notes. `shown`: whether this process prints."""
 
-    def __init__(self, settings: TrainSettings, shown: bool, name: str = "") -> None:
+    def __init__(self, settings: TrainSettings, shown: bool) -> None:
         self.settings, self.shown = settings, shown
         self.console = Screen(soft_wrap=True)
-        tokens = settings.global_batch * settings.seq_length
-        self.figures = RunFigures(name, planned=settings.steps, tokens_per_step=float(tokens))
-        self._is_live = False
-
-    @contextmanager
-    def running(self, done: int) -> Iterator[None]:
-        """Show the live view during training, if the output is a terminal."""
-        if not self.shown or not self.console.is_terminal:
-            yield
-            return
-        self.figures.entry = {"step": done} if done else {}
-        with Live(LiveView(self.figures), console=self.console, refresh_per_second=4):
-            self._is_live = True
-            yield
-        self._is_live = False
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Show a record of `metrics.jsonl`."""
-        if not self.shown:
-            return
-        self.figures.add(entry)
-        if "heldout_loss" in entry or not self._is_live:
+        if self.shown:
             self._lines(step_line(entry, self.settings.steps))
 
-    def statistics(self, record: Mapping[str, Any]) -> None:
-        """Show the alarms of a record of `statistics.jsonl` in the live view."""
-        self.figures.add_statistics(record)
-
-    def saved(self, step: int) -> None:
-        """Mark a checkpoint as just saved in the live view."""
-        self.figures.checkpoint = CheckpointRow(step, True, saved_at=datetime.now(timezone.utc))
-
-    @contextmanager
-    def moving(self, what: str) -> Iterator[None]:
-        """Show the transferred bytes while saving or loading, if the output is a terminal."""
-        if not self.shown or not self.console.is_terminal:
-            yield
-        elif self._is_live:
-            self.figures.transfer = TransferFigures(what)
-            with watch_transfers(self.figures.transfer):
-                yield
-            self.figures.transfer = None
-        else:
-            with transfer_bar(what):
-                yield
+    def moving(self, what: str) -> AbstractContextManager[None]:
+        """Show the transferred bytes while saving or loading, if standard error is a terminal."""
+        return transfer_bar(what) if self.shown else nullcontext()
 
     def report(self, report: Report) -> None:
         """Show the report of `explain`; outside of a terminal without trailing blanks."""

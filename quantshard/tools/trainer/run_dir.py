@@ -38,7 +38,7 @@ from quantshard.errors import CheckpointError, ConfigurationError, QuantshardErr
 from quantshard.foreign import json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.settings.config import (
     COUNT,
     KINDS,
@@ -158,8 +158,7 @@ class RunDir:
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
         """Read the settings and the tables [launch] and [corpus]."""
         if not self.is_begun():
-            hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
-            raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml{hint}")
+            raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
         content, where = read_settings_file(self.config), str(self.config)
         settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)

@@ -28,7 +28,6 @@ from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.tools.observe import explain
-from quantshard.tools.observe.table import MORE
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
@@ -331,8 +330,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
             run.write(run.parameters, table.to_json())
-        more = f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"
-        trainer.progress.report(table.summary(more))
+        trainer.progress.report(table.summary())
         _announce(setup, trainer, restored, saves=done < settings.steps or bool(order.copy_to))
         if order.copy_to:
             checkpoints.save(order.copy_to, trainer.model, trainer.optimizer, trainer.extra(done))

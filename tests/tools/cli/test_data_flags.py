@@ -48,7 +48,7 @@ REFUSED = {
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
     "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; name the text",
     "--data text --data-format jsonl": "data_format = 'jsonl': choose one of: auto, text",
-    "--data text --tokenizer tokenzier": "/tokenizer?); name a folder with tokenizer.json",
+    "--data text --tokenizer tokenzier": "/tokenzier; name a folder with tokenizer.json",
     "--data text --tokenizer text": "text cannot be read as a tokenizer",
     "--data text --end-of-document x": "--end-of-document 'x' is about --tokenizer; give both",
     "--data text --tokenizer tokenizer --end-of-document <x>": "the tokenizer has no token '<x>' to end documents with",

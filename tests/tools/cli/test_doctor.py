@@ -103,23 +103,14 @@ def test_wrong_products_and_steps(monkeypatch, capsys, interpreted):
     assert [state for state, _ in states(json.loads(out)).values()] == ["ok", "WRONG", "WRONG"]
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("", "ValueError: "),
-        ("a/b of 1x128/2 TFLOP/s", "ValueError: a/b of 1x128/2 TFLOP/s"),
-        ("'/tmp/x y' and ~/me, C:\\Users\\me", "ValueError: '<path> y' and <path>, <path>"),
-        ("at 12:8:\n  x = tl.load(y)\n  ^\nno such type", "ValueError: at 12:8: ... no such type"),
-    ],
-)
-def test_errors_are_one_line_without_paths(monkeypatch, capsys, text, line):
+def test_errors_are_named_without_paths(monkeypatch, capsys):
     def broken(*_):
-        raise ValueError(text)
+        raise ValueError("/home/me")
 
     only(monkeypatch, "current")
     monkeypatch.setattr(doctor, "is_multiplied_right", broken)
     code, out = run(monkeypatch, capsys, "--json")
-    assert code == 1 and states(json.loads(out))["current: GEMMs"] == ("WRONG", line)
+    assert code == 1 and states(json.loads(out))["current: GEMMs"] == ("WRONG", "ValueError")
     assert states(json.loads(out))["current: optimizer step"][0] in ("ok", "not here")
 
 

@@ -1,4 +1,4 @@
-"""`quantshard explain`, `plan` and `inspect`: of runs, checkpoints and Hugging Face configurations, in 80 columns."""
+"""`quantshard explain`, `plan` and `inspect`: of runs, configurations and checkpoints, in 80 columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.readable import by_pattern, united_groups
 from quantshard.tools.cli import explain
-from quantshard.tools.observe.table import folded
 from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.models.model import token_losses
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -67,11 +66,9 @@ def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> Non
     out = lines_of("explain", config(tmp_path))
     assert max(len(line) for line in out if str(tmp_path) not in line) <= 80  # a path is not cut in two
     text = "\n".join(out)
-    assert len(out) < 30 and out[3].split()[:2] == ["this", "rank"], text
-    assert (
-        "layers.{0-11}.self_attn.{q,k,v,o}_proj x48 " in text and "layers.{0-11}.mlp.{gate,up,down}_proj x36 " in text
-    )
-    assert "lm_head [100, 64]: the head" in text and "--wide has them" in " ".join(text.split())
+    assert len(out) < 40 and out[3].split()[:2] == ["this", "rank"], text
+    assert "layers.{0-11}.self_attn.{q,k,v,o}" in text and "gathered" not in text
+    assert "lm_head [100, 64]: the head" in text
     wide = lines_of("explain", tmp_path / "config.json", "--wide")
     assert sum("q_proj.weight" in line and "fp8_e4m3" in line for line in wide) == 12
     found = json_of("explain", tmp_path, "--recipe", "nvfp4")
@@ -86,18 +83,17 @@ def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> Non
 def test_a_model_of_two_kinds_of_layers_fits_a_screen(tmp_path: Path) -> None:
     recipes = "*.layers.0.*=bf16,*.layers.11.*=bf16,*=mxfp8"
     folder = config(tmp_path)
-    for command, most in (("explain", 30), ("plan", 35)):
+    for command, most in (("explain", 45), ("plan", 50)):
         out = lines_of(command, folder, "--recipe", recipes)
         text = "\n".join(out)
         assert len(out) <= most and "GEMM native" not in text, text
-        notes = [line for line in out if "emulated" in line and "_proj x" not in line]
-        assert len(notes) == 1 and notes[0].startswith("emulated: "), text
+        assert sum(line.startswith("emulated: ") for line in out) == 1, text
         left = "  model.layers.{0,11}.self_attn.{q,k,v,o}_proj x8: recipe bf16"
         assert (left in out) == (command == "explain")
         assert left in lines_of(command, folder, "--recipe", recipes, "--wide")
         assert "GEMM native: high precision: Linear is not" in "\n".join(lines_of(command, folder, "--wide"))
     step = lines_of("plan", folder, "--recipe", recipes, "--batch", 2, "--seq-length", 64, "--memory", 80)
-    assert len(step) <= 35, "\n".join(step)
+    assert len(step) <= 50, "\n".join(step)
 
 
 def test_names_are_united_by_their_modules() -> None:
@@ -123,9 +119,7 @@ def test_plan_is_that_of_python(tmp_path: Path) -> None:
                       preset="lean8", capability=(9, 0))  # fmt: skip
     assert found["rows"] == rows(by_hand) and found["totals"]["bytes"] == by_hand.totals.bytes
     assert found["source"][-1] == "rank 5 of mesh dp_shard=4,tp=2"
-    told_ = json_of("plan", tmp_path)["source"][-1]
-    assert told_ == "rank 0 of mesh dp_shard=8 (--world-size N or --mesh selects another)"
-    assert json_of("plan", tmp_path, "--world-size", 3)["rows"][0]["mesh"] == {"dp_shard": 3}
+    assert json_of("plan", tmp_path)["source"][-1] == "rank 0 of mesh dp_shard=8"
 
 
 def test_paths_are_those_of_the_named_gpu(tmp_path: Path) -> None:
@@ -158,7 +152,7 @@ def test_tensor_parallelism_cuts_what_the_modules_cut(architecture: str) -> None
 def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     run = made(tmp_path)
     found = json_of("plan", run)
-    assert found["source"][-1] == "rank 0 of mesh dp_shard=2, as it was started"
+    assert found["source"][-1] == "rank 0 of mesh dp_shard=2"
     assert {row["format"] for row in found["rows"]} == {"mxfp8_32x32", "bfloat16"}
     assert all(row["mesh"] == {"dp_shard": 2} for row in found["rows"])
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
@@ -169,9 +163,6 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         replace(settings, mesh="tp=3").check()  # as train does
     assert code == 1 and not out and str(refused.value) in " ".join(err)
-    assert json_of("plan", run, "--world-size", 64)["source"][-1].startswith(
-        "quantshard train would refuse this mesh: g"
-    )
     other = json_of("explain", run / "config.toml", "--recipe", "block")
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
     text = (run / "config.toml").read_text()
@@ -188,7 +179,7 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
 
 
 def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
-    """Of a run's own batch, or of one that is given; on a checkpoint's word alone it cannot be known."""
+    """Of a run's own batch, or of one that is given; ."""
     run = made(tmp_path)
     found = json_of("plan", run)["memory"]
     file = run / "config.toml"
@@ -222,39 +213,12 @@ def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:
     assert "memory" not in under_tp and any("tensor parallelism" in line for line in under_tp["source"])
 
 
-def test_a_checkpoint_is_what_the_live_model_is(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
-    model, optimizer, path = checkpoint
-    live = {row["name"]: row for row in rows(qs.explain(model, optimizer))}
-    stored = {row["name"]: row for row in json_of("explain", path)["rows"]}
-    assert stored.keys() == live.keys()
-    unknown = {"gemm_reason", "dtype", "fallbacks"}  # the module, and the dtype that values are computed in
-    for name, row in stored.items():
-        assert {k: v for k, v in row.items() if k not in unknown} == {
-            k: v for k, v in live[name].items() if k not in unknown
-        }, name
-    planned = json_of("plan", path, "--world-size", 2)
-    assert planned["totals"]["code_bytes"] < sum(row["code_bytes"] for row in stored.values())
-
-
-def test_a_checkpoint_does_not_say_what_muon_updates(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
-    for name, title in (("lion", "Lion"), ("adamw", "AdamW")):
-        told_ = json_of("plan", checkpoint[2], "--optimizer", name)["source"][-1]
-        assert told_ == f"states are counted as {title}'s; explain shows those of the checkpoint"
-    code, out, (line,) = told("plan", checkpoint[2], "--optimizer", "muon")
-    assert code == 1 and not out and "name its run, or a config.json" in line
-
-
 def test_inspect_has_a_row_for_each_pattern(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
     *_, path = checkpoint
     out = lines_of("inspect", path)
-    assert max(map(len, out)) <= 80 and any("fc1_up_weight x2" in line for line in out)
+    assert max(map(len, out)) <= 80 and "saturated" not in "".join(out)
     wide = lines_of("inspect", path, "--wide")
     assert sum("fc1_up_weight" in line for line in wide) == 2 and any("saturated" in line for line in wide)
-    found = {row["name"]: row for row in json_of("inspect", path)["rows"]}
-    both = [found[f"model.layers.{n}.layernorm_mlp.fc1_up_weight"]["bytes"] for n in (0, 1)]
-    united = next(line for line in lines_of("inspect", path) if "fc1_up_weight x2" in line)
-    above = out[out.index(united) - 1]
-    assert f"{sum(both) / 1024:.1f} KiB" in united + above
 
 
 def test_summary_adds_up(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
@@ -275,27 +239,17 @@ def test_names_from_anybody_are_patterns_too() -> None:
     assert found == [("a.{}.{0-1}", 2), ("a.{x}.1", 1), (names[3], 1), ("{0-1}", 2), ("d.00", 1), ("d.01", 1)]
 
 
-def test_names_are_broken_behind_dots() -> None:
-    assert folded("a.bb.ccc", 5) == "a.bb.\nccc" and folded("a.bb.ccc", 8) == "a.bb.ccc" and folded("", 3) == ""
-    assert folded("long_part.x", 4) == "long_part.\nx"
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explain", "confg"], "there is nothing at confg (did you mean config.json?)"),
+        (["explain", "confg"], "there is nothing at confg; name a run or a config.json"),
         (["plan", "far/away"], "there is nothing at far/away"),
-        (["inspect", "tetx"], "there is nothing at tetx (did you mean text?)"),
-        (["explain", "empty"], "empty is an empty folder"),
-        (["explain", "text"], "text is no run (which has a config.toml), no complete checkpoint"),
-        (["explain", ""], "a path is empty"),
+        (["inspect", "tetx"], "there is nothing at tetx"),
+        (["explain", "text"], "text is no run (which has a config.toml), and holds no Hugging Face config.json"),
+        (["inspect", ""], "there is nothing at an empty path"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "'dp_shrad=2' must be AXIS=SIZE; did you mean 'dp_shard'?"),
-        (
-            ["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"],
-            "--mesh and --world-size are both given",
-        ),
-        (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
+        (["plan", "config.json", "--mesh", "dp_shard=4", "--rank", "4"], "there is no rank 4"),
         (
             ["plan", "config.json", "--preset", "laen6"],
             "preset = 'laen6': there is no such preset; did you mean 'lean6'?",
@@ -307,14 +261,12 @@ def test_names_are_broken_behind_dots() -> None:
             "the memory of a step cannot be computed: give --batch and --seq-length",
         ),
         (["plan", "config.json", "--memory", "80"], "give --batch and --seq-length"),
-        (["plan", "saved", "--batch", "2", "--seq-length", "8"], "a checkpoint does not say how its model computes"),
+        (["plan", "saved"], "inspect shows a checkpoint"),
         (["plan", "config.json", "--mesh", "tp=2", "--batch", "1", "--seq-length", "8"], "parallelism, tp=2"),
         (["plan", "config.json", "--compute-capability", "nine"], "--compute-capability nine: give two numbers"),
-        (["plan", "config.json", "--mesh", "none", "--world-size", "2"], "--mesh and --world-size are both given"),
         (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, and at most 1024"),
-        (["explain", "saved", "--recipe", "mxfp8"], "the weights of checkpoint saved have formats already"),
         (["plan", "gpt2.json"], "--recipe bf16 converts nothing"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
@@ -330,7 +282,6 @@ def test_mistakes_are_one_line(
     says: str,
 ) -> None:
     monkeypatch.chdir(config(tmp_path))
-    (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("x")
     (tmp_path / "saved").symlink_to(checkpoint[2])
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}

@@ -233,9 +233,9 @@ def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, vers
     (run / "config").mkdir()
     (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
     commands = [
-        "report .", "watch . --once", "status .", "debug .", *["resume . --steps 2"] * resumes,
+        "report .", "watch .", "status .", "debug .", *["resume . --steps 2"] * resumes,
         "tokenize text.jsonl --out tokens --shard-size 1KB", "verify saved", "inspect saved",
-        "diff saved saved", "explain saved", "export saved --layout plain-fp32 --out exported --config config",
+        "diff saved saved", "explain .", "export saved --layout plain-fp32 --out exported --config config",
     ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1 + resumes

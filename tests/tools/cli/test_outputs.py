@@ -10,7 +10,6 @@ import pytest
 
 from quantshard.checkpoints.disk.store import is_taken
 from quantshard.errors import ConfigurationError
-from quantshard.tools.cli import demo
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.run_dir import RunDir
@@ -153,17 +152,6 @@ def test_the_path_of_a_run_may_lead_through_links(run: RunDir, tmp_path: Path) -
     linked.check_ours()
     linked.append(linked.metrics, {"step": 1})
     assert run.metrics.read_text() == '{"step": 1}\n'
-
-
-def test_the_demo_follows_no_link(tmp_path: Path, mine: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / demo.MARK).symlink_to(mine)
-    with pytest.raises(ConfigurationError, match=r"demo\.toml is a link"):
-        demo._prepare(tmp_path / "demo", {})
-    (tmp_path / "other").symlink_to(tmp_path / "demo")
-    with pytest.raises(ConfigurationError, match="other exists and is not of an earlier demo"):
-        demo._prepare(tmp_path / "other", {})
-    assert mine.read_text() == KEPT and (tmp_path / "demo" / demo.MARK).is_symlink()
 
 
 def test_copy_goes_to_no_link(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import sys
 import threading
 import time
@@ -13,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.disk import ownership, store
-from quantshard.tools import cli
 from quantshard.tools.report.page import is_report
 from quantshard.tools.terminal.screen import transfer_bar
-from quantshard.tools.trainer.progress import Progress
-from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.tools.cli.hostile import told
 from tests.tools.report.runs import entry, made_run, sampled, write
 
@@ -35,8 +31,6 @@ def test_a_report_is_written_and_replaced(run: Path) -> None:
         assert code == 0 and not err and line.startswith("wrote report.html: 1 run, ") and line.endswith("KiB")
     page = run.parent / "report.html"
     assert is_report(page.read_bytes()[:4096])
-    page.write_text("mine")
-    assert told("report", "run", "--out", page, "--force")[0] == 0 and is_report(page.read_bytes()[:4096])
     made_run(run.parent / "other")
     code, (line,), _ = told("report", "run", "other", "--out", "both.html")
     assert code == 0 and line.startswith("wrote both.html: 2 runs, ")
@@ -50,16 +44,14 @@ def test_a_report_is_written_and_replaced(run: Path) -> None:
             1,
             "mine.html exists and is no report; name another place with --out",
         ),
-        (["report", "run", "--out", "link.html"], 1, "link.html is a link"),
-        (["report", "run", "--out", "none/x.html"], 1, "cannot write none/x.html: none is no folder"),
-        (["report", "run", "--out", "run", "--force"], 1, "run is no regular file"),
-        (["report", "run", "rnu"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
+        (["report", "run", "--out", "link.html"], 1, "link.html exists and is no report"),
+        (["report", "run", "--out", "none/x.html"], 1, "cannot write none/x.html: No such file"),
+        (["report", "run", "--out", "run"], 1, "run is no regular file"),
+        (["report", "run", "rnu"], 1, "there is no run in rnu: it has no config.toml"),
         (["report", "nothing://x"], 1, "nothing://x cannot be reached by fsspec"),
         (["report", "mine.html"], 1, "there is no run in mine.html: it has no config.toml"),
         (["report", "run", "--opne"], 2, "--opne"),
-        (["watch", "rnu", "--once"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
-        (["watch", "run", "--every", "0"], 2, "--every"),
-        (["watch", "run", "--every", "x"], 2, "--every"),
+        (["watch", "mine.html"], 1, "there is no run in mine.html: it has no config.toml"),
         (["watch", "run", "more"], 2, "more"),
         (["train", "--run", "r", "--log-level", "loud"], 1, "log_level = 'loud': choose one of: auto, debug, info"),
         (["train", "--run", "r", "--wandb", "x" * 200], 1, "must be text of at most 128 characters"),
@@ -92,11 +84,12 @@ def test_a_run_is_watched_in_a_pipe(run: Path) -> None:
 
     training = threading.Thread(target=trains)
     training.start()
-    code, out, err = told("watch", "run", "--every", "0.1")
+    code, out, err = told("watch", "run")
     training.join()
     assert code == 0 and not err and out[-1] == "done at step 40"
-    assert out[:-1] == sorted(out[:-1]) and out[-2].startswith("step 40/40  loss 4.0110  lr 1.00e-03  2,048 tokens/s")
-    assert {line.split()[1] for line in out[:-1]} >= {f"{step}/40" for step in range(36, 41)}
+    lines = [line for line in out[:-1] if not line.startswith("ALARM (saturation): ")]
+    assert lines == sorted(lines) and lines[-1].startswith("step 40/40  loss 4.0110  lr 1.00e-03  2,048 tokens/s")
+    assert {line.split()[1] for line in lines} >= {f"{step}/40" for step in range(36, 41)} and len(lines) < len(out) - 1
 
 
 def test_a_run_is_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,20 +117,11 @@ def test_a_run_that_starts_is_not_called_stopped(run: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("quantshard.tools.cli.report.time.sleep", sleep)
     code, out, err = told("watch", "run")
-    assert code == 0 and not err and out[0] == "no process trains run; waiting 30 s for one to start"
-    assert out[-2].startswith("step 36/40") and out[-1] == "stopped at step 36"
-    monkeypatch.setattr("quantshard.tools.report.figures.START_SECONDS", 0.0)
+    assert code == 0 and not err and out[-2].startswith("step 36/40") and out[-1] == "stopped at step 36"
+    monkeypatch.setattr("quantshard.tools.report.following.START_SECONDS", 0.0)
     assert told("watch", "run")[1][-1] == "stopped at step 36"
     (run / ".lock").unlink()
     assert told("watch", "run")[1][-1] == "stopped at step 36"
-
-
-def test_one_look(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS")
-    code, out, err = told("watch", f"file://{run}", "--once")
-    assert (
-        code == 0 and not err and all(len(line) == 80 for line in out) and "step 40/40" in out[1] and "done" in out[1]
-    )
 
 
 def test_a_run_that_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +135,8 @@ def test_a_run_that_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             run.rename(run.parent / "moved")
 
     monkeypatch.setattr("quantshard.tools.cli.report.time.sleep", moved_at_the_third)
-    code, _, (line,) = told("watch", "run", "--every", "0.1")
-    assert code == 1 and len(slept) >= 3 and "run cannot be read any more: cannot read run/config.toml" in line
+    code, _, (line,) = told("watch", "run")
+    assert code == 1 and len(slept) >= 3 and "run cannot be read: cannot read run/config.toml" in line
 
 
 def test_ctrl_c_ends_watching(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,50 +154,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def test_the_live_view_in_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is drawn again and again, and ends with the run."""
-    write(run / "metrics.jsonl", [entry(step) for step in range(1, 40)])
-    monkeypatch.setattr(
-        "quantshard.tools.cli.report.time.sleep", lambda s: write(run / "metrics.jsonl", [entry(40)], "a")
-    )
-    monkeypatch.setattr(sys, "argv", ["quantshard", "watch", "run"])
-    monkeypatch.setattr(sys, "stdout", out := Terminal())
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0 and "step 39/40" in out.getvalue() and out.getvalue().rindex("step 40/40") > 0
-    assert out.getvalue().count("tokens/s") > 1 and out.getvalue().endswith("\x1b[?25h")  # the cursor is there again
-
-
-def test_training_shows_the_live_view_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes stand above it; a save shows its bytes; nothing is shown on other ranks."""
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "stdout", out := Terminal())
-    for rank in (0, 1):
-        progress = Progress(TrainSettings(), shown=rank == 0, name="run")
-        with progress.running(20):
-            progress.step(entry(21) | {"heldout_loss": 3.5})
-            progress.step(entry(22))
-            with progress.moving("saving"):
-                store.expect_transfer(1 << 20)
-                store.report_transfer(1 << 19)
-                progress.console.print("")  # which draws it anew
-            progress.saved(22)
-            progress.note("a note")
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue())
-    for said in (
-        "step 21/200  loss 4.",
-        "a note",
-        "step 22/200",
-        "saving     512.0 KiB of 1.0 MiB",
-        "step 22, 0.0 s ago",
-    ):
-        assert said in shown, said
-    assert "step 22/200  loss" not in shown and shown.count("a note") == 1
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
@@ -238,13 +178,12 @@ FIGURES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [(), ("seconds", "tokens")])
 @pytest.mark.parametrize("value", [None, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1e308, 5e-324))])
-def test_any_number_is_a_figure(run: Path, value: float | None, more: tuple[str, ...]) -> None:
+def test_any_number_is_a_figure(run: Path, value: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No figure of a record, however large, small or odd, ends a report or a watch; `None`: all of them in turn."""
     values = EXTREMES if value is None else (value,) * 12
     steps = range(41, 41 + len(values))
-    odd = [entry(step, **dict.fromkeys((*FIGURES, *more), value)) for step, value in zip(steps, values, strict=True)]
+    odd = [entry(step, **dict.fromkeys(FIGURES, value)) for step, value in zip(steps, values, strict=True)]
     write(run / "metrics.jsonl", odd, "a")
     alarm = {"kind": "x", "name": "n", "value": values[0]}
     write(run / "statistics.jsonl", [sampled(41, (alarm,), amax=values[0], sqnr_db=values[-1])], "a")
@@ -253,8 +192,11 @@ def test_any_number_is_a_figure(run: Path, value: float | None, more: tuple[str,
         (run / "config.toml").write_text(config.replace("steps = 40", f"steps = {planned}"))
         code, (line,), err = told("report", "run")
         assert code == 0 and not err and line.startswith("wrote report.html"), err
-        code, out, err = told("watch", "run", "--once")
-        assert code == 0 and not err and f"step {steps[-1]}" in out[1], err
+        with monkeypatch.context() as patched:
+            patched.setattr("quantshard.tools.report.following.START_SECONDS", 0.0)
+            (run / ".lock").touch()
+            code, out, err = told("watch", "run")
+        assert code == 0 and not err and out[-1] == f"stopped at step {steps[-1]}", err
     (run / "config.toml").write_text(config)
     code, out, err = told("watch", "run")
     assert code == 0 and not err and out[-1] == f"done at step {steps[-1]}"

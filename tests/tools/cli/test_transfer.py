@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,28 @@ import quantshard as qs
 from quantshard.checkpoints.disk.manifest import read_manifest
 from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.checkpoints.inspection import verify
-from quantshard.tools.report.figures import TransferFigures
 from tests.interop.layouts import models
 from tests.tools.cli.hostile import told
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@dataclass
+class TransferFigures:
+    """Counts bytes."""
+
+    total: int = 0
+    done: int = 0
+
+    def expect(self, count: int) -> None:
+        self.total += count
+
+    def moved(self, count: int) -> None:
+        self.done += count
+
+
 def watched(work: Callable[[], Any]) -> TransferFigures:
-    with watch_transfers(figures := TransferFigures("work")):
+    with watch_transfers(figures := TransferFigures()):
         work()
     return figures
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.formats import ALL, Role
+from quantshard.formats import Role
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from quantshard.sharding import ceil_div
@@ -123,38 +123,6 @@ def test_no_rank_holds_or_sends_more_than_the_first(recipe, rows, cols, axes):
         assert getattr(other, figure) <= getattr(first, figure), figure
 
 
-@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "mxfp8 two copies"])
-@settings(max_examples=15)
-@given(rows=sizes, cols=sizes, axes=axes)
-def test_straddling_blocks_are_those_that_several_ranks_hold_elements_of(recipe, rows, cols, axes):
-    """By definition: each rank's elements are marked with the blocks that they lie in."""
-    _, shards, tp, dim = axes
-    tp = 1 if ceil_div(cols, tp) % 2 else tp
-    model, mesh = single(recipe, rows, cols), {"dp_shard": shards, "tp": tp}
-    ranks = range(shards * tp)
-    planned = [qs.plan(model, mesh, rank=r, tensor_parallel={"weight": dim}).rows[0] for r in ranks]
-    columns = [range(cols)] * len(ranks)
-    if dim == 1:
-        chunk = ceil_div(cols, tp)
-        columns = [range(min(r % tp * chunk, cols), min(r % tp * chunk + chunk, cols)) for r in ranks]
-    expected = [0] * len(ranks)
-    scales = [
-        c
-        for c in model.weight.quantized_storage.spec.format.components
-        if c.role is not Role.CODES and ALL not in c.block_shape
-    ]
-    for component in scales:
-        height, width = component.block_shape
-        touched = [
-            {(i // height, j // width) for i in range(*row.local_rows)[::1] for j in set(k // width * width for k in c)}
-            for row, c in zip(planned, columns, strict=True)
-        ]
-        for rank, blocks in enumerate(touched):
-            others = set().union(*(touched[o] for o in ranks if o != rank))
-            expected[rank] += len(blocks & others)
-    assert [row.straddling_blocks for row in planned] == expected
-
-
 # --------------------------------------------------------------------------------------- beside FSDP2 on a fake rank
 
 
@@ -196,7 +164,6 @@ def test_optimizer_state_is_what_fused_adam_allocates(recipe, options, ema):
             trained = [param for param in model.parameters() if param.requires_grad]
             found = qs.explain(model, qs.optimizers.FusedAdam(trained, ema_decay=0.9 * ema, **options))
         assert planned == found
-        assert recipe == "bf16" or found.parameter.preset == options.get("preset", "")
 
 
 @by_turns(
@@ -228,7 +195,6 @@ def test_optimizer_state_is_what_muon_and_lion_allocate(optimizer, recipe, optio
         states = {row.name: {*row.optimizer} - {"master_param"} for row in planned.rows}
         assert states["a.weight"] == {moments}
         assert states["last.weight"] == {"exp_avg", "exp_avg_sq"} or optimizer == "lion"
-        assert recipe == "bf16" or planned.parameter.preset == ("lean8 or lean6" if "preset" in options else "")
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -256,7 +222,7 @@ def test_a_weight_by_hand():
     report = qs.plan(single("mxfp8", 256, 64), {"dp_shard": 16}, rank=5)
     (row,) = report.rows
     assert (row.code_bytes, row.bf16_bytes, row.local_rows) == (16 * 64, 2 * 16 * 64, (80, 96))
-    assert (row.scale_bytes, row.shared_scale_bytes, row.straddling_blocks, row.reduced_bytes) == (16, 16, 2, 64)
+    assert (row.scale_bytes, row.shared_scale_bytes, row.reduced_bytes) == (16, 16, 64)
     assert (row.forward_gather_bytes, row.backward_gather_bytes, row.bf16_gather_bytes) == (16 * 64, 0, 2 * 16 * 64)
     assert (row.optimizer_bytes, row.optimizer) == (
         12 * 16 * 64,
@@ -313,28 +279,13 @@ def test_planning_leaves_the_model_as_it_is():
     ("arguments", "message"),
     [
         ({"mesh": {"tp": 2}}, "must have the axis that fully_shard shards over"),
-        ({"mesh": {"dp_shard": 2, "tpp": 2}}, "only as the last, named 'tp'"),
-        ({"mesh": {"dp": 2, "TP": 2}}, "named 'tp'"),
-        ({"mesh": {"dp": 2, "tensor_parallel": 2}}, "named 'tp'"),
         ({"mesh": {"a": 2, "b": 2, "c": 2}}, "at most one before it"),
         ({"mesh": {"tp": 2, "dp_shard": 2}}, "only as the last, named 'tp'"),
         ({"mesh": {"dp_shard": 4}, "rank": 4}, "no rank 4 in a mesh of {'dp_shard': 4}, which has 4 ranks"),
-        ({"mesh": {"dp_shard": 0}}, "no rank 0"),
         ({"mesh": {"dp_shard": 4}, "tensor_parallel": {"a.weight": 0}}, "needs a mesh axis 'tp'"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"c.weight": 0}}, "'c.weight': 0"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"a.weight": 2}}, "dim 0 or 1"),
-        ({"mesh": {"dp_shard": 4}, "exp_avg_sq_dtype": torch.float64}, "exp_avg_sq_dtype=torch.float64"),
-        ({"mesh": {}, "optimizer": "mion"}, r"optimizer='mion'\): did you mean 'muon'"),
-        ({"mesh": {}, "momentum_buffer_dtype": torch.uint8}, "no such state as momentum_buffer_dtype=torch.uint8"),
-        ({"mesh": {}, "optimizer": "lion", "exp_avg_sq_dtype": torch.uint8}, "lion has no such state"),
-        ({"mesh": {}, "optimizer": [3]}, r"optimizer=\[3\]\): there are adamw, lion, muon"),
-        ({"mesh": {}, "optimizer": None}, "optimizer=None"),
-        ({"mesh": {}, "head": "last"}, "only muon has a head"),
         ({"mesh": {}, "optimizer": "muon"}, "the layer that computes the logits is not known"),
-        (
-            {"mesh": {}, "optimizer": "muon", "head": "last", "momentum_buffer_dtype": torch.int8},
-            "momentum_buffer_dtype=",
-        ),
         (
             {"mesh": {"dp_shard": 4, "tp": 8}, "tensor_parallel": {"b.weight": 1}},
             r"b.weight: tp of 8 cuts dim 1 of \(100, 312\) into pieces of 39",

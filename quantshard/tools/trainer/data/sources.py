@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular, shown
-from quantshard.tools.terminal import inputs, screen
+from quantshard.tools.terminal import screen
 
 LINE_BYTES = 32 << 20
 """Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
@@ -177,7 +177,7 @@ def _length(path: Path) -> int:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
+        raise ConfigurationError(f"there is no data file or folder {path}") from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
