@@ -19,7 +19,7 @@ LIMITS = {
     "forward": (14, 74),
     "backward": (10, 66),
     "forward, mxfp8": (18, 90),
-    "backward, mxfp8": (17, 105),
+    "backward, mxfp8": (18, 108),
     "step": (17, 205),
     "save": (16, 325),
     "load": (23, 1045),

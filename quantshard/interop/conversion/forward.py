@@ -59,7 +59,7 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
             setattr(module, RECIPE, stock_name(recipe) or recipe)
             setattr(module, ENTERS, enters)
             if not hasattr(type(module), _PLAIN):
-                module.__class__ = _entering(type(module))
+                module.__class__ = _entering(type(module))  # type: ignore[arg-type]  # mypy takes its class for unhashable
 
 
 def leave_recipe(model: nn.Module) -> None:
@@ -148,5 +148,5 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _blank(plain: type[nn.Module]) -> nn.Module:
     """Create an instance without state, which copying sets later, because a module can refer to itself."""
     guard_saving()
-    subclass = _entering(plain)
+    subclass = _entering(plain)  # type: ignore[arg-type]
     return subclass.__new__(subclass)

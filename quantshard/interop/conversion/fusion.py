@@ -206,7 +206,7 @@ def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> Non
 
     `activation_storage`: format in which gate and up are saved for backward.
     """
-    module.__class__ = _fused(type(module))
+    module.__class__ = _fused(type(module))  # type: ignore[arg-type]  # mypy takes its class for unhashable
     cast(Any, module)._activation_storage = activation_storage
     _new_handle(module)
 
@@ -263,6 +263,7 @@ class FusedGatedMLP(nn.Module):
         down: Any = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
         activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
         linear: Callable[..., Any] = functional.linear
+        fc1: TracedLinear | PreparedLinear
         if isinstance(gate, TracedLinear):
             # an operator in the graph finds this module by its handle
             linear = compiled.traced_linear
@@ -331,5 +332,5 @@ def _fused(plain: type[nn.Module]) -> type[nn.Module]:
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
     """Create an instance without state, which copying sets later."""
-    kind = _fused(plain)
+    kind = _fused(plain)  # type: ignore[arg-type]
     return kind.__new__(kind)

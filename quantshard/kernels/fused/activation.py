@@ -40,9 +40,6 @@ from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import (
-    KEYS,
-    NO_KEY,
-    NO_STREAMS,
     RANDOM,
     RANDOM_OF_PARTS,
     key_of,
@@ -273,9 +270,7 @@ def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]
     if grads[0].numel() > 0:
         region, _, _, other_region, *_ = plans[0].arguments
         _, sinks, outs, _, transposed, *_ = zip(*[plan.arguments for plan in plans], strict=True)
-        keys, streams = NO_KEY * KEYS, NO_STREAMS
-        if outputs[0].draws:
-            keys, streams, _ = random_arguments_of(outputs)
+        keys, streams, _ = random_arguments_of(outputs)
         launch_kernel(
             deliver_kernel, (*plans[0].programs, len(grads)), grads[0].device,
             tuple(grads), grads[0].stride(0), region, sinks, outs, other_region, transposed, *keys, *streams,

@@ -138,9 +138,7 @@ def plan_epilogue(
     request, transposed_request, high, amax, nan_flag, sums, measured = outputs
     if measured is not None or (beside is not None and beside.measured is not None):
         return _plan_measurement(outputs, beside, like, backward)
-    key, streams, *roundings = NO_KEY, NO_STREAMS, None, None
-    if outputs.draws:
-        key, streams, *roundings = random_arguments(request, transposed_request)
+    key, streams, *roundings = random_arguments(request, transposed_request)
     plan = _plan(
         outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
         *roundings,

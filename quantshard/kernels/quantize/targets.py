@@ -211,14 +211,6 @@ class KernelOutputs(NamedTuple):
         rowwise, columnwise = self.rowwise, self.columnwise
         return None if rowwise is None else rowwise.spec, None if columnwise is None else columnwise.spec
 
-    @property
-    def draws(self) -> bool:
-        """Whether random words are needed."""
-        rowwise, columnwise = self.rowwise, self.columnwise
-        return (rowwise is not None and rowwise.words is not None) or (
-            columnwise is not None and columnwise.words is not None
-        )
-
 
 Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
 Requests = tuple[QuantizeRequest | None, QuantizeRequest | None]
