@@ -321,7 +321,9 @@ def stored_scales(slot, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr)
 @triton.jit
 def zero_amaxes(CONFIG: tl.constexpr):
     """The initial value of `top` in `measure_tile`."""
-    return tl.zeros((CONFIG.rows, CONFIG.cols // 4), tl.int32)
+    ROWS: tl.constexpr = CONFIG.rows
+    COLS: tl.constexpr = CONFIG.cols // 4
+    return tl.zeros((ROWS, COLS), tl.int32)
 
 
 @triton.jit
