@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import manifest
 from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError
-from quantshard.tensor import components
+from quantshard.tensor import component_loading
 from tests.distributed.models import Case, bits, build, optimizer_of, train
 from tests.distributed.pool import GROUP_SECONDS, run_ranks
 
@@ -271,7 +271,7 @@ def test_what_one_rank_cannot_read_is_told_on_all_at_once(tmp_path: Path) -> Non
 FAILING: tuple[tuple[Any, str], ...] = (
     (manifest, "wrong_file"),
     (torch.nn.Module, "load_state_dict"),
-    (components, "fitting_pairs"),
+    (component_loading, "fitting_pairs"),
 )
 """What is called while a checkpoint is verified, when it was read, and while what rank 0 has is looked at."""
 

@@ -118,7 +118,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text.write_text(Path(__file__).read_text())
     start = ("train", "--run", tmp_path / "run", "--data", text, "--cuda-graphs", *SIZES.split())
     for more, says in (
-        (("--dropout", 0.1), "a step with dropout is not captured"),
+        (("--dropout", 0.1), "cuda_graphs cannot be combined with dropout"),
         (("--no-master-weights",), "a step with master_weights = false is not captured"),
         ((), "cuda_graphs = true needs a GPU, and this run is on cpu"),
     ):

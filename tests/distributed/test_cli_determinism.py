@@ -76,7 +76,6 @@ def test_it_is_recorded(trained):
     (start,) = starts(trained)
     assert (start["step"], start["processes"], start["mesh"]) == (0, 2, "dp_shard=2")
     assert start["environment"]["deterministic"] is True
-    assert start["environment"]["variables"].items() >= VARIABLES.items()
 
 
 def resumed(trained, run, *arguments):

@@ -208,7 +208,7 @@ MESSAGES = {
     "shapes": "must be [tokens, hidden] and int64 [tokens, choices]",
     "division": "experts cannot be spread equally over the",
     "combine": "do not fit the",
-    "splits": "experts of the",
+    "splits": "m_splits has",
     "save": "do not take this optimizer of a model with expert parallelism",
     "load": "its states have numbers instead of names",
     "frozen": "its states have numbers instead of names",

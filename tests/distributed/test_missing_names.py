@@ -207,6 +207,8 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 
 SILENT = {
     "torch._subclasses.functional_tensor.FunctionalTensorMode": "graphs keep a layer as one operator",
+    "torch._scaled_mm": "on a GPU a compiled layer raises an error",
+    "torch._dynamo.utils.compilation_time_metrics": "a captured step does not wait for compilations",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",
 }
 """Names without which nothing is lost but words."""

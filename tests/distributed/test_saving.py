@@ -312,7 +312,7 @@ REFUSED = {
     "without 0.weight": ("some of this weight's components but not 0.weight;", "load all or none"),
     "without 0.weight_scale_inv": ("components but not 0.weight_scale_inv;", "load all or none"),
     "without 1.bias": ("Missing optimizer state for parameter '1.bias'",),
-    "broadcast": ("broadcast_from_rank0", "checkpoints.load_from_rank0(model, state_dict)"),
+    "broadcast": ("load_high_precision(model, state_dict)", "load_from_rank0"),
     "meta": ("0.weight is on the meta device", "reset_parameters()"),
 }
 

@@ -296,7 +296,8 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
         setattr(module, last, nn.Parameter(bias.detach().float()))
         found.append(trained(module, "current", compiler, steps=1))
     assert not differing(*found)
-    assert len(used) == 2 and len({*used}) == 1, "both of them"
+    # eagerly, and while the graph is traced
+    assert len(used) >= 2 and len({*used}) == 1, "both of them"
 
 
 @pytest.mark.exhaustive

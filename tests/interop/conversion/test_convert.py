@@ -389,7 +389,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "no torch.nn.Linear .*1 Conv2d",
     ),
     "itself a linear layer": (lambda: qs.convert(nn.Linear(3, 3), "mxfp8"), "layers inside a model.*nn.Sequential"),
-    "a filter with a typo": (lambda: qs.convert(born(), "mxfp8", filter="dwn"), "'dwn'.*none of the 7.*'down'"),
+    "a filter with a typo": (
+        lambda: qs.convert(born(), "mxfp8", filter="dwn"),
+        "'dwn'.*none of the 7.*the first: .*down",
+    ),
     "a filter of nothing": (lambda: qs.convert(born(), "mxfp8", filter=lambda *_: False), "none of the 7"),
     "a recipe for no name": (lambda: qs.convert(born(), {"*.q_proj": "mxfp8"}), "q_proj.*none of the 7"),
     "an unknown recipe": (lambda: qs.convert(born(), "mxpf8"), "unknown recipe 'mxpf8'"),

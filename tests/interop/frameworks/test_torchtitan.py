@@ -244,7 +244,7 @@ def test_a_preset_of_the_optimizer() -> None:
 
     [optimizer] = built({"preset": "lean8"}).optimizers
     told = explain(layer, optimizer).parameter
-    assert told is not None and told.preset == "lean8"
+    assert told is not None and told.master + told.moments == 3
     assert "param_groups[0]: preset cannot be set for one group" in said(lambda: built({}, preset="lean8"))
 
 
@@ -265,7 +265,7 @@ SAID = {
     "tensor parallelism": "tensor parallelism is not supported; use --parallelism.tensor_parallel_degree 1",
     "backend": "'spmd_types' is not supported; use --parallelism.spmd_backend partial_dtensor",
     "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: auto,",
-    "pattern": "TitanConverter(filter='wz') matches none of the 13 linear layers of this model; ",
+    "pattern": "TitanConverter(filter='wz') matches none of the 13 linear layers of this model (the first: ",
     "converter's recipe": "unknown recipe 'fp7'; choose one of: auto,",
     "twice": "TitanConverter selects none of 1 plain linear layers",
     "another layer": "OtherConfig computes in its own way",

@@ -174,7 +174,7 @@ def test_delayed_scaling_starts_with_empty_histories(stored: Path, tmp_path: Pat
     trains(model, optimizer, chosen, 128)
 
 
-REQUANTIZES = pytest.mark.filterwarnings("ignore::quantshard.errors.RequantizedWarning")
+REQUANTIZES = pytest.mark.filterwarnings("ignore::quantshard.checkpoints.conversions.RequantizedWarning")
 
 
 @REQUANTIZES
