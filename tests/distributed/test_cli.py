@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from quantshard import checkpoints
 from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import ownership
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError
 from quantshard.tools.trainer.data import collect, from_table
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
 from quantshard.tools.trainer.models.model import generate
@@ -479,14 +479,3 @@ def test_training_on_each_mesh_is_that_of_one_process(tensor_parallel, meshes):
                 assert found[:2] != expected[:2] and found == pytest.approx(expected, rel=0.05)
             else:  # float32 sums in another order
                 assert found == pytest.approx(expected, rel=1e-5) and text == expected_text, (mesh, case)
-
-
-def refused_mesh(folder, mesh):
-    with pytest.raises(ConfigurationError) as caught:
-        trainer_of(folder, mesh=mesh)
-    return str(caught.value)
-
-
-def test_mesh_of_another_size_is_refused_on_every_rank(tensor_parallel):
-    for message in run_ranks(3, refused_mesh, str(tensor_parallel), MESH):
-        assert re.search(r"dp_shard=2,tp=2 is of 4 processes, but .* says 3", message) and "\n" not in message
