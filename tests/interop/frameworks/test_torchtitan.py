@@ -272,7 +272,7 @@ SAID = {
     "optimizer": "'DistMuon' has no masters; use AdamW or Adam",
     "export": "codes as values (layers.0.attention.qkv_linear.wq.weight)",
     "import": "codes as values (layers.0.attention.qkv_linear.wq.weight)",
-    "stock optimizer": "PyTorch's fused kernel wants plain parameters; use foreach=True or foreach=False, quantshard",
+    "stock optimizer": "or MasterWeights",
 }
 
 
