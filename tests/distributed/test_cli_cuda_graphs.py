@@ -119,7 +119,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = ("train", "--run", tmp_path / "run", "--data", text, "--cuda-graphs", *SIZES.split())
     for more, says in (
         (("--dropout", 0.1), "cuda_graphs cannot be combined with dropout"),
-        (("--no-master-weights",), "a step with master_weights = false is not captured"),
+        (("--no-master-weights",), "cuda_graphs cannot be combined with master_weights = false"),
         ((), "cuda_graphs = true needs a GPU, and this run is on cpu"),
     ):
         one_line(quantshard(*start, *more), says)

@@ -410,7 +410,7 @@ def tied_apart(recipe: str) -> list[str]:
 
 REFUSED = {
     plain_ddp: "init_sync=False",
-    joined_ddp: "join()",
+    joined_ddp: "init_sync=False",
     sharded_replicas: "is sharded",
     one_different_code: "'2.weight'",
     different_models: "build the same model",

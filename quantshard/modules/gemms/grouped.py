@@ -320,7 +320,9 @@ class _PlainExpertsFunction(torch.autograd.Function):
         if not biases:
             return y
         rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-        return y + torch.stack(biases)[torch.searchsorted(ends, rows, right=True)].to(y.dtype)
+        y_biases = torch.stack(biases)[torch.searchsorted(ends, rows, right=True)]
+        y = y + y_biases.to(y.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
