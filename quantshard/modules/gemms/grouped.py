@@ -320,9 +320,8 @@ class _PlainExpertsFunction(torch.autograd.Function):
         if not biases:
             return y
         rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-        y_biases = torch.stack(biases)[torch.searchsorted(ends, rows, right=True)]
-        y = y + y_biases.to(y.dtype)
-        return y
+        y_biases = torch.stack(biases)[torch.searchsorted(ends, rows, right=True)].to(y.dtype)
+        return y + y_biases
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
