@@ -120,7 +120,7 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for more, says in (
         (("--dropout", 0.1), "cuda_graphs cannot be combined with dropout"),
         (("--no-master-weights",), "cuda_graphs cannot be combined with master_weights = false"),
-        ((), "cuda_graphs = true needs a GPU, and this run is on cpu"),
+        ((), "cuda_graphs = true needs a GPU; give --no-cuda-graphs"),
     ):
         one_line(quantshard(*start, *more), says)
         assert not (tmp_path / "run").exists()
