@@ -36,7 +36,7 @@ test-quick: $(STAMP)  ## Run the tests that start no process groups and are not 
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed and not slow and not exhaustive" -n 2 $(ARGS)
 
 # What fuses or captures begins, as the least alike with and without a GPU.
-GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py) \
+GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py capture_comparison.py) \
   $(addprefix tests/distributed/test_,gpu.py graphs_fsdp.py graphs.py no_sync.py) tests/optimizers/test_capturable.py tests/optimizers/test_late_flags.py \
   tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py $(addprefix tests/optimizers/test_,on_kernels.py changed_parameters.py) \
   $(addprefix tests/distributed/test_,identity.py grad_scaler.py recompute.py sixteen_bits.py tensor_parallel.py torch_autocast.py) \

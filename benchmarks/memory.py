@@ -127,8 +127,11 @@ def peak(
             timeline.label(param.grad, "gradients")
     timeline.allocations = [each for each in timeline.allocations if each.kind == "" and each.bytes > SCALARS]
     tokens = shape.batch * shape.tokens
-    highest = timeline.highest(forward, timeline.now)
-    return Peak(timeline.held(forward) / tokens, timeline.held(highest) / tokens)
+    after_forward, peak = (
+        sum(allocation.bytes for allocation in timeline.allocations if allocation.lives(moment))
+        for moment in (forward, timeline.highest(forward, timeline.now))
+    )
+    return Peak(after_forward / tokens, peak / tokens)
 
 
 def _parts(param: Tensor) -> Iterable[Tensor]:

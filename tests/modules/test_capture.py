@@ -72,10 +72,6 @@ def test_what_draws_is_not_captured_with_counts_on_the_host(monkeypatch):
         trained(model)
     monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
     trained(model, steps=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model[1].weight.grad = torch.ones(33, 70, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedOperationError, match=r"add_\S* on Q.*keep optimizer\.step\(\) outside of the graph"):
-        optimizer.step()  # it reads back wherever draws are counted
     assert all(value.item() == 1 for name, value in model.state_dict().items() if name.endswith("_draws"))
 
 

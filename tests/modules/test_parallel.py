@@ -81,11 +81,6 @@ def test_rows_per_rank():
     assert tensor_parallel.rows_per_rank(torch.Size([7]), TensorParallel()) == 7
 
 
-def test_modes():
-    with pytest.raises(ConfigurationError, match=r"parallel_mode='diagonal'\): use one of: None, 'column', 'row'"):
-        TensorParallel.of(None, "diagonal")
-
-
 def test_a_group_that_this_rank_is_not_in_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 5 if group is None else -1)
     with pytest.raises(ConfigurationError, match="rank 5 is not in its tensor-parallel group"):

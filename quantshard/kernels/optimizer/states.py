@@ -1,7 +1,5 @@
 """Optimizer states in kernels over many tensors: tiles are read as float32, and written in the stored format.
 
-    read(state) -> x          x -> amaxes, x -> codes and scales, or a rounded plain value
-
 A table on the device holds what differs between the tensors of a launch (addresses, shapes, regions); a second table
 holds what differs between steps. `StepKernelConfig` has the compile-time constants. The oracle is `optimizers.state`
 with `numerics`.

@@ -130,7 +130,8 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """Build the [launch] table of a run that starts now."""
-    openmp = os.environ.get("OMP_NUM_THREADS", "")
+    # "4,2": 4 on the outermost level
+    openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     default = int(openmp) if openmp.isdecimal() else 1 if processes > 1 else os.cpu_count() or 1
     return {
         "processes": processes,

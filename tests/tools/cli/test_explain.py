@@ -13,7 +13,6 @@ import torch
 
 import quantshard as qs
 from quantshard import recipe
-from quantshard.errors import ConfigurationError
 from quantshard.readable import by_pattern, united_groups
 from quantshard.tools.cli import explain
 from quantshard.tools.trainer.models.decoder import LanguageModel
@@ -158,11 +157,7 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
     assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one
     code, out, err = told("plan", run, "--mesh", "tp=3")
-    settings = explain.find_model(str(run), None).settings
-    assert settings is not None
-    with pytest.raises(ConfigurationError) as refused:
-        replace(settings, mesh="tp=3").check()  # as train does
-    assert code == 1 and not out and str(refused.value) in " ".join(err)
+    assert code == 1 and not out and "dim 0 of 64 over 3 ranks of 'tp'" in " ".join(err)
     other = json_of("explain", run / "config.toml", "--recipe", "block")
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
     text = (run / "config.toml").read_text()
@@ -248,7 +243,7 @@ def test_names_from_anybody_are_patterns_too() -> None:
         (["explain", "text"], "text is no run (which has a config.toml), and holds no Hugging Face config.json"),
         (["inspect", ""], "there is nothing at an empty path"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
-        (["plan", "config.json", "--mesh", "dp_shrad=2"], "'dp_shrad=2' must be AXIS=SIZE; did you mean 'dp_shard'?"),
+        (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'; did you mean 'dp_shard'?"),
         (["plan", "config.json", "--mesh", "dp_shard=4", "--rank", "4"], "there is no rank 4"),
         (
             ["plan", "config.json", "--preset", "laen6"],
@@ -264,10 +259,10 @@ def test_names_from_anybody_are_patterns_too() -> None:
         (["plan", "saved"], "inspect shows a checkpoint"),
         (["plan", "config.json", "--mesh", "tp=2", "--batch", "1", "--seq-length", "8"], "parallelism, tp=2"),
         (["plan", "config.json", "--compute-capability", "nine"], "--compute-capability nine: give two numbers"),
-        (["explain", "bad.json"], "has no model_type 'lama'; did you mean 'llama'?"),
+        (["explain", "bad.json"], "Unrecognized model identifier: lama"),
         (["explain", "other.json"], "transformers cannot build it"),
         (["explain", "large.json"], "num_hidden_layers is 100000000, and at most 1024"),
-        (["plan", "gpt2.json"], "--recipe bf16 converts nothing"),
+        (["plan", "gpt2.json"], "none of the 5 linear layers can be converted"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
             "no weight has a name that says how 'tp' cuts it",

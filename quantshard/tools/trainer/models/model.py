@@ -228,9 +228,11 @@ def generate(
     model.eval()
     for sample in distributions.uniform(random_bits).tolist():
         # identical rows, because one row cannot be divided over tp
-        window = torch.tensor([tokens[-settings.seq_length :]] * batch_multiple(model), device=device)
+        window = torch.tensor(
+            [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
+        )
         probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
-        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], device=device))
+        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], dtype=torch.float32, device=device))
         token.clamp_(max=vocabulary - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)
