@@ -54,7 +54,7 @@ def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> Non
     def made(yes: bool) -> GemmOperands:
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         with emulated(yes):
-            return gemm_operands(x, role, call, state, OperandUsage(True, True, num_transient=passing))
+            return gemm_operands(x, role, call, state, OperandUsage(True, True, num_transient=passing if yes else 0))
 
     found, before = made(True), made(False)
     assert found.for_wgrad.transposed and before.for_wgrad.transposed
