@@ -148,7 +148,12 @@ class StepGraph:
             return replay(list(tensors_in(arguments)))
         eager_step = self._eager_steps.setdefault(key, EagerStep(self._device))
         if self._is_to_be_eager(key, arguments, eager_step):
-            return eager_step(lambda: copied(_run(self._step, around, *copied(arguments, self._device)), self._device))
+
+            def run_eagerly() -> Any:
+                return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
+
+            # without a capture to come there is nothing to compare
+            return eager_step(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
         check_autocast_cache("StepGraph")
         step, static = self._step, copied(arguments, self._device)
         is_violated = torch.zeros((), dtype=torch.bool, device=self._device)
