@@ -204,3 +204,8 @@ def test_a_preset_of_muon_is_its_options_spelled_out(preset):
 def test_presets_keep_a_master(preset):
     """The train command relies on it: a switch cannot say that it was not given."""
     assert PRESETS[preset].master_weights
+
+
+def test_masters_that_do_not_exist_have_no_dtype():
+    with pytest.raises(ConfigurationError, match=r"master_weights=False has no masters of torch.float16; leave one"):
+        chosen_options("FusedAdam", None, {"master_weights": False, "master_weight_dtype": torch.float16})
