@@ -1,7 +1,7 @@
 """Reading untrusted files: the one place that opens them and parses their text.
 
-Only regular files are opened, because links could lead anywhere, except those of the Hugging Face cache to its own
-`blobs`. Callers pass a maximum length, which is checked before reading, so that memory is bounded.
+Only regular files are opened, because links could lead anywhere. Links of the Hugging Face cache to its own `blobs`
+are an exception. Callers pass a maximum length, which is checked before reading, so that memory is bounded.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
 
 
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
-    """Return the ids of the parameters whose name, or that of a module around them, matches a pattern."""
+    """Return the ids of the parameters whose name, or the name of a module around them, matches a pattern."""
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         ids = [

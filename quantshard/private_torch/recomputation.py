@@ -60,8 +60,8 @@ NO_REGIONS = CheckpointedRegions()
 def checkpointed_regions() -> CheckpointedRegions:
     """The checkpointed regions that the calling code runs in.
 
-    A non-reentrant region is the `_CheckpointFrame` that the saved-tensor hooks of its first forward hold and those of
-    its recomputation refer to. A reentrant region is the `ctx` of `CheckpointFunction`, the first argument of its
+    A non-reentrant region is the `_CheckpointFrame` in the saved-tensor hooks of its first forward and of its
+    recomputation. A reentrant region is the `ctx` of `CheckpointFunction`, the first argument of its
     `forward` or `backward` on the Python stack. `may_be_checkpointed` tells, faster, whether there can be one.
     """
     backward = current_backward()

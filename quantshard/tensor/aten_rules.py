@@ -1,4 +1,4 @@
-"""The ATen operations by which FSDP2 cuts, fills and hands on a quantized tensor; each rule names its callers.
+"""ATen operations that FSDP2 calls to split, fill and copy a quantized tensor; each rule names its callers.
 
 Operations without a rule here, in `copy_rules` or in `arithmetic` raise (see `QuantizedTensor.__torch_dispatch__`). No
 rule here dequantizes or communicates.

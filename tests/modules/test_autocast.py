@@ -271,7 +271,7 @@ def test_another_recipes_weight_is_refused_by_name(stored, asked):
     assert repr(asked) in str(caught.value)
     model = torch.nn.Sequential(torch.nn.Identity(), layer)
     with pytest.raises(
-        RecipeMismatchError, match=r"^Linear\.weight is stored as .* give it the one by which the weights"
+        RecipeMismatchError, match=r"^Linear\.weight is stored as .* enter autocast with the recipe of the weights"
     ):
         with autocast(recipe=asked):
             model(data())

@@ -285,7 +285,7 @@ class _CheckpointConverter:
                 self.report.inexact[label] = "not converted: the optimizer of --like has none for this parameter"
             return {}
         if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype != torch.float32:
-            self.report.own["optimizer states"] = "float32 instead of those of --like; load with requantize=True"
+            self.report.own["optimizer states"] = "float32, also where --like has others; load with requantize=True"
         if values is None:
             values = self._values_here(name)
             values = values if role == MASTER else torch.zeros_like(values)

@@ -86,8 +86,8 @@ def wrong_format(name: str, spec: QuantSpec, recipe: Recipe) -> RecipeMismatchEr
     """The error for a weight whose format is not the recipe's."""
     expected = "high precision" if recipe.weight is None else str(recipe.weight)
     return RecipeMismatchError(
-        f"{name} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; give it the one by which "
-        "the weights were made"
+        f"{name} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; enter "
+        "autocast with the recipe of the weights"
     )
 
 

@@ -136,7 +136,7 @@ def is_rehearsed() -> bool:
 
 
 def drop_failed_backward() -> None:
-    """Drop the pending amaxes of a failed backward pass, but not those of a running one."""
+    """Drop the pending amaxes of a failed backward pass. A running pass keeps its amaxes."""
     global _queued_flush
     if _queued_flush is not None and _queued_flush() is None:
         _queued_flush = None
