@@ -179,7 +179,7 @@ def plan_product(
     if not (a.is_aligned and b.is_aligned):
         return "a cut crosses blocks of an operand"
     product = hardware.product_of_kinds(a.kind, b.kind)
-    if product is None or not product.is_on(device):
+    if product is None or not product.is_of(hardware.capability_of(device)):
         return "the hardware has no product of these formats"
     a.has_kernels = b.has_kernels = kernel_dispatch.kernels_on(device)
     return ProductPlan(product, a, b, out_dtype, bias_dtype, fast)

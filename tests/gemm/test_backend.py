@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from quantshard import formats, kernel_dispatch, private_torch, sharding
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Orientation
-from quantshard.gemm import backend, hardware, operands
+from quantshard.gemm import backend, hardware, operands, predictions
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, swizzled, unpack
 from quantshard.recipe import DelayedScaling, Float8CurrentScaling, Gemm, MMParams, QuantSpec, Recipe, resolve
@@ -381,7 +381,7 @@ def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:
 def test_paths_are_named(capability: tuple[int, int]) -> None:
     device = torch.device("cuda")
     native = {
-        name: hardware.gemm_path(resolve(name).weight, device)[0] for name in ("current", "block", "mxfp8", "nvfp4")
+        name: predictions.gemm_path(resolve(name).weight, device)[0] for name in ("current", "block", "mxfp8", "nvfp4")
     }
     hopper = capability == HOPPER
     assert native == {
@@ -390,7 +390,7 @@ def test_paths_are_named(capability: tuple[int, int]) -> None:
         "mxfp8": "emulated" if hopper else "native",
         "nvfp4": "emulated" if hopper else "native",
     }
-    path, reason = hardware.gemm_path(resolve("mxfp8").weight, device)
+    path, reason = predictions.gemm_path(resolve("mxfp8").weight, device)
     assert ("not yet run on this hardware" in reason) == (not hopper), "only H200s were there"
     assert path == "native" or "9.0" in reason
 
@@ -570,9 +570,9 @@ def test_a_layer_is_native_if_all_its_products_are(
     """A recipe mixed by GEMM may have formats that no product takes together, which strict mode and explain tell."""
     monkeypatch.setattr(hardware, "capability_of", lambda device: HOPPER)
     recipe, device = resolve(name), torch.device("meta")
-    assert hardware.emulated_gemms(recipe, HOPPER) == emulated
-    path, why = hardware.gemm_path(recipe.weight, device, recipe)
+    assert predictions.emulated_gemms(recipe, HOPPER) == emulated
+    path, why = predictions.gemm_path(recipe.weight, device, recipe)
     assert path == ("emulated" if emulated else "native") and (
-        "emulated" in hardware.fallbacks(None, recipe, device)
+        "emulated" in predictions.fallbacks(None, recipe, device)
     ) == bool(emulated)
     assert not emulated or name.startswith("nvfp4") or emulated[0].value in why
