@@ -55,19 +55,15 @@ class OperandProducer:
     """A matrix [R, C] of one of the kernel dtypes, which a kernel computes.
 
     `prototype`: tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they
-    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs. `amax`: amax of the whole
-    matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each column, if they are known.
+    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs; a `TensorSource` needs
+    none. `amax`: amax of the whole matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of
+    each column, if they are known.
     """
 
     prototype: Tensor
-    launch: Callable[[KernelOutputs], Targets] | None = None
+    launch: Callable[[KernelOutputs], Targets] | Any = None
     amax: Tensor | None = None
     row_col_amaxes: BothAmaxes = (None, None)
-
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        assert self.launch is not None
-        return self.launch(outputs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +79,7 @@ class OperandProducer:
     def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
         """Write the values, and the amaxes that a plan measures, to memory with one kernel."""
         source = TensorSource.empty(self.prototype, plan)
-        self.emit(source.outputs)
+        self.launch(source.outputs)
         return source
 
 
@@ -299,8 +295,8 @@ class KernelPlan(OperandPlan):
                 ready=not stored and is_ready(spec, shape[::-1], capability),
                 decodes=num_transient >= 2 and products_read_values(spec, dtype, capability),
             )  # fmt: skip
-        self._plan_amaxes(delayed)
         directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
+        self._plan_amaxes(directions, delayed)
         self.nan_flag = NanFlag.PRODUCTS if has_flag else None
         flags = [direction.nan_flag for direction in directions]
         if flags and None not in flags:  # the flag of one direction, or the scalar that the other one needs
@@ -310,7 +306,7 @@ class KernelPlan(OperandPlan):
         self.draws = any(direction.spec.scaling.stochastic_rounding for direction in directions)
         self.decodes = any(direction.kernel_spec.decoded for direction in directions)
 
-    def _plan_amaxes(self, delayed: bool) -> None:
+    def _plan_amaxes(self, directions: Sequence[DirectionPlan], delayed: bool) -> None:
         blocks, transposed_blocks = (
             None if direction is None or (delayed and direction.kernel_spec.given) else direction.amax_blocks
             for direction in (self.rowwise, self.columnwise)
@@ -320,7 +316,6 @@ class KernelPlan(OperandPlan):
         self.smaller_blocks: BlocksOfBoth = None if by_whole else blocks, None if by_whole_t else transposed_blocks
         (first, second), usage = self.specs, self.usage
         plain = (usage.for_first_gemm and first is None) or (usage.for_wgrad and second is None)
-        directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
         specs = [direction.spec for direction in directions]
         measures = not delayed and needs_amax(*specs)
         self.by_amax = measures and not plain and scale_by_blocks(_WHOLE.block_shape, specs)
@@ -368,9 +363,9 @@ class KernelPlan(OperandPlan):
     def swizzle_request(self, weight_operands: WeightOperands | None) -> SwizzleRequest | None:
         """Swizzling of the first GEMM's weights that the quantizing kernel can do too. None if the weights wait for a
         nan flag, are multiplied with values, or are read one at a time."""
-        if weight_operands is None or not weight_operands.reads_together:
+        if weight_operands is None or not weight_operands.reads_together or self.nan_flag is NanFlag.PRODUCTS:
             return None
-        if self.rowwise is None or self.rowwise.kernel_spec.decoded or self.nan_flag is NanFlag.PRODUCTS:
+        if self.rowwise is None or self.rowwise.kernel_spec.decoded:
             return None
         return weight_operands.swizzle_request(self.rowwise.spec.format, self.rowwise.shard, self.products[0])
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard import kernels, private_torch
 from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
@@ -27,7 +27,7 @@ from quantshard.modules.gemms.linear_operands import (
     operands_together,
     requests_of,
 )
-from quantshard.modules.norm import Normalization, NormConfig, parameters_of
+from quantshard.modules.norm import Gradients, Normalization, NormConfig, kernel_gradients, parameters_of
 from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
@@ -100,26 +100,15 @@ class NormBackward(NamedTuple):
 
     def gradients(
         self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ) -> Gradients:
         """Return the gradients of z, weight and bias that `needs` selects; `dy`, `of_total`: gradients of the
         normalized rows and of z."""
         if rule is None:
             return dy if needs[0] else None, None, None
         if dy is None:
             return of_total if needs[0] else None, None, None
-        dz, dweight, dbias = norm_kernels.norm_backward(
-            dy, self.z, norm_kernels.NormStatistics(self.rstd, self.mean),
-            parameters_of(self.weight, self.bias, rule),
-            residual_gradient=None if of_total is None else private_torch.plain(of_total),
-            for_parameters=needs[1] or needs[2],
-        )  # fmt: skip
-        return (
-            dz if needs[0] else None,
-            None if dweight is None or not needs[1] else kernel_dispatch.rounded(dweight, self.weight.dtype),
-            None
-            if dbias is None or self.bias is None or not needs[2]
-            else kernel_dispatch.rounded(dbias, self.bias.dtype),
-        )
+        statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
+        return kernel_gradients(dy, self.z, self.weight, self.bias, statistics, rule, of_total, needs)
 
 
 NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]

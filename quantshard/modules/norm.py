@@ -104,6 +104,24 @@ def parameters_of(weight: Tensor, bias: Tensor | None, rule: NormConfig) -> norm
     return norm_kernel.NormParameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
 
 
+def kernel_gradients(
+    dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, statistics: norm_kernel.NormStatistics,
+    rule: NormConfig, total_grad: Tensor | None, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Compute the gradients of z, weight and bias that `needs` selects by a kernel. `total_grad`: another gradient of
+    z, which is added."""
+    dz, dweight, dbias = norm_kernel.norm_backward(
+        private_torch.plain(dy), z, statistics, parameters_of(weight, bias, rule),
+        residual_gradient=None if total_grad is None else private_torch.plain(total_grad),
+        for_parameters=needs[1] or needs[2],
+    )  # fmt: skip
+    return (
+        dz if needs[0] else None,
+        kernel_dispatch.rounded(dweight, weight.dtype) if needs[1] and dweight is not None else None,
+        kernel_dispatch.rounded(dbias, bias.dtype) if needs[2] and dbias is not None and bias is not None else None,
+    )
+
+
 class _KernelNorm(torch.autograd.Function):
     """Normalization by kernels: returns the normalized x, or x + residual, and that sum (None without residual).
 
@@ -129,26 +147,18 @@ class _KernelNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, sum_grad = grads
-        z, weight, bias, *statistics = ctx.saved_tensors
+        z, weight, bias, rstd, mean = ctx.saved_tensors
         needs = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4]
-        bias_dtype = None if bias is None else bias.dtype
         if dy is None:
             dx, dweight, dbias = sum_grad, None, None
         elif torch.is_grad_enabled():
             # create_graph=True: kernels have no derivative
+            bias_dtype = None if bias is None else bias.dtype
             dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, needs)
             dx = dx if dx is None or sum_grad is None else dx + sum_grad
         else:
-            dx, dweight, dbias = norm_kernel.norm_backward(
-                private_torch.plain(dy),
-                z,
-                norm_kernel.NormStatistics(*statistics),
-                parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if sum_grad is None else private_torch.plain(sum_grad),
-                for_parameters=any(needs[1:]),
-            )
-            dweight = None if dweight is None else kernel_dispatch.rounded(dweight, weight.dtype)
-            dbias = None if dbias is None or bias_dtype is None else kernel_dispatch.rounded(dbias, bias_dtype)
+            statistics = norm_kernel.NormStatistics(rstd, mean)
+            dx, dweight, dbias = kernel_gradients(dy, z, weight, bias, statistics, ctx.rule, sum_grad, needs)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 

@@ -165,7 +165,7 @@ def operands_together(
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
     ]
-    swizzle = None if weight_operands is None else plan.swizzle_request(weight_operands)
+    swizzle = plan.swizzle_request(weight_operands)
     all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
     results = []
     for request, source, kernel_outputs, targets in zip(requests, sources, outputs, all_targets, strict=True):
@@ -230,7 +230,7 @@ class OperandRequest:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         self.keep_amax(source)
         outputs = self.outputs(amaxes)
-        result = self.operands(outputs, source.emit(outputs))
+        result = self.operands(outputs, source.launch(outputs))
         if self.watching is not None:
             self.show(source, result)
         return result
