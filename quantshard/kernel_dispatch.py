@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,18 +212,9 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
         quantization_error.add_values_(sums[0], extremes[0], x)
 
 
-def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy.cross_entropies`."""
-    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return implementation.cross_entropies(logits, targets)
-
-
-def logits_gradient(
-    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
-) -> Tensor:
-    """`cross_entropy.logits_gradient`."""
-    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return implementation.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
+def cross_entropy_of(logits: Tensor) -> Any:
+    """Return the module with `cross_entropies` and `logits_gradient` for these logits: `cross_entropy`, or kernels."""
+    return cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
@@ -311,7 +303,7 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
 
 def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
     """Append amaxes [n] to n histories with a kernel. Return False, without recording, if no kernel can run."""
-    if not has_kernels(amaxes) or not _lie_on(histories, amaxes.device):
+    if not _have_kernels(histories, amaxes):
         return False
     history_kernel.record(histories, amaxes.contiguous())
     return True
@@ -319,13 +311,11 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
 
 def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor | None:
     """Compute `delayed_scaling.history_amaxes` with a kernel. Return None if no kernel can run."""
-    device = histories[0].device
-    if not has_kernels(histories[0]) or not _lie_on(histories, device):
-        return None
-    return history_kernel.pasts(histories, most_recent, stride)
+    return history_kernel.pasts(histories, most_recent, stride) if _have_kernels(histories, histories[0]) else None
 
 
-def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
+def _have_kernels(histories: Sequence[Tensor], like: Tensor) -> bool:
+    """True if kernels process all histories, on the device of `like`."""
     devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
-    is_on_device = devices == {histories[0].get_device()} and histories[0].device == device
-    return is_on_device and all(map(Tensor.is_contiguous, histories))
+    is_on_device = devices == {like.get_device()} and histories[0].device == like.device
+    return has_kernels(like) and is_on_device and all(map(Tensor.is_contiguous, histories))

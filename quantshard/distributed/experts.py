@@ -141,22 +141,13 @@ def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup 
 
 
 def _goes(
-    chosen: Tensor, num_experts: int, here: int, choices: int, group: dist.ProcessGroup | None
+    chosen: Tensor, num_experts: int, num_local: int, choices: int, group: dist.ProcessGroup | None
 ) -> tuple[list[int], TokenRoute]:
     """Return the rows per expert of this rank, and their route from and to all ranks."""
-    sent, received = _exchange_counts(chosen, num_experts, here, group)
-    order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
-    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
-    return received.sum(0).tolist(), route
-
-
-def _exchange_counts(
-    chosen: Tensor, num_experts: int, here: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Return the numbers of sent and received rows per expert [ranks, experts of a rank], int64 on the CPU."""
     outside = ((chosen < 0) | (chosen >= num_experts)).sum().view(1, 1)
-    sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, here)
-    # The last column reports a wrong index to all ranks, so that no rank waits for tokens.
+    # [ranks, experts of a rank]
+    sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, num_local)
+    # the last column reports a wrong index to all ranks, so that no rank waits for tokens
     sent = received = torch.cat([sent, outside.expand(len(sent), 1)], 1)
     if group is not None and len(sent) > 1:
         received = torch.empty_like(sent)
@@ -167,7 +158,10 @@ def _exchange_counts(
             f"dispatch_tokens: {int(received[:, -1].sum())} entries of experts are not in 0 to {num_experts - 1}, on "
             f"the ranks {received[:, -1].nonzero().flatten().tolist()} of the mesh; look at the router"
         )
-    return sent[:, :-1], received[:, :-1]
+    sent, received = sent[:, :-1], received[:, :-1]
+    order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
+    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
+    return received.sum(0).tolist(), route
 
 
 def _sorting(received: Tensor, like: Tensor) -> Tensor | None:

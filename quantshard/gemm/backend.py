@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def matmul(
             a.spec.format, a.shard, not transpose_a, b.spec.format, b.shard, transpose_b,
             next(iter(a.components.values())).device, out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
-        product = find_product(a.products, *facts)
+        # mostly the first one, of the same objects: cheaper than a call of `find_product`
+        product = a.products[0][1] if a.products and a.products[0][0] == facts else find_product(a.products, *facts)
         if product is not None:
             return product.run(a, b, bias, nan_flag, read)
     return emulated.emulated_matmul(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
@@ -259,7 +260,7 @@ class OperandReader:
                 grid = self.scales.layout(grid + nan_flag)
             elif self.right and self.turns_scales:
                 grid = _view(storage, self.scale, self.scales.layout)
-            elif not self.right:
+            elif self.turns_scales:
                 grid = self.scales.layout(grid)
         else:
             codes, grid = self._made(*self.touched(storage), nan_flag)
@@ -400,12 +401,17 @@ class WeightOperands:
     def __init__(self, operands: Sequence[Operand], out_dtype: torch.dtype, transpose_b: bool = False) -> None:
         self.operands, self.out_dtype, self.transpose_b = operands, out_dtype, transpose_b
         self._laid: tuple[list[OperandReader], SwizzleRequest] | None = None
-        self._storages = [operand for operand in operands if isinstance(operand, QuantizedStorage)]
+        first = operands[0]
         # otherwise products read the operands as they are, one at a time
-        self.reads_together = len(self._storages) == len(operands) and (
-            (len(operands) > 1 and not transpose_b)
-            or self._storages[0].spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
+        self.reads_together = (
+            isinstance(first, QuantizedStorage)
+            and (
+                (len(operands) > 1 and not transpose_b)
+                or first.spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
+            )
+            and all(isinstance(operand, QuantizedStorage) for operand in operands)
         )
+        self._storages = cast(Sequence[QuantizedStorage], operands)
 
     def swizzle_request(self, left: Format, shard: Shard, products: list[Any]) -> SwizzleRequest | None:
         """Work for the kernel that quantizes left operands of this format and shard: swizzling these weights, for

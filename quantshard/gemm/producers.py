@@ -52,52 +52,27 @@ _WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
 
 @dataclass
 class OperandProducer:
-    """A matrix [R, C] of one of the kernel dtypes, which a kernel computes.
+    """A matrix [R, C] of one of the kernel dtypes: in memory, or computed by a kernel.
 
-    `prototype`: tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they
-    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs; a `TensorSource` needs
-    none. `amax`: amax of the whole matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of
-    each column, if they are known.
+    `prototype`: the matrix, or a tensor of its shape, dtype and device. Kernels round results to that dtype before they
+    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs; None if it is in memory.
+    `amax`: amax of the whole matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each
+    column, if they are known. `blocks`, `nan_flag`: amaxes of blocks that a plan measures, and a scalar that is NaN if
+    values are not finite, if the kernel that wrote the matrix also wrote these.
     """
 
     prototype: Tensor
-    launch: Callable[[KernelOutputs], Targets] | Any = None
+    launch: Callable[[KernelOutputs], Targets] | None = None
     amax: Tensor | None = None
     row_col_amaxes: BothAmaxes = (None, None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values."""
-        return self.prototype.dtype
-
-    def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:
-        """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
-        if plan.by_amax:
-            return None if self.amax is None else (self.amax, self.amax)
-        return self.row_col_amaxes if plan.by_rows and self.row_col_amaxes[0] is not None else None
-
-    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
-        """Write the values, and the amaxes that a plan measures, to memory with one kernel."""
-        source = TensorSource.empty(self.prototype, plan)
-        self.launch(source.outputs)
-        return source
-
-
-@dataclass
-class TensorSource(OperandProducer):
-    """A matrix in memory, which is `prototype`, optionally with the amaxes of blocks that a plan measures.
-
-    `nan_flag`: scalar that is NaN if values are not finite, if the producer of the values checked this.
-    """
-
     blocks: AmaxRequest | None = None
     nan_flag: Tensor | None = None
 
     @staticmethod
-    def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:
-        """Allocate values like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
+    def empty(like: Tensor, plan: KernelPlan | None = None) -> OperandProducer:
+        """Allocate a matrix like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
         `outputs`."""
-        source = TensorSource(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        source = OperandProducer(torch.empty(like.shape, dtype=like.dtype, device=like.device))
         if plan is None:
             return source
         blocks, transposed_blocks = plan.smaller_blocks
@@ -112,12 +87,27 @@ class TensorSource(OperandProducer):
 
     @property
     def outputs(self) -> KernelOutputs:
-        """Kernel outputs that fill all fields."""
+        """Kernel outputs that fill all fields of a matrix in memory."""
         return KernelOutputs(high=self.prototype, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
 
-    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
-        """Return self."""
-        return self
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.prototype.dtype
+
+    def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:
+        """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
+        if plan.by_amax:
+            return None if self.amax is None else (self.amax, self.amax)
+        return self.row_col_amaxes if plan.by_rows and self.row_col_amaxes[0] is not None else None
+
+    def in_memory(self, plan: KernelPlan | None = None) -> OperandProducer:
+        """The matrix in memory. If necessary, one kernel writes it, and the amaxes that a plan measures."""
+        if self.launch is None:
+            return self
+        source = OperandProducer.empty(self.prototype, plan)
+        self.launch(source.outputs)
+        return source
 
 
 def scale_by_blocks(block_shape: Pair, specs: Iterable[QuantSpec | None]) -> bool:
@@ -323,7 +313,7 @@ class KernelPlan(OperandPlan):
         self.keeps_values, self.reads_values = plain, plain or measures
 
     def measure(
-        self, sources: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
+        self, sources: Sequence[OperandProducer], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
         `nan_flags` of matrices that are not finite become NaN, if scales record it."""

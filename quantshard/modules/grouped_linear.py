@@ -284,7 +284,6 @@ class GroupedLinear(QuantizedModule):
         return [rows] * experts
 
     def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
-        """Check splits and return them."""
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
             raise ConfigurationError(
                 f"GroupedLinear: m_splits has {len(splits)} entries that sum to {sum(splits)}; it must have "

@@ -7,10 +7,10 @@ repeats them. Everything that the graphs treat as constant is compared before ea
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,8 @@ from quantshard.modules.graphs.recorder import (
 # Side effects of a pass ----------------------------------------------------------------------------------------------
 
 
-class AmaxNotes(NamedTuple):
-    """Amaxes [n] that a pass records for n histories with the same `number` and reduction group."""
-
-    keys: Sequence[Tensor]
-    number: int
-    histories: Sequence[Tensor]
-    amaxes: Tensor
-    group: Groups
+AmaxNotes = tuple[Sequence[Tensor], int, Sequence[Tensor], Tensor, Groups]
+"""Arguments of `PendingAmaxes.note_all`: amaxes [n] that a pass records for n histories."""
 
 
 class AmaxRecord(PendingAmaxes):
@@ -62,7 +56,7 @@ class AmaxRecord(PendingAmaxes):
         for item in self.histories():
             pending_by_key.setdefault((item.number, item.group), []).append(item)
         return [
-            AmaxNotes(
+            (
                 [item.key for item in group_members], number, [item.history for item in group_members],
                 torch.stack(merged_slots([item.slots for item in group_members])), group,
             )
@@ -193,7 +187,7 @@ class ModuleGraph:
         self._entered, self._allow_unused = entered, allow_unused
         self._kind = self._kind_of(_compared(*arguments))
         # at fixed addresses, which each replay copies new values to
-        self._static = mapped(arguments, _static_copy)
+        self._static = mapped(arguments, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
         self._inputs = list(tensors_in(_compared(*self._static)))
         params = [] if self._module is None else self._module.parameters()
         self._params = [param for param in params if param.requires_grad]
@@ -268,12 +262,19 @@ class ModuleGraph:
 
     def _check_reached(self) -> None:
         """Raise if a leaf requires a gradient that the graphs would not compute."""
-        trained_ids = set(map(id, self._trained))
-        if any(id(leaf) not in trained_ids for leaf in _leaf_tensors(self._ends)):
-            raise ConfigurationError(
-                f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would get "
-                "none; give the module itself, or the tensor as an argument"
-            )
+        trained_ids, visited = set(map(id, self._trained)), set()
+        pending: list[Any] = [end.grad_fn for end in self._ends]
+        while pending:
+            node = pending.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            if hasattr(node, "variable") and id(node.variable) not in trained_ids:
+                raise ConfigurationError(
+                    f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would "
+                    "get none; give the module itself, or the tensor as an argument"
+                )
+            pending += [before for before, _ in node.next_functions]
 
     # Replay
 
@@ -361,26 +362,8 @@ def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     return tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
 
 
-def _static_copy(sample: Tensor) -> Tensor:
-    return sample.detach().clone().requires_grad_(sample.requires_grad)
-
-
 def _storage_address(tensor: Tensor) -> int:
     return memory_of(tensor)[0].untyped_storage().data_ptr()
-
-
-def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of the autograd graphs of some tensors."""
-    pending: list[Any] = [end.grad_fn for end in ends]
-    visited = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [before for before, _ in node.next_functions]
 
 
 class _Replay(torch.autograd.Function):
