@@ -64,48 +64,34 @@ class NormBackward(NamedTuple):
     Without a normalization all fields are None, and fc1 keeps the operand that wgrad reads.
     """
 
+    normalization: Normalization
     z: Tensor
     weight: Tensor
     bias: Tensor | None
     rstd: Tensor
     mean: Tensor | None
 
-    @staticmethod
-    def of(front: NormInput, amax: Tensor | None, of_rows: producers.BothAmaxes) -> NormBackward:
-        """Compute z, which is x if there is no residual, and its statistics. The kernel raises `amax` and `of_rows` to
-        the amaxes of the normalized rows."""
-        if front.normalization is None or front.weight is None:
-            return NO_NORM
-        x, residual, norm = private_torch.plain(front.x), front.residual, front.normalization
-        plain_residual = None if residual is None else private_torch.plain(residual)
-        plain = amax is None and of_rows[0] is None
-        parameters = None if plain else parameters_of(front.weight, front.bias, norm)
-        statistics, total = norm_kernels.norm_statistics(
-            x, norm.eps, norm.centered, residual=plain_residual, parameters=parameters, amax=amax, of_rows=of_rows
-        )
-        return NormBackward(total, front.weight, front.bias, *statistics)
-
-    def normalized(self, normalization: Normalization) -> OperandProducer:
+    def normalized(self) -> OperandProducer:
         """Return the normalized rows as an operand source."""
-        rows, parameters = epilogue.matrix(self.z), parameters_of(self.weight, self.bias, normalization)
+        rows, parameters = epilogue.matrix(self.z), parameters_of(self.weight, self.bias, self.normalization)
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
         return OperandProducer(rows, partial(norm_kernels.normalize_and_quantize, rows, statistics, parameters))
 
-    def requantized(self, layer: LinearBackward, normalization: Normalization | None) -> WgradOperand | None:
+    def requantized(self, layer: LinearBackward) -> WgradOperand | None:
         """Return the operand of a layer's wgrad, or None if forward kept it."""
-        return None if normalization is None else layer.requantize_input(lambda: self.normalized(normalization))
+        return None if self is NO_NORM else layer.requantize_input(self.normalized)
 
-    def gradients(
-        self, norm: Normalization | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
-    ) -> Gradients:
+    def gradients(self, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]) -> Gradients:
         """Return the gradients of z, weight and bias that `needs` selects; `dy`, `of_total`: gradients of the
         normalized rows and of z."""
-        if norm is None:
+        if self is NO_NORM:
             return dy if needs[0] else None, None, None
         if dy is None:
             return of_total if needs[0] else None, None, None
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
-        return kernel_gradients(dy, self.z, self.weight, self.bias, statistics, norm, of_total, needs)
+        return kernel_gradients(
+            dy, self.z, self.weight, self.bias, statistics, self.normalization, of_total, needs
+        )  # fmt: skip
 
 
 NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]
@@ -119,15 +105,22 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
     The kernel that computes the statistics also takes the amaxes that quantizing needs: of all results, or of each row
     and, if wgrad's operand is kept (`keeps`), of each column.
     """
-    if front.normalization is None:
-        return NO_NORM, OperandProducer(epilogue.matrix(private_torch.plain(front.x)))
+    norm, weight, x = front.normalization, front.weight, private_torch.plain(front.x)
+    if norm is None or weight is None:
+        return NO_NORM, OperandProducer(epilogue.matrix(x))
     specs = recipe.activations[TensorRole.INPUT]
-    amax = workspace.zero(front.x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
-    row_col_amaxes = producers.row_amaxes(specs, front.x, keeps)
-    norm = NormBackward.of(front, amax, row_col_amaxes)
-    source = norm.normalized(front.normalization)
+    amax = workspace.zero(x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
+    row_col_amaxes = producers.row_amaxes(specs, x, keeps)
+    is_measured = amax is not None or row_col_amaxes[0] is not None
+    statistics, total = norm_kernels.norm_statistics(
+        x, norm.eps, norm.centered, residual=None if front.residual is None else private_torch.plain(front.residual),
+        parameters=parameters_of(weight, front.bias, norm) if is_measured else None,
+        amax=amax, of_rows=row_col_amaxes,
+    )  # fmt: skip
+    state = NormBackward(norm, total, weight, front.bias, *statistics)
+    source = state.normalized()
     source.amax, source.row_col_amaxes = amax, row_col_amaxes
-    return norm, source
+    return state, source
 
 
 # Activation -----------------------------------------------------------------------------------------------------------

@@ -58,9 +58,6 @@ class GroupedLinear(QuantizedModule):
         ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
         in_features, out_features, params_dtype, device, name: see `Linear`.
         tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: an argument is invalid; raised on every rank if `ep_mesh` or `tp_mesh` does not fit.
     """
 
     def __init__(

@@ -67,10 +67,6 @@ def make_graphed_callables(
 
     Returns:
         The modules themselves, and a replaying function in place of each function; a tuple for several callables.
-
-    Raises:
-        ConfigurationError: a module has inner hooks, is already captured, or is not on one GPU.
-        UnsupportedOperationError: FSDP2 shards the parameters, or a module contains DDP.
     """
     several = isinstance(modules, tuple | list | nn.ModuleList)
     callables: Any = modules

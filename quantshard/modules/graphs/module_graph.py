@@ -146,11 +146,7 @@ class GraphOrder:
         return token
 
     def end(self, index: int, token: object, owner: str) -> None:
-        """Register the backward of a forward.
-
-        Raises:
-            UnsupportedOperationError: another replay overwrote the activations, or a backward already ran.
-        """
+        """Register the backward of a forward. Raise if another replay overwrote the activations, or a backward ran."""
         if self._tokens[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
         self._overwrite(index)

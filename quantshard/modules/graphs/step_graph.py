@@ -97,10 +97,6 @@ class StepGraph:
             random draws (`capturable_`).
         optimizer: one optimizer or several, each with `capturable=True`, and with masters if its weights are quantized.
         enabled: if False, run each step eagerly on the arguments themselves, also without a GPU.
-
-    Raises:
-        ConfigurationError: the model is not on the current GPU, or an optimizer is not capturable.
-        UnsupportedOperationError: the model is wrapped in DistributedDataParallel.
     """
 
     def __init__(
