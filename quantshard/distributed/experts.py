@@ -119,9 +119,9 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     indices = experts.reshape(-1)
     m_splits: list[int] | Tensor
     if num_local == num_experts and kernel_dispatch.has_kernels(indices):
-        m_splits, route = _stays(indices, num_experts, choices, group)
+        m_splits, route = _local_route(indices, num_experts, choices, group)
     else:
-        m_splits, route = _goes(indices, num_experts, num_local, choices, group)
+        m_splits, route = _exchanged_route(indices, num_experts, num_local, choices, group)
     order = route.order
     rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
     rows = _AllToAllRows.apply(rows, route, True)
@@ -130,7 +130,9 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     return Dispatch(rows, m_splits, route)
 
 
-def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None) -> tuple[Tensor, TokenRoute]:
+def _local_route(
+    chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, TokenRoute]:
     """Return the rows per expert and their route if one rank has all experts. Does not wait for the device."""
     ordered, order = chosen.sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
@@ -140,7 +142,7 @@ def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup 
     return bounds.diff(), TokenRoute(order, [rows], [rows], None, choices, group)
 
 
-def _goes(
+def _exchanged_route(
     chosen: Tensor, num_experts: int, num_local: int, choices: int, group: dist.ProcessGroup | None
 ) -> tuple[list[int], TokenRoute]:
     """Return the rows per expert of this rank, and their route from and to all ranks."""
@@ -159,18 +161,13 @@ def _goes(
             f"the ranks {received[:, -1].nonzero().flatten().tolist()} of the mesh; look at the router"
         )
     sent, received = sent[:, :-1], received[:, :-1]
-    order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
+    order, sorting = chosen.argsort(stable=True), None
+    if len(received) > 1 and num_local > 1:
+        # rows arrive by rank, then expert
+        expert = torch.arange(num_local, device="cpu").repeat(len(received)).repeat_interleave(received.flatten())
+        sorting = expert.argsort(stable=True).to(chosen.device)
     route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
     return received.sum(0).tolist(), route
-
-
-def _sorting(received: Tensor, like: Tensor) -> Tensor | None:
-    """Return the order by expert, then rank, of rows that arrive by rank, then expert; see `TokenRoute.sorting`."""
-    ranks, num_local = received.shape
-    if ranks == 1 or num_local == 1:
-        return None
-    expert = torch.arange(num_local, device="cpu").repeat(ranks).repeat_interleave(received.flatten())
-    return expert.argsort(stable=True).to(like.device)
 
 
 def _inverse(order: Tensor) -> Tensor:

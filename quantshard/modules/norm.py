@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
@@ -317,10 +317,3 @@ def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: An
             f"{owner}(qk_norm_type={kind!r}): choose one of: L2Normalization, RMSNorm, LayerNorm, or None"
         )
     return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **options)
-
-
-def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:
-    """Sum the gradients of a normalization's weights over the tensor-parallel ranks if the heads are sharded (`cut`),
-    as sequence parallelism does for sharded rows."""
-    if isinstance(norm, RMSNorm | LayerNorm):
-        norm.sequence_parallel = cut and norm.tp_mesh is not None
