@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,14 @@ from quantshard.modules.graphs.recorder import (
 # Side effects of a pass ----------------------------------------------------------------------------------------------
 
 
-AmaxNotes = tuple[Sequence[Tensor], int, Sequence[Tensor], Tensor, Groups]
-"""Arguments of `PendingAmaxes.note_all`: amaxes [n] that a pass records for n histories."""
+class AmaxNotes(NamedTuple):
+    """Amaxes [n] that a pass records for n histories: arguments of `PendingAmaxes.note_all`."""
+
+    keys: Sequence[Tensor]
+    number: int
+    histories: Sequence[Tensor]
+    amaxes: Tensor
+    group: Groups
 
 
 class AmaxRecord(PendingAmaxes):
@@ -56,7 +62,7 @@ class AmaxRecord(PendingAmaxes):
         for item in self.histories():
             pending_by_key.setdefault((item.number, item.group), []).append(item)
         return [
-            (
+            AmaxNotes(
                 [item.key for item in group_members], number, [item.history for item in group_members],
                 torch.stack(merged_slots([item.slots for item in group_members])), group,
             )
