@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,9 +211,18 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
         quantization_error.add_values_(sums[0], extremes[0], x)
 
 
-def cross_entropy_of(logits: Tensor) -> Any:
-    """Return the module with `cross_entropies` and `logits_gradient` for these logits: `cross_entropy`, or kernels."""
-    return cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy.cross_entropies`."""
+    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return implementation.cross_entropies(logits, targets)
+
+
+def logits_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """`cross_entropy.logits_gradient`."""
+    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return implementation.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
@@ -316,6 +324,8 @@ def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1)
 
 def _have_kernels(histories: Sequence[Tensor], like: Tensor) -> bool:
     """True if kernels process all histories, on the device of `like`."""
-    devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
-    is_on_device = devices == {like.get_device()} and histories[0].device == like.device
-    return has_kernels(like) and is_on_device and all(map(Tensor.is_contiguous, histories))
+    if not has_kernels(like) or histories[0].device != like.device:
+        return False
+    # map: there can be hundreds of experts' histories
+    is_on_device = set(map(Tensor.get_device, histories)) == {like.get_device()}
+    return is_on_device and all(map(Tensor.is_contiguous, histories))

@@ -285,7 +285,7 @@ def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> T
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool) -> tuple[Tensor, Tensor]:
-        losses, log_z = kernel_dispatch.cross_entropy_of(logits).cross_entropies(logits, targets)
+        losses, log_z = kernel_dispatch.cross_entropies(logits, targets)
         ctx.save_for_backward(logits, targets, log_z)
         ctx.overwrites = overwrites and logits.is_contiguous()
         return losses.mean(), log_z.square().mean()
@@ -297,9 +297,7 @@ class _TokenLosses(torch.autograd.Function):
         # factor of each row's probabilities
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
-        grad_logits = kernel_dispatch.cross_entropy_of(logits).logits_gradient(
-            logits, targets, log_z, factors, grad_entropy, out
-        )
+        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, grad_entropy, out)
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)
