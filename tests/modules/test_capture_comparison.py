@@ -13,7 +13,8 @@ from torch import Tensor
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules.graphs import attention_masks, step_graph
+from quantshard.modules.graphs import attention_masks, comparison, step_graph
+from quantshard.modules.graphs.comparison import StepTimer
 from quantshard.modules.graphs.recorder import GraphRecorder
 from tests.modules.test_step_graph import Training, batch, no_python
 
@@ -134,6 +135,41 @@ def test_steps_stay_eager_while_something_is_compiled(
     while not captures:
         step(batch(0))
     assert training.works == eager_steps + 1
+
+
+class Event:
+    """An event of a clock that the test sets."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.time = 0.0
+
+    def record(self) -> None:
+        self.time = Event.now
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.time - self.time
+
+
+@pytest.mark.parametrize("replay", [9.0, 11.0])
+def test_a_graph_that_is_slower_than_eager_steps_is_named(monkeypatch: pytest.MonkeyPatch, replay: float) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device("cuda"))
+
+    def takes(duration: float) -> Any:
+        def work() -> None:
+            Event.now += duration
+
+        return work
+
+    timer.run_eager(takes(10.0))
+    messages = told(lambda: [timer.run_replay(takes(replay)) for _ in range(comparison.REPLAYS + 3)])
+    assert len(messages) == (replay > 10.0)
+    assert not messages or "a replay takes 11.0 ms, an eager step took 10.0 ms" in messages[0]
 
 
 def test_compilations_are_counted() -> None:

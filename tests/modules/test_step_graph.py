@@ -109,15 +109,9 @@ def test_other_shapes_constants_and_contexts_have_graphs_of_their_own(rerun: lis
         lambda: step.within(sampled, batch(0)),
     ]  # fmt: skip
     for call in calls * 6:
-        before = len(rerun), sum(steps.count for steps in step._eager.values())
+        before = len(rerun), sum(step._eager.values())
         call()
-        kinds += (
-            "c"
-            if len(rerun) > before[0]
-            else "e"
-            if sum(steps.count for steps in step._eager.values()) > before[1]
-            else "r"
-        )
+        kinds += "c" if len(rerun) > before[0] else "e" if sum(step._eager.values()) > before[1] else "r"
     assert kinds == "eeeeeeeececercrerrrcrrrr", "FusedAdam needs an eager step between two captures"
     assert len(entered) == 6
     step.close()

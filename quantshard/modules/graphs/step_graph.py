@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.flop_counter import flop_registry
 
 from quantshard import private_torch
 from quantshard.collectives.flags import PendingFlag
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import attention_masks
+from quantshard.modules.graphs.comparison import StepTimer, counted_operations, warn_of_operations
 from quantshard.modules.graphs.recorder import (
     GraphAddresses,
     GraphRecorder,
@@ -49,9 +49,6 @@ MOST_GRAPHS = 8
 MOST_KINDS = 32
 """Maximum number of argument kinds with counted eager steps. One more clears all counts."""
 
-SHOWN = 4
-"""Maximum number of operations in a warning."""
-
 EVERY = 10
 """One in this many replays checks all tensors. For a small model the check takes the host as long as a step takes the
 GPU."""
@@ -83,7 +80,7 @@ class StepGraph:
 
     Compiled layers are captured as they are, after a step in which nothing is compiled any more. The first steps are
     compared: a captured step must run the products and attention calls of the eager step before it, and a warning says
-    if not.
+    if not, or if replays are slower.
 
     A graph repeats device work and runs no Python: host values that the step reads (`if loss > 3`, a schedule's
     numbers) stay as they were at the capture. Schedulers must write into the learning rates, which `capturable=True`
@@ -97,6 +94,10 @@ class StepGraph:
             random draws (`capturable_`).
         optimizer: one optimizer or several, each with `capturable=True`, and with masters if its weights are quantized.
         enabled: if False, run each step eagerly on the arguments themselves, also without a GPU.
+
+    Raises:
+        ConfigurationError: the model is not on the current GPU, or an optimizer is not capturable.
+        UnsupportedOperationError: the model is wrapped in DistributedDataParallel.
     """
 
     def __init__(
@@ -110,7 +111,8 @@ class StepGraph:
         context.check_flags("StepGraph", enabled=enabled)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._step, self._model, self.enabled = step, model, enabled
-        self._eager: dict[Any, EagerSteps] = {}
+        self._eager: dict[Any, int] = {}
+        self._eager_steps: dict[Any, EagerStep] = {}
         self._replays: dict[Any, StepReplay] = {}
         self._warned = self._has_captured = False
         if enabled:
@@ -144,15 +146,14 @@ class StepGraph:
         replay = self._replays.get(key)
         if replay is not None:
             return replay(list(tensors_in(arguments)))
-        is_eager = self._is_to_be_eager(key, arguments)
-        eager_steps = self._eager[key]
-        if is_eager:
+        eager_step = self._eager_steps.setdefault(key, EagerStep(self._device))
+        if self._is_to_be_eager(key, arguments, eager_step):
 
             def run_eagerly() -> Any:
                 return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
 
             # without a capture to come there is nothing to compare
-            return eager_steps.run(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
+            return eager_step(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
         check_autocast_cache("StepGraph")
         step, static = self._step, copied(arguments, self._device)
         is_violated = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -161,18 +162,18 @@ class StepGraph:
             with attention_masks.as_in_eager_steps(list(tensors_in(static))) as flags, counted_operations() as counts:
                 # detached, or the results would keep the autograd graph alive
                 results = mapped(_run(step, around, *static), Tensor.detach)
-            _warn_of_operations(eager_steps.operations, counts)
+            warn_of_operations(eager_step.operations, counts)
             for flag in flags:
                 is_violated.logical_or_(flag)
             return results
 
         launch = _recorded(work, self._model, self._device)
-        facts = list(tensors_in(static)), self._device, self._model, self._optimizers, is_violated
+        facts = list(tensors_in(static)), self._device, self._model, self._optimizers, eager_step.timer, is_violated
         self._replays[key], self._has_captured = StepReplay(launch, *facts), True
         return self._replays[key](list(tensors_in(arguments)))
 
-    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]]) -> bool:
-        """Return whether a step without a graph runs eagerly instead of being captured, and count it."""
+    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]], last: EagerStep) -> bool:
+        """Return whether a step without a graph runs eagerly instead of being captured."""
         has_all_graphs = len(self._replays) >= MOST_GRAPHS
         has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
         if (has_all_graphs or has_all_kinds) and not self._warned:
@@ -186,13 +187,13 @@ class StepGraph:
             )
         if has_all_kinds:
             self._eager.clear()
-        previous = self._eager.setdefault(key, EagerSteps())
-        is_compiling = previous.has_compiled and previous.count < WARMUP + MOST_COMPILING
+            self._eager_steps.clear()
+        count = self._eager.get(key, 0)
+        is_compiling = last.has_compiled and count < WARMUP + MOST_COMPILING
         # an eager step allocates the optimizer's state for its graph, so there must be one between two captures
-        if previous.count >= WARMUP and not self._has_captured and not has_all_graphs and not is_compiling:
+        if count >= WARMUP and not self._has_captured and not has_all_graphs and not is_compiling:
             return False
-        previous.count += 1
-        self._has_captured = False
+        self._eager[key], self._has_captured = count + 1, False
         return True
 
     def close(self) -> None:
@@ -200,6 +201,7 @@ class StepGraph:
         no graph contains its collectives."""
         self._replays.clear()
         self._eager.clear()
+        self._eager_steps.clear()
         self._has_captured = False
 
     def __enter__(self) -> StepGraph:
@@ -267,57 +269,25 @@ def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -
     return launch
 
 
-class EagerSteps:
-    """The eager steps for one kind of arguments.
+class EagerStep:
+    """What the last eager step for one kind of arguments did, to compare a captured step with.
 
     Attributes:
-        count: number of steps.
-        operations: products and attention calls of the last step.
-        has_compiled: torch.compile compiled something in the last step.
+        operations: its products and attention calls.
+        has_compiled: torch.compile compiled something in it.
+        timer: its device time.
     """
 
-    def __init__(self) -> None:
-        self.count, self.operations, self.has_compiled = 0, Counter[str](), False
+    def __init__(self, device: torch.device) -> None:
+        self.operations, self.has_compiled, self.timer = Counter[str](), False, StepTimer(device)
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run an eager step, and note what it does."""
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        """Run an eager step."""
         before = private_torch.num_compilations()
         with counted_operations() as self.operations:
-            results = step()
+            results = self.timer.run_eager(step)
         self.has_compiled = private_torch.num_compilations() != before
         return results
-
-
-_COUNTED: Final = {*flop_registry, torch.ops.aten._scaled_mm_v2.default.overloadpacket}
-
-
-@contextmanager
-def counted_operations() -> Iterator[Counter[str]]:
-    """Count the matrix products, convolutions and attention calls within the context, by name and argument shapes."""
-    counts = Counter[str]()
-
-    def count(operation: Any, args: Any, kwargs: Any) -> Any:
-        if operation.overloadpacket in _COUNTED:
-            shapes = ", ".join(str(list(arg.shape)) for arg in args if isinstance(arg, Tensor))
-            counts[f"{operation.overloadpacket.__name__}({shapes})"] += 1
-        return operation(*args, **kwargs)
-
-    with private_torch.answer_operations(count):
-        yield counts
-
-
-def _warn_of_operations(eager: Counter[str], captured: Counter[str]) -> None:
-    """Warn if a captured step runs other operations than the eager step before it."""
-    texts = [
-        f"{count} {name} only in {where}"
-        for where, counts in (("the graph", captured - eager), ("eager steps", eager - captured))
-        for name, count in counts.most_common(SHOWN)
-    ]
-    if texts:
-        warn_user(
-            f"StepGraph captured other operations than eager steps run: {'; '.join(texts)}; find the code that asks "
-            "whether a graph is captured or traced, or use enabled=False"
-        )
 
 
 class StepReplay:
@@ -335,9 +305,10 @@ class StepReplay:
         device: torch.device,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
+        timer: StepTimer,
         is_violated: Tensor,
     ) -> None:
-        self._launch, self._static, self._device = launch, static, device
+        self._launch, self._static, self._device, self._timer = launch, static, device, timer
         self._is_violated, self._sent = is_violated, PendingFlag(is_violated)
         self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
         self._optimizers = [(item, _group_facts(item), _state_addresses(item)) for item in optimizers]
@@ -356,7 +327,7 @@ class StepReplay:
         for static, value in zip(self._static, tensors, strict=True):
             # copies from the host block, so that the caller can overwrite the batch
             static.copy_(value)
-        result = copied(self._launch(), self._device)
+        result = copied(self._timer.run_replay(self._launch), self._device)
         # checked after the launch, while the GPU works
         if (changed := self._changed()) is not None:
             raise ConfigurationError(
