@@ -31,7 +31,7 @@ class Hyperparameters:
 
     step: counts from 1. Tensors of `step` (int64) and `lr` (float32) are not read back from their device.
     decoupled: AdamW. If False, weight decay is added to the gradient (L2).
-    ema_decay: decay of the average of the weights, if there is one (`average_share`).
+    bounds_matrices: argument `bounded` of `adam` for matrices.
     """
 
     step: int | Tensor
@@ -42,7 +42,7 @@ class Hyperparameters:
     weight_decay: float
     decoupled: bool
     bias_correction: bool
-    ema_decay: float = 0.0
+    bounds_matrices: bool = False
 
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:

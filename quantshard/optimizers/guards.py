@@ -52,6 +52,24 @@ def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:
     return functional.pad((bad * RATE).view(1), (0, count))[:count]
 
 
+def too_large(name: str) -> str:
+    """Describe a parameter whose gradient is finite but too large, for messages."""
+    return (
+        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
+        "float64), so its square overflows; scale the loss down, or call quantshard.optimizers.clip_grad_norm_ before "
+        "the step"
+    )
+
+
+def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
+    """Return float32 [count] with the numbers of all `parts`, which are (indices, numbers) pairs, and 0 elsewhere."""
+    columns = [torch.zeros((), dtype=torch.float32, device=device)] * count
+    for indices, numbers in parts:
+        for index, number in zip(indices, numbers.to(device).unbind(), strict=True):
+            columns[index] = number
+    return torch.stack(columns)
+
+
 class FlagLayout:
     """The parameters of `GradientFlags`, and the ranks that share their gradients or step together.
 
@@ -71,6 +89,29 @@ class FlagLayout:
         self.has_experts = any(map(process_groups.is_expert_parallel, params))
         self.are_wide = [param.dtype is torch.float64 and components.quantized_local(param) is None for param in params]
         self.device = private_torch.local_tensor(params[0]).device if params else torch.device("cpu")
+
+    def local_flags(self, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
+        """Return the flags of this rank's gradients, float32 [3, parameters]; see `GradientFlags`."""
+        flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=self.device), 0
+        # Filling runs on the device; a copy from the host would synchronize.
+        for is_present, run in groupby([grad is not None for grad in grads]):
+            end = index + len(list(run))
+            flags[0 if is_present else 1, index:end].fill_(1.0)
+            index = end
+        if exceeding is None and grads:
+            parts = []
+            for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
+                present = {
+                    index: private_torch.local_tensor(grad)
+                    for index, (is_wide, grad) in enumerate(zip(self.are_wide, grads, strict=True))
+                    if grad is not None and is_wide is wide
+                }
+                if present:
+                    parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
+            exceeding = in_order(parts, len(grads), self.device)
+        if exceeding is not None:
+            flags[2].copy_(exceeding)
+        return flags
 
 
 class GradientFlags:
@@ -97,7 +138,7 @@ class GradientFlags:
         self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
         self._sent: PendingFlag | None = None
-        flags = _local_flags(layout, grads, exceeding)
+        flags = layout.local_flags(grads, exceeding)
         if wrong is not None:
             flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
         parts = [flags]
@@ -222,44 +263,3 @@ class GradientFlags:
 
     def _first(self, mask: Tensor) -> str:
         return self._names[int(mask.nonzero()[0])]
-
-
-def too_large(name: str) -> str:
-    """Describe a parameter whose gradient is finite but too large, for messages."""
-    return (
-        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
-        "float64), so its square overflows; scale the loss down, or call quantshard.optimizers.clip_grad_norm_ before "
-        "the step"
-    )
-
-
-def _local_flags(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
-    flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=layout.device), 0
-    # Filling runs on the device; a copy from the host would synchronize.
-    for is_present, run in groupby([grad is not None for grad in grads]):
-        end = index + len(list(run))
-        flags[0 if is_present else 1, index:end].fill_(1.0)
-        index = end
-    if exceeding is None and grads:
-        parts = []
-        for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
-            present = {
-                index: private_torch.local_tensor(grad)
-                for index, (is_wide, grad) in enumerate(zip(layout.are_wide, grads, strict=True))
-                if grad is not None and is_wide is wide
-            }
-            if present:
-                parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
-        exceeding = in_order(parts, len(grads), layout.device)
-    if exceeding is not None:
-        flags[2].copy_(exceeding)
-    return flags
-
-
-def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
-    """Return float32 [count] with the numbers of all `parts`, which are (indices, numbers) pairs, and 0 elsewhere."""
-    columns = [torch.zeros((), dtype=torch.float32, device=device)] * count
-    for indices, numbers in parts:
-        for index, number in zip(indices, numbers.to(device).unbind(), strict=True):
-            columns[index] = number
-    return torch.stack(columns)

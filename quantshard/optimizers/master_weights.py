@@ -24,11 +24,10 @@ from quantshard.optimizers.base import (
     ParameterOptimizer,
     check_alike,
     check_ranges,
-    initial_master,
     weight_version,
 )
 from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
-from quantshard.optimizers.state import adopt, make_weight
+from quantshard.optimizers.state import adopt, initial_master, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
 
@@ -247,7 +246,7 @@ class MasterWeights(ParameterOptimizer):
         self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
-        self._accept_plain_values()
+        self._after_load()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

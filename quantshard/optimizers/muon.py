@@ -24,11 +24,11 @@ from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER, RATE_FACTORS, MuonSettings
 from quantshard.numerics.states import EMA_DECAY, StateSpec
 from quantshard.optimizers.base import check_ranges
-from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update
+from quantshard.optimizers.elementwise import AdamOptimizer
 from quantshard.optimizers.guards import GradientFlags, in_order
-from quantshard.optimizers.kernel_step import AdamOptimizer, CommonOptions, KernelStep, padded_size
+from quantshard.optimizers.kernel_step import KernelStep, ParameterStep, StepPlan, Update, padded_size
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
-from quantshard.state_storage import ADAMW, MUON
+from quantshard.state_storage import ADAMW, MUON, CommonOptions, storage_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,10 +124,10 @@ class Muon(AdamOptimizer):
             ALGORITHM: MUON,
         }
         state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
-        super().__init__(params, defaults, state_dtypes, **common)
+        super().__init__(params, defaults, **storage_arguments(type(self).__name__, state_dtypes, common))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`."""
+        """Add a "muon" or "adamw" group; see `ElementwiseOptimizer.add_param_group`."""
         group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
         super().add_param_group(group)
 
@@ -189,7 +189,7 @@ class Muon(AdamOptimizer):
             return torch.empty(matrices.workspace_size, dtype=torch.bfloat16, device=device)
 
         in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
-        in_kernels.append(self._kernels.take(matrices.others, self._seed, self._is_bounded))
+        in_kernels.append(self._kernels.take(matrices.others, self._seed))
         exceeding = None
         if any(in_kernels):
             parts = [(bucket.indices, bucket.kernels.exceeding()) for bucket in matrices.buckets]

@@ -18,9 +18,8 @@ pytest.importorskip("triton")
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
-from quantshard.optimizers import Lion, Muon, elementwise, kernel_step
+from quantshard.optimizers import ElementwiseOptimizer, Lion, Muon, kernel_step
 from quantshard.optimizers import muon as muon_module
-from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -63,10 +62,10 @@ def muon(params: Params, moment: torch.dtype, **options: Any) -> Muon:
     return Muon(groups, lr=0.02, momentum_buffer_dtype=moment, **options)
 
 
-BUILDERS: Mapping[str, Callable[..., KernelOptimizer]] = {"lion": lion, "muon": muon}
+BUILDERS: Mapping[str, Callable[..., ElementwiseOptimizer]] = {"lion": lion, "muon": muon}
 
 
-def planned(optimizer: KernelOptimizer) -> int:
+def planned(optimizer: ElementwiseOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
     kernels = [optimizer._kernels]
     kernels += [bucket.kernels for bucket in optimizer._matrix_plan.buckets] if isinstance(optimizer, Muon) else []
@@ -153,7 +152,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
     class Halved(Lion):
         def update(
             self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
-        ) -> elementwise.Update:
+        ) -> kernel_step.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 
@@ -260,7 +259,7 @@ def test_a_formula_of_ones_own_for_adamws_groups() -> None:
     """A subclass of Muon with another update steps these by it, on kernels too."""
 
     class Halved(Muon):
-        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> elementwise.Update:
+        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> kernel_step.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 

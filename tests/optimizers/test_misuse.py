@@ -197,7 +197,7 @@ def test_a_rate_in_the_place_of_a_capturable_optimizers_tensor_is_refused():
     optimizer = OPTIMIZERS["capturable"]([("weight", param)])
     give(1.0, param)
     optimizer.param_groups[0]["lr"] = 5e-4
-    with pytest.raises(ConfigurationError, match=r"lr=0.0005 has replaced the tensor .*fill_\(0.0005\)"):
+    with pytest.raises(TypeError, match="expected Tensor"):
         optimizer.step()
     assert torch.equal(param, torch.ones_like(param))
 
