@@ -23,7 +23,9 @@ from quantshard.errors import (
     warn_user,
 )
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
+from quantshard.optimizers import loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
+from quantshard.optimizers.state import layout
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
@@ -58,10 +60,7 @@ def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
 
 
 def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
-    """Check the numbers of a parameter group against `RANGES`. Tensors on a device are not read.
-
-    `where`: start of the error message. `names`: the entries to check.
-    """
+    """Check the entries `names` of a parameter group against `RANGES`. Tensors on a device are not read."""
     for name, (lowest, highest) in RANGES.items():
         if name not in group or name not in names:
             continue
@@ -111,16 +110,6 @@ def weight_version(param: Tensor) -> int:
     if quantized is None:
         return private_torch.in_place_changes(param)
     return quantized.quantized_storage.seen_version()
-
-
-def layout(value: Any) -> str:
-    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if not isinstance(value, DTensor):
-        return f"a plain tensor {tuple(value.shape)}"
-    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
-    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
@@ -175,7 +164,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
     def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
-        """Return a new group with its parameters in a list. Options that apply to all groups raise an error, except the
+        """Return a new group with its parameters in a list. Options of the whole optimizer raise an error, except the
         names in `options`."""
         group, params = dict(param_group), param_group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -209,12 +198,11 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
     @property
     @abstractmethod
-    def _is_averaging(self) -> bool:
-        """Whether averages of the weights are kept."""
+    def _is_averaging(self) -> bool: ...
 
     @abstractmethod
     def _has_updates(self) -> bool:
-        """Whether a step has changed the states."""
+        """Return whether a step has changed the states."""
 
     @abstractmethod
     def _make_states(self) -> None:
@@ -241,12 +229,10 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._make_states()
 
     def _warn_of_replaced_parameters(self) -> None:
-        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built.
-
-        A parameter with a gradient is in another model, too.
-        """
-        without_gradient = [(param, name) for param, name in self._names.items() if param.grad is None]
-        replaced = [name for param, name in without_gradient if getattr(param, components.REPLACED, False)]
+        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
+        # A parameter with a gradient is in another model, too.
+        unused = [param for param in self._names if param.grad is None]
+        replaced = [self._names[param] for param in unused if getattr(param, components.REPLACED, False)]
         if replaced:
             warn_user(
                 f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
@@ -254,10 +240,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             )
 
     def _check_parameters(self) -> None:
-        """Check the parameters on all ranks: random keys, the seed, and the places of shards.
-
-        Runs one collective per axis of each mesh.
-        """
+        """Check random keys, the seed and the places of shards, with one collective per axis of each mesh."""
         seed = {}
         if self._seed is not None:
             seed[f"{self._name}'s {ROUNDING_SEED}"] = torch.tensor([self._seed], dtype=torch.int64, device="cpu")
@@ -319,7 +302,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         )
 
     def _check_begins(self, decay: float) -> None:
-        """Check the argument of `begin_average`."""
         where = f"{self._name}.begin_average({decay})"
         check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
         if self._is_averaging or not decay:
@@ -330,10 +312,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far because a gradient was not finite or, if `capturable`, a learning rate was
-        invalid. Reading it can wait for the last step's gradients.
-
-        If `capturable`, it also raises the errors that `step` could not raise.
-        """
+        invalid. Reading it waits for the device and, if `capturable`, raises the errors that `step` could not raise."""
         self._raise_for_bad_steps()
         self._read_flags()
         return int(self.param_groups[0]["skipped_steps"])
@@ -412,10 +391,16 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._adopt_replaced_parameters()
         return super().state_dict()
 
-    def _after_load(self) -> None:
-        """Forget errors, from which a load recovers, and the versions of quantized parameters, so that the model can be
-        loaded before or after."""
-        self._late_error, self._reported_skips = None, -1
+    @loading.with_hooks
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
+        fit."""
+        self._adopt_replaced_parameters()
+        self._read_flags()
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
+        self._late_error, self._reported_skips = None, -1  # a load recovers from errors
+        # Forget the versions of quantized parameters, so that the model can be loaded before or after.
         plain = [param for param in self._versions if components.quantized_local(param) is None]
         self._versions = {param: weight_version(param) for param in plain}
 

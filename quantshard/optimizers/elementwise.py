@@ -1,6 +1,4 @@
-"""Optimizers whose update is an elementwise formula: everything but the formula, and Adam's.
-
-`FusedAdam` and `Lion` are examples; docs/optimizers.md writes another one in a few lines.
+"""Optimizers whose update is an elementwise formula: everything but the formula; and Adam's update rule.
 
 In a step all ranks first agree, in one flat collective, on the amaxes of shared blocks and on whether any gradient is
 missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
@@ -25,7 +23,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
-from quantshard.optimizers import base, loading
+from quantshard.optimizers import base
 from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
@@ -48,16 +46,14 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
 
         optimizer = Momentum(model.parameters(), {"lr": 0.1, "momentum": 0.9})
 
-    The base class provides masters, states in 32, 16 or 8 bits with stochastic rounding, skipped steps, and state dicts
-    that load on any number of ranks, all as in `FusedAdam`. Results are bitwise the same on any number of ranks. A
-    formula sees one element at a time. For norms of whole tensors (LAMB) or matrix products use `MasterWeights`.
+    Masters, states of fewer bits, skipped steps and checkpoints work as in `FusedAdam`, and results are bitwise the
+    same on any number of ranks. For norms of whole tensors (LAMB) or matrix products use `MasterWeights`.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`.
         defaults: group entries for groups that do not set them; must include `lr`.
-        state_dtypes: dtype of each state, by role: `torch.float32` (default), `torch.bfloat16`, `torch.float16` (with a
-            power-of-two scale per 128 elements of a row) or `torch.uint8` (FP8 with the same scales: E4M3, or UE5M3 for
-            nonnegative states). Only 2-D parameters have scaled states; other parameters use float32 instead.
+        state_dtypes: dtype of each state, by role: those of `FusedAdam`'s moments (FP8 is UE5M3 for nonnegative
+            states); float32 by default.
         capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`. The
             formula must not synchronize either.
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
@@ -66,8 +62,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     """
 
     states: ClassVar[tuple[StateSpec, ...]] = ()
-    """States of each parameter, which start as zeros. Their roles are state dict keys, so renaming one breaks
-    checkpoints."""
+    """States of each parameter, which start as zeros. Their roles are keys in checkpoints."""
 
     kernel_formula: ClassVar[Any] = None
     """The `update` that kernels implement, with the same bits. A subclass that overrides `update` runs in PyTorch."""
@@ -95,12 +90,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         self._set_up(max_skipped_in_a_row)
         dtypes = dict(state_dtypes or {})
         roles = [spec.role for spec in self.states]
-        shared = {spec.words_of for spec in self.states} - {None, *roles}
-        if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3 or shared:
-            raise ConfigurationError(
-                f"{self._name}.states = {self.states}: roles must differ, also from {MASTER!r}, {AVERAGE!r} and "
-                f"{WEIGHT!r}, and words_of must be one of them"
-            )
+        if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3:
+            raise ConfigurationError(f"{self._name}.states: roles must differ, also from {MASTER}, {AVERAGE}, {WEIGHT}")
         if unknown := dtypes.keys() - set(roles):
             raise ConfigurationError(f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {roles}")
         self._dtypes = {role: dtypes.get(role, torch.float32) for role in roles} | {MASTER: master_weight_dtype}
@@ -108,9 +99,10 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             check_dtype(self._name, role, dtype)
         self._master_weights, self._remainders = master_weights, store_param_remainders
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
-        self._kernels = KernelStep(enabled=type(self).update is type(self).kernel_formula)
+        self._uses_kernels = type(self).update is type(self).kernel_formula
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}  # with the parameter itself as WEIGHT
-        self._plan: StepPlan | None = None  # None after a state was added or removed
+        self._plan: StepPlan | None = None
+        self._captured: list[StepPlan] = []  # kept alive: CUDA graphs read their tables by address
         base.check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
         averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
@@ -193,10 +185,11 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
 
     def _current_plan(self) -> StepPlan:
-        if self._plan is None:
-            self._warn_of_replaced_parameters()
-        elif self._plan.is_current():
+        if self._plan is not None and not self._plan.is_current():
+            self._drop_plan()
+        if self._plan is not None:
             return self._plan
+        self._warn_of_replaced_parameters()
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
         items = [
@@ -207,8 +200,18 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             for param in group["params"]
             if param in self._states
         ]
-        self._plan = StepPlan(items, FlagLayout((self._names[item.param], item.param) for item in items))
+        flags = FlagLayout((self._names[item.param], item.param) for item in items)
+        self._plan = self._new_plan(items, flags)
         return self._plan
+
+    def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> StepPlan:
+        return StepPlan(items, flags, KernelStep(items, self._uses_kernels))
+
+    def _drop_plan(self) -> None:
+        """Make a new plan in the next step, because states were added or removed."""
+        if self._plan is not None and self._plan.is_captured:
+            self._captured.append(self._plan)
+        self._plan = None
 
     def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
@@ -238,9 +241,9 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         Kernels run here, and do nothing if a gradient is bad.
         """
         reduction = FlatMax()
-        if self._kernels.take(plan.items, self._seed):
-            flags = self._reduce_flags(plan, reduction, self._kernels.exceeding())
-            return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
+        if plan.kernels.take(self._seed):
+            flags = self._reduce_flags(plan, reduction, plan.kernels.exceeding())
+            return flags, plan.kernels.update(flags.bad() if self._capturable else flags.send())
         for item in plan.items:
             item.measure(reduction)
         return self._reduce_flags(plan, reduction), plan.items
@@ -254,12 +257,9 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
         step.
 
-        When the host learns of a bad gradient depends:
-
-        - `capturable`: never. The device undoes the step and counts it.
-        - deferred: in the next step. The device undoes the step, and until then the host counts it as applied.
-        - otherwise: now. A weight without a master counts its random draws on the host, in state that can be saved
-          before the flags are read; so without masters all ranks wait.
+        If `capturable`, the device undoes a bad step and counts it. If deferred, the device undoes it, and the host
+        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without a
+        master counts its random draws on the host, in state that can be saved before the flags are read.
         """
         if self._capturable:
             bad = flags.bad()
@@ -357,7 +357,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
-        self._states[param], self._made_for[param], self._plan = states, (param.dtype, param.shape), None
+        self._states[param], self._made_for[param] = states, (param.dtype, param.shape)
+        self._drop_plan()
         self._versions[param] = base.weight_version(param)
         self.state[param] = {
             key: tensor
@@ -392,7 +393,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         self._check_begins(decay)
         for entries in (self.defaults, *self.param_groups):
             entries[EMA_DECAY] = float(decay)
-        self._plan = None
+        self._drop_plan()
         for param, states in self._states.items():
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
             self.state[param] |= states[AVERAGE].tensors(AVERAGE)
@@ -403,7 +404,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         for entries in (self.defaults, *self.param_groups, *self._states.values(), *self.state.values()):
             for name in (EMA_DECAY, AVERAGE):
                 entries.pop(name, None)
-        self._plan = None
+        self._drop_plan()
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
@@ -443,16 +444,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
                 f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
             )
         return states[state_name]
-
-    @loading.with_hooks
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
-        fit."""
-        self._adopt_replaced_parameters()
-        self._read_flags()
-        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
-        self._after_load()
 
 
 class AdamOptimizer(ElementwiseOptimizer):

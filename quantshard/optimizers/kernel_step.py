@@ -1,9 +1,9 @@
 """One parameter's part of an optimizer step: in PyTorch, or in multi-tensor kernels for many parameters at once.
 
-`KernelStep` plans the kernels of a device, whose tables hold the addresses of all tensors, and plans again if one
-changes. It also keeps the tensors alive, so that no address is reused. `ParameterStep` handles what the kernels do not
-support: formulas of users, gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and
-shards with more than two dims that are cut along another dim than the first.
+The tables of `KernelStep` hold the addresses of all tensors, and are made again if one changes. It also keeps the
+tensors alive, so that no address is reused. `ParameterStep` handles what the kernels do not support: formulas of users,
+gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than two dims
+that are cut along another dim than the first.
 
 Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
 share blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, numerics, private_torch
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
@@ -32,7 +32,7 @@ from quantshard.optimizers.guards import LARGEST_GRADIENT, FlagLayout, in_order
 from quantshard.optimizers.state import OptimizerState, TensorRegion, rounded_roles
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
+from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
@@ -43,11 +43,7 @@ Update = tuple[Tensor, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """A group's settings in one step.
-
-    `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of the averages, 0 if there are
-    none.
-    """
+    """A group's step number, from 1, the argument `settings` of `update`, and the decay of its averages (0: none)."""
 
     step: int | Tensor
     settings: Any
@@ -170,31 +166,12 @@ class ParameterStep:
             self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
 
 
-class StepPlan(NamedTuple):
-    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
-    parameter, is replaced."""
-
-    items: list[ParameterStep]
-    flags: FlagLayout
-
-    def is_current(self) -> bool:
-        """Return whether all parameters still have their local tensors and storages."""
-        for item in self.items:
-            local = private_torch.local_tensor(item.param)
-            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
-                return False
-        return True
-
-
 # In kernels -------------------------------------------------------------------------------------------------------
 
 
 class _DevicePlan(NamedTuple):
-    """The launch plan of one device.
-
-    `indices`: the parameters, by index in the step's work. `shared`: amaxes shared between ranks, with their process
-    groups, by index.
-    """
+    """The launch plan of one device: its parameters, by index in the step's work, and the amaxes shared between ranks,
+    with their process groups, by index."""
 
     launches: StepLaunchPlan
     indices: list[int]
@@ -205,18 +182,18 @@ class KernelStep:
     """The parameters of an optimizer that kernels update.
 
     Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
-    before `update`. Plans are made again if the work or the address of a tensor has changed.
+    before `update`. Launches are planned again if the address of a tensor has changed.
 
     Args:
         enabled: False leaves all parameters to PyTorch.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self, work: Sequence[ParameterStep], enabled: bool) -> None:
+        self._work, self._enabled = work, enabled
+        states = [state for item in work for state in item.targets.values()]
+        self._tensors = [tensor for state in states for tensor in state.live()]
+        self._storages = [state.storage for state in states if state.storage is not None]
         self._plans: list[_DevicePlan] = []
-        self._work: Sequence[ParameterStep] = ()
-        self._tensors: list[Tensor] = []
-        self._storages: list[QuantizedStorage] = []
         self._addresses: list[int] = []
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
         self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
@@ -227,30 +204,18 @@ class KernelStep:
         """Whether a CUDA graph reads tables of this object, so that it must stay alive."""
         return bool(self._captured) or any(plan.launches.is_captured for plan in self._plans)
 
-    def take(
-        self,
-        work: Sequence[ParameterStep],
-        seed: int | None,
-        workspace: Callable[[torch.device], Tensor] | None = None,
-    ) -> bool:
+    def take(self, seed: int | None, workspace: Callable[[torch.device], Tensor] | None = None) -> bool:
         """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
 
-        `seed`: seed of the optimizer's random bits. `workspace`: returns a device's memory for the directions of Muon's
-        matrices, flat bfloat16.
+        `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
         """
-        if not self.enabled:
-            self._work = work
+        if not self._enabled:
             return False
-        is_new = work is not self._work
-        if is_new:
-            states = [state for item in work for state in item.targets.values()]
-            self._tensors = [tensor for state in states for tensor in state.live()]
-            self._storages = [state.storage for state in states if state.storage is not None]
-        addresses = self._current_addresses(work)
-        if is_new or addresses != self._addresses:
-            self._work, self._addresses = (), []  # in case that a plan cannot be made
-            self._make_plans(work)
-            self._work, self._addresses = work, addresses
+        addresses = self._current_addresses()
+        if addresses != self._addresses:
+            self._addresses = []  # in case that a plan cannot be made
+            self._make_plans()
+            self._addresses = addresses
         if not self._rows:
             return False
         rows = [
@@ -261,7 +226,7 @@ class KernelStep:
         for plan in self._plans:
             grads, rng_counters, directions, offset = [], [], [], 0
             for index in plan.indices:
-                item = work[index]
+                item = self._work[index]
                 grad, direction = item.grad, None
                 item.in_kernels = grad is None or (
                     grad.dtype in GRADIENT_DTYPES and grad.device == plan.launches.device
@@ -278,22 +243,22 @@ class KernelStep:
             plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
 
-    def _current_addresses(self, work: Sequence[ParameterStep]) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
         tensors = [*self._tensors]
         for storage in self._storages:  # their entries can be replaced
             tensors += storage.components.values()
             tensors += storage.state.values()
-        keys = [int(item.storage.state[KEY]) for item in work if item.has_draws and item.storage is not None]
+        keys = [int(item.storage.state[KEY]) for item in self._work if item.has_draws and item.storage is not None]
         return [tensor.data_ptr() for tensor in tensors] + keys
 
-    def _make_plans(self, work: Sequence[ParameterStep]) -> None:
+    def _make_plans(self) -> None:
         self._captured += [plan.launches for plan in self._plans if plan.launches.is_captured]
         self._plans, self._rows = [], {}
-        if not any(kernel_dispatch.has_kernels(item.local) for item in work):
+        if not any(kernel_dispatch.has_kernels(item.local) for item in self._work):
             return
         by_device: dict[torch.device, dict[int, StepParameter]] = {}
-        for index, item in enumerate(work):
+        for index, item in enumerate(self._work):
             shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
             self._rows.setdefault((item.group_index, shape), item)
             row = [*self._rows].index((item.group_index, shape))
@@ -302,7 +267,9 @@ class KernelStep:
         for device, parameters in by_device.items():
             launches = StepLaunchPlan([*parameters.values()], len(self._rows), device)
             numbers = {index: number for number, index in enumerate(parameters)}
-            shared = {index: list(_shared(work[index], number, launches.amaxes)) for index, number in numbers.items()}
+            shared = {
+                index: list(_shared(self._work[index], number, launches.amaxes)) for index, number in numbers.items()
+            }
             self._plans.append(_DevicePlan(launches, [*parameters], shared))
 
     def exceeding(self) -> Tensor:
@@ -311,12 +278,10 @@ class KernelStep:
         remaining = self._remaining()
         if len(parts) == 1 and not remaining and len(parts[0][0]) == len(self._work):
             return parts[0][1]
-        device = self._work[0].local.device
         grads = {index: grad for index in remaining if (grad := self._work[index].grad) is not None}
         if grads:
-            flags = [numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in grads.values()]
-            parts.append(([*grads], torch.stack(flags)))
-        return in_order(parts, len(self._work), device)
+            parts.append(([*grads], kernel_dispatch.exceeding([*grads.values()], LARGEST_GRADIENT)))
+        return in_order(parts, len(self._work), self._work[0].local.device)
 
     def _remaining(self) -> list[int]:
         """Indices of the parameters that PyTorch updates in this step."""
@@ -334,11 +299,8 @@ class KernelStep:
             direction.copy_(parts[index])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
-        """Update the parameters unless `skip`, a bool scalar tensor, is true. A collective call if ranks share blocks.
-
-        Returns the parameter steps that are still to be finished: those measured here in PyTorch, and averages without
-        a gradient.
-        """
+        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished:
+        those measured here in PyTorch, and averages without a gradient. A collective call if ranks share blocks."""
         for plan in self._plans:
             plan.launches.update(skip.to(plan.launches.device))
         remaining = self._remaining()
@@ -357,6 +319,29 @@ class KernelStep:
             plan.launches.finish()
         self._directions = {}  # frees their memory
         return [item for item in self._work if not item.in_kernels or (item.grad is None and AVERAGE in item.targets)]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
+    parameter, is replaced. `kernels`: the parameters that kernels update."""
+
+    items: list[ParameterStep]
+    flags: FlagLayout
+    kernels: KernelStep
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph reads tables of this plan, so that it must stay alive."""
+        return self.kernels.is_captured
+
+    def is_current(self) -> bool:
+        """Return whether all parameters still have their local tensors and storages."""
+        for item in self.items:
+            local = private_torch.local_tensor(item.param)
+            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
+                return False
+        return True
 
 
 def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:

@@ -10,11 +10,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
@@ -31,6 +32,16 @@ from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
 Draw = Callable[[], Tensor] | None
 """Returns random bits for stochastic rounding, int64 in [0, 2**32), one number per element; None rounds to nearest."""
+
+
+def layout(value: Any) -> str:
+    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not isinstance(value, DTensor):
+        return f"a plain tensor {tuple(value.shape)}"
+    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
+    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
 
 
 class TensorRegion(NamedTuple):
@@ -101,10 +112,8 @@ def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> 
 
 
 def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
-    """Copy elements of a plain parameter that others changed into its float32 master.
-
-    `rounded_master`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
-    """
+    """Copy elements of a plain parameter that others changed, so that they differ from the master rounded to its dtype,
+    into its float32 master."""
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
@@ -161,10 +170,8 @@ class OptimizerState(ABC):
         """Write the local values. `requantization`: result of `measure`."""
 
     def seed(self, values: Tensor) -> None:
-        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter.
-
-        A collective call if ranks share blocks.
-        """
+        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter. A
+        collective call if ranks share blocks."""
         assign(self, values)
 
 
@@ -354,11 +361,8 @@ class SplitState(LowBytesState, QuantizedWeight):
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
-    """Return the roles (states, master or weight) that are rounded stochastically.
-
-    Small updates must add up in the master, or in the parameter if it has no master. A parameter with a master is
-    rounded to nearest.
-    """
+    """Return the roles (states, master or weight) that are rounded stochastically: small updates must add up in the
+    master, or in the parameter if it has no master. A parameter with a master is rounded to nearest."""
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 

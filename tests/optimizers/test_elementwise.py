@@ -70,7 +70,6 @@ def test_without_masters_weights_are_rounded_stochastically():
     [
         ([StateSpec("a"), StateSpec("a")], SETTINGS, {}, "roles must differ"),
         ([StateSpec("master_param")], SETTINGS, {}, "roles must differ"),
-        ([StateSpec("a", words_of="b")], SETTINGS, {}, "words_of must be one"),
         ([StateSpec("a")], {"lr": -1.0}, {}, "at least 0"),
         ([StateSpec("a")], SETTINGS, {"state_dtypes": {"b": torch.uint8}}, r"it has no state \['b'\], but \['a'\]"),
         ([StateSpec("a")], SETTINGS, {"state_dtypes": {"a": torch.int8}}, r"Formula\(a_dtype=torch.int8\)"),

@@ -231,14 +231,14 @@ def test_finite_gradients_whose_squares_overflow_are_called_so(make, dtype, valu
         optimizer.state_dict()
 
 
-def test_float64_has_its_own_limit():
+def test_float64_has_the_same_limit():
     param = ones(3, dtype=torch.float64)
     optimizer = MasterWeights(torch.optim.AdamW, [param], lr=0.1)
-    give(1e100, param)
+    give(1e18, param)
     optimizer.step()
     assert (param < 1).all() and optimizer.skipped_steps == 0
-    give(1e160, param)
-    with pytest.warns(UserWarning, match=r"above 1e\+19 \(1e\+150 if it is float64\)"):
+    give(1e100, param)
+    with pytest.warns(UserWarning, match=r"above 1e\+19"):
         optimizer.step()
     assert optimizer.skipped_steps == 1
 
