@@ -21,14 +21,14 @@ from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import base
 from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
 from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
-from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of
+from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec
 from quantshard.tensor import components
 
 
@@ -456,8 +456,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
         """Apply `numerics.adam.adam` to one parameter."""
-        bounded = settings.bounds_matrices and param.ndim == 2
-        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, bounded)
+        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, settings.bound(param))
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 
     kernel_formula = update
@@ -474,20 +473,22 @@ class AdamOptimizer(ElementwiseOptimizer):
             weight_decay=float(group["weight_decay"]),
             decoupled=group["adam_w_mode"],
             bias_correction=group["bias_correction"],
-            bounds_matrices=self._bounds_ratio,
+            matrix_bound=self._matrix_bound,
         )
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         """Validate a group's values, and whether updates that need a bound have one."""
         super().check_group(where, group)
-        if self._bounds_ratio and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
+        if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
             raise ConfigurationError(
                 f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
                 "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
             )
 
     @cached_property
-    def _bounds_ratio(self) -> bool:
-        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
-        squares."""
-        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
+    def _matrix_bound(self) -> Bound:
+        """Scaled first moments need a bound. They can be much coarser than second moments, which hold squares."""
+        first, second = self._dtypes[EXP_AVG], self._dtypes[EXP_AVG_SQ]
+        if state_quant_spec(first) is None:
+            return Bound.NONE
+        return Bound.RATIO if floor_of(first) ** 2 > floor_of(second, nonnegative=True) else Bound.UPDATE

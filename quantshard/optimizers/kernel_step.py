@@ -24,7 +24,7 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
 from quantshard.numerics import adam
-from quantshard.numerics.adam import Hyperparameters, float32
+from quantshard.numerics.adam import Bound, Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
@@ -357,7 +357,8 @@ def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tup
     l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
     columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
     if not isinstance(step, Tensor):
-        columns |= dict(zip(("correction1", "correction2"), map(float, settings.corrections), strict=True))
+        corrected = (*settings.corrections, settings.largest_update)
+        columns |= dict(zip(("correction1", "correction2", "most"), map(float, corrected), strict=True))
     return SettingsRow(step, settings.lr, columns, betas=betas, corrects=settings.bias_correction, ema_decay=ema_decay)
 
 
@@ -391,6 +392,6 @@ def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
     if rectangle is None or len(for_kernels) < len(states):
         return None
     rng_key = 0 if item.storage is None else int(item.storage.state[KEY])
-    bounded = isinstance(settings, Hyperparameters) and settings.bounds_matrices and item.param.ndim == 2
+    bound = settings.bound(item.param) if isinstance(settings, Hyperparameters) else Bound.NONE
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(type(settings), Algorithm.ADAM)
-    return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bounded, algorithm)
+    return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)
