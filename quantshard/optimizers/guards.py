@@ -90,12 +90,13 @@ class FlagLayout:
             end = index + len(list(run))
             flags[0 if is_present else 1, index:end].fill_(1.0)
             index = end
-        present = {i: private_torch.local_tensor(grad) for i, grad in enumerate(grads) if grad is not None}
-        if exceeding is None and present:
+        if exceeding is None:
+            present = {i: private_torch.local_tensor(grad) for i, grad in enumerate(grads) if grad is not None}
+            if not present:
+                return flags
             problems = kernel_dispatch.exceeding([*present.values()], LARGEST_GRADIENT)
             exceeding = in_order([([*present], problems)], len(grads), self.device)
-        if exceeding is not None:
-            flags[2].copy_(exceeding)
+        flags[2].copy_(exceeding)
         return flags
 
 
