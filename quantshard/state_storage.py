@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
@@ -216,6 +216,35 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
                 "leave one out"
             )
     return options
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments of `FusedAdam`, `Lion` and `Muon` with their defaults; `FusedAdam` describes them."""
+
+    preset: str | None  # None
+    master_weights: bool | None  # True
+    master_weight_dtype: torch.dtype | None  # float32
+    store_param_remainders: bool | None  # False
+    use_decoupled_grad: bool  # False
+    capturable: bool  # False
+    max_skipped_in_a_row: int  # 10
+    ema_decay: float  # 0.0
+
+
+def storage_arguments(
+    optimizer: str, state_dtypes: Mapping[str, torch.dtype | None], common: CommonOptions
+) -> dict[str, Any]:
+    """Return an optimizer's options as keyword arguments of `ElementwiseOptimizer`.
+
+    `state_dtypes`: dtype of each state, by role; None for the preset's, or float32.
+    """
+    arguments: dict[str, Any] = dict(common)
+    explicit: dict[str, Any] = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
+    names = ("master_weights", "master_weight_dtype", "store_param_remainders")
+    explicit |= {name: arguments.pop(name, None) for name in names}
+    options = chosen_options(optimizer, arguments.pop("preset", None), explicit)
+    dtypes = {role: getattr(options, f"{role}_dtype") for role in state_dtypes}
+    return arguments | {"state_dtypes": dtypes} | {name: getattr(options, name) for name in names}
 
 
 # Parameter groups

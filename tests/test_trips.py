@@ -20,7 +20,7 @@ LIMITS = {
     "backward": (10, 66),
     "forward, mxfp8": (18, 90),
     "backward, mxfp8": (18, 108),
-    "step": (17, 205),
+    "step": (17, 195),
     "save": (16, 325),
     "load": (23, 1045),
 }

@@ -47,7 +47,7 @@ class Hyperparameters:
 
     step: counts from 1. Tensors of `step` (int64) and `lr` (float32) are not read back from their device.
     decoupled: AdamW. If False, weight decay is added to the gradient (L2).
-    ema_decay: decay of the average of the weights, if there is one (`average_share`).
+    matrix_bound: bound of matrices, whose states can share scales.
     """
 
     step: int | Tensor
@@ -58,7 +58,11 @@ class Hyperparameters:
     weight_decay: float
     decoupled: bool
     bias_correction: bool
-    ema_decay: float = 0.0
+    matrix_bound: Bound = Bound.NONE
+
+    def bound(self, param: Tensor) -> Bound:
+        """Return the argument `bound` of `adam` for a parameter."""
+        return self.matrix_bound if param.ndim == 2 else Bound.NONE
 
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:

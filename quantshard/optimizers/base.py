@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import limits, numerics, private_torch
 from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import (
     ConfigurationError,
     NonFiniteGradientError,
@@ -22,7 +23,9 @@ from quantshard.errors import (
     warn_user,
 )
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
+from quantshard.optimizers import loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
+from quantshard.optimizers.state import layout
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
@@ -46,11 +49,18 @@ SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 """Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
 
 
-def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
-    """Check the numbers of a parameter group against `RANGES`. Tensors on a device are not read.
+COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
+"""Group entries that count steps."""
 
-    `where`: start of the error message. `names`: the entries to check.
-    """
+
+def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Replace tensors in the groups of a `capturable` optimizer's state dict by numbers; a `state_dict` post hook."""
+    for group in state_dict["param_groups"]:
+        group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
+
+
+def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
+    """Check the entries `names` of a parameter group against `RANGES`. Tensors on a device are not read."""
     for name, (lowest, highest) in RANGES.items():
         if name not in group or name not in names:
             continue
@@ -69,19 +79,6 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
 
 
 # Parameters -------------------------------------------------------------------------------------------------------
-
-
-def initial_master(param: Tensor) -> Tensor:
-    """Return new local float32 values from which a parameter's master starts: the initial values of the weight if they
-    were kept (`get_high_precision_init_val`), otherwise the present values."""
-    local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized_local(param)
-    if quantized is None:
-        return local.to(torch.float32, copy=True)
-    initial_values = quantized.get_high_precision_init_val()
-    if initial_values is None:
-        return quantized.quantized_storage.dequantize()
-    return initial_values.to(quantized.device, torch.float32, copy=True)
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
@@ -115,16 +112,6 @@ def weight_version(param: Tensor) -> int:
     return quantized.quantized_storage.seen_version()
 
 
-def layout(value: Any) -> str:
-    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if not isinstance(value, DTensor):
-        return f"a plain tensor {tuple(value.shape)}"
-    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
-    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
-
-
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
     """Check that a parameter and its gradient or state have the same shape and placements."""
     same = param.shape == other.shape and isinstance(param, DTensor) is isinstance(other, DTensor)
@@ -140,7 +127,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
 
 
 class ParameterOptimizer(torch.optim.Optimizer):
-    """Base of `MasterOptimizer` and `MasterWeights`.
+    """Base of `ElementwiseOptimizer` and `MasterWeights`.
 
     The keys of `_names` are all parameters in the order of the groups, which is the order of collective calls.
     """
@@ -167,6 +154,9 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._last_bad_flags: GradientFlags | None = None
         self._unread: GradientFlags | None = None  # flags of the last step, if they are still on the device
         self._late_error: Exception | None = None
+        self._reported_skips = -1  # if capturable: number of skipped steps at the last error about them
+
+    # Groups and parameters
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         """Validate a group's values, by default those in `checked_numbers`. `where`: start of the error messages."""
@@ -174,16 +164,16 @@ class ParameterOptimizer(torch.optim.Optimizer):
         check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
     def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
-        """Return a new group with its parameters in a list. Options that apply to all groups raise an error, except the
+        """Return a new group with its parameters in a list. Options of the whole optimizer raise an error, except the
         names in `options`."""
-        group, number = dict(param_group), len(self.param_groups)
-        where, params = f"{self._name}: param_groups[{number}]", group["params"]
+        group, params = dict(param_group), param_group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
         invalid += [name for name in SWITCHES if group.get(name) and name not in options]
         if group.get(EMA_DECAY) and not self._is_averaging:
             invalid.append(EMA_DECAY)
         if invalid:
+            where = f"{self._name}: param_groups[{len(self.param_groups)}]"
             raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
         return group
 
@@ -207,43 +197,12 @@ class ParameterOptimizer(torch.optim.Optimizer):
         return seed
 
     @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped so far because a gradient was not finite."""
-        return int(self.param_groups[0]["skipped_steps"])
-
-    def _skips(self, flags: GradientFlags, deferred: bool = False) -> bool:
-        """Return whether a step must be skipped, and count it; `deferred`: whether the device has skipped it."""
-        try:
-            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred)
-        except (NonFiniteGradientError, RankMismatchError) as error:
-            if not deferred:
-                raise
-            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
-        if is_skipped:
-            self._last_bad_flags = flags
-        return is_skipped
-
-    def _read_flags(self) -> None:
-        """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
-        flags, self._unread = self._unread, None
-        if flags is not None:
-            self._skips(flags, deferred=True)
-
-    def _raise_late_error(self) -> None:
-        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
-        self._read_flags()
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-
-    @property
     @abstractmethod
-    def _is_averaging(self) -> bool:
-        """Whether averages of the weights are kept."""
+    def _is_averaging(self) -> bool: ...
 
     @abstractmethod
     def _has_updates(self) -> bool:
-        """Whether a step has changed the states."""
+        """Return whether a step has changed the states."""
 
     @abstractmethod
     def _make_states(self) -> None:
@@ -270,12 +229,10 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._make_states()
 
     def _warn_of_replaced_parameters(self) -> None:
-        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built.
-
-        A parameter with a gradient is in another model, too.
-        """
-        without_gradient = [(param, name) for param, name in self._names.items() if param.grad is None]
-        replaced = [name for param, name in without_gradient if getattr(param, components.REPLACED, False)]
+        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
+        # A parameter with a gradient is in another model, too.
+        unused = [param for param in self._names if param.grad is None]
+        replaced = [self._names[param] for param in unused if getattr(param, components.REPLACED, False)]
         if replaced:
             warn_user(
                 f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
@@ -283,10 +240,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             )
 
     def _check_parameters(self) -> None:
-        """Check the parameters on all ranks: random keys, the seed, and the places of shards.
-
-        Runs one collective per axis of each mesh.
-        """
+        """Check random keys, the seed and the places of shards, with one collective per axis of each mesh."""
         seed = {}
         if self._seed is not None:
             seed[f"{self._name}'s {ROUNDING_SEED}"] = torch.tensor([self._seed], dtype=torch.int64, device="cpu")
@@ -347,22 +301,108 @@ class ParameterOptimizer(torch.optim.Optimizer):
             "initialize_state(parameter) when you unfreeze it"
         )
 
-    def _accept_plain_values(self) -> None:
-        """Forget the versions of quantized parameters after a load, so that the model can be loaded before or after."""
-        params: Iterable[Tensor] = [param for param in self._versions if components.quantized_local(param) is None]
-        self._versions = {param: weight_version(param) for param in params}
-
     def _check_begins(self, decay: float) -> None:
-        """Check the argument of `begin_average`."""
         where = f"{self._name}.begin_average({decay})"
         check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
         if self._is_averaging or not decay:
             raise ConfigurationError(f"{where}: use a decay above 0, once; change group['ema_decay'] later")
 
+    # Skipped steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped so far because a gradient was not finite or, if `capturable`, a learning rate was
+        invalid. Reading it waits for the device and, if `capturable`, raises the errors that `step` could not raise."""
+        self._raise_for_bad_steps()
+        self._read_flags()
+        return int(self.param_groups[0]["skipped_steps"])
+
+    @property
+    def large_gradient(self) -> str:
+        """Name of the first parameter whose finite gradient exceeded `guards.LARGEST_GRADIENT` in the last skipped
+        step. Empty if that step had a worse problem. Reading it waits for the device."""
+        self._read_flags()
+        return "" if self._last_bad_flags is None else self._last_bad_flags.large_gradient()
+
+    def _skips(self, flags: GradientFlags, deferred: bool = False) -> bool:
+        """Return whether a step must be skipped, and count it; `deferred`: whether the device has skipped it."""
+        is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred)
+        if is_skipped:
+            self._last_bad_flags = flags
+        return is_skipped
+
+    def _read_flags(self) -> None:
+        """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
+        flags, self._unread = self._unread, None
+        if flags is not None:
+            try:
+                self._skips(flags, deferred=True)
+            except (NonFiniteGradientError, RankMismatchError) as error:
+                # raised by the next step, which all ranks reach
+                self._last_bad_flags, self._late_error = flags, error
+
+    def _raise_late_error(self) -> None:
+        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
+        self._read_flags()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+    def _count_on_device(self, bad: Tensor, flags: GradientFlags) -> None:
+        """Count a step of a `capturable` optimizer without reading `bad`, and record the flags of a bad one."""
+        for group in self.param_groups:
+            skipped = bad.to(group["step"].device).to(torch.int64)
+            group["step"].add_(1 - skipped)
+            group["skipped_steps"].add_(skipped)
+            group["skipped_in_a_row"].add_(1).mul_(skipped)
+        table = flags.table
+        if self._last_bad_flags is None or self._last_bad_flags.table.shape != table.shape:
+            self._last_bad_flags, flags.table = flags, torch.zeros_like(table)
+        last_table = self._last_bad_flags.table
+        last_table.copy_(torch.where(bad, table, last_table))
+
+    def _raise_for_bad_steps(self) -> None:
+        """Raise, once, the errors that `step` could not raise because it is `capturable`."""
+        if not self._capturable:
+            return
+        MISMATCHES.settle()
+        skipped = int(self.param_groups[0]["skipped_steps"])
+        # Raise only once, so that a load can still get a state dict.
+        if skipped == self._reported_skips or self._last_bad_flags is None:
+            return
+        try:
+            self._last_bad_flags.check_missing()
+            self._last_bad_flags.check_skipped(self.param_groups, self._max_skipped_in_a_row)
+        except (NonFiniteGradientError, ConfigurationError):
+            self._reported_skips = skipped
+            raise
+
+    # State dicts
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, as any optimizer does."""
+        """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load
+        it. If `capturable`, this also raises the errors that `step` could not raise."""
+        self._raise_for_bad_steps()
+        return self.state_dict_to_fill()
+
+    def state_dict_to_fill(self) -> dict[str, Any]:
+        """Return the state dict for a load, without errors about bad steps: a load is how to recover from them."""
+        self._read_flags()  # the next step raises errors, because one rank can be here alone
         self._adopt_replaced_parameters()
         return super().state_dict()
+
+    @loading.with_hooks
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
+        fit."""
+        self._adopt_replaced_parameters()
+        self._read_flags()
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
+        self._late_error, self._reported_skips = None, -1  # a load recovers from errors
+        # Forget the versions of quantized parameters, so that the model can be loaded before or after.
+        plain = [param for param in self._versions if components.quantized_local(param) is None]
+        self._versions = {param: weight_version(param) for param in plain}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None (default) or to zero."""

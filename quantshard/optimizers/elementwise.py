@@ -1,6 +1,4 @@
-"""Optimizers whose update is an elementwise formula: everything but the formula.
-
-`FusedAdam` and `Lion` are examples; docs/optimizers.md writes another one in a few lines.
+"""Optimizers whose update is an elementwise formula: everything but the formula; and Adam's update rule.
 
 In a step all ranks first agree, in one flat collective, on the amaxes of shared blocks and on whether any gradient is
 missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
@@ -9,180 +7,32 @@ once to write, so that no copy of the model is needed in between.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT, StateSpec
-from quantshard.optimizers.base import check_alike
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
+from quantshard.optimizers import base
+from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
-from quantshard.optimizers.masters import MasterOptimizer
-from quantshard.optimizers.state import OptimizerState, StateDraw, rounded_roles
-from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import DRAWS
-
-Update = tuple[Tensor, Mapping[str, Tensor]]
-"""New values of a master, and new values of its states by role."""
+from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
+from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
+from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec
+from quantshard.tensor import components
 
 
-@dataclass(frozen=True)
-class GroupSettings:
-    """A group's settings in one step.
-
-    `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of the averages, 0 if there are
-    none.
-    """
-
-    step: int | Tensor
-    settings: Any
-    ema_decay: float = 0.0
-
-    @cached_property
-    def average_share(self) -> float | Tensor:
-        """Share of the new values in the averages."""
-        return adam.average_share(self.ema_decay, self.step)
-
-
-class ParameterStep:
-    """One parameter's part of a step: set the inputs, call `measure`, run the reduction, then call `finish`.
-
-    Args:
-        states: the parameter's states by role, including the parameter itself as `WEIGHT`.
-        specs: the states that `update` reads and returns.
-        stream: stream number of the first role's random bits; the other roles follow.
-
-    Attributes:
-        source: the state that the formula reads as master: a master, or the weight.
-        targets: the states to write, by role, including the weight unless its master writes it.
-        local: this rank's tensor of the parameter.
-        streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
-        grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
-        in_kernels: whether kernels do the present step.
-    """
-
-    def __init__(
-        self,
-        param: Tensor,
-        states: Mapping[str, OptimizerState],
-        specs: tuple[StateSpec, ...],
-        optimizer: ElementwiseOptimizer,
-        group_index: int,
-        stream: int,
-    ) -> None:
-        self.param, self.local, self.group_index = param, private_torch.local_tensor(param), group_index
-        self.specs, self.optimizer, self.stream = specs, optimizer, stream
-        self.weight, self.source = states[WEIGHT], states.get(MASTER, states[WEIGHT])
-        self.targets = {role: state for role, state in states.items() if role != WEIGHT}
-        if not self.source.writes_weight:
-            self.targets[WEIGHT] = self.weight
-        roles = [*(spec.role for spec in specs), MASTER, WEIGHT]
-        shared_with = {spec.role: spec.words_of for spec in specs if spec.words_of is not None}
-        self.streams = {
-            role: (stream + roles.index(shared_with.get(role, role)), role in shared_with) for role in roles
-        }
-        self.storage = self.weight.storage
-        self.depends_on_dtype = self.source.writes_weight and self.storage is None  # holds what its dtype lacks
-        self.has_draws = self.storage is not None and self.source is self.weight
-        self.grad: Tensor | None = None
-        self.group: GroupSettings
-        self.seed: int | None = None
-        self.in_kernels = False
-        self.requantizations: dict[str, Requantization | None] = {}
-
-    def version(self) -> int:
-        """See `base.weight_version`."""
-        if self.storage is None:
-            return private_torch.in_place_changes(self.param)
-        return self.storage.seen_version()
-
-    def record_kernel_write(self) -> None:
-        """Record that kernels wrote the parameter, if they did."""
-        if self.grad is None or not self.in_kernels:
-            return
-        torch.autograd.graph.increment_version(self.local)
-        if self.storage is not None:
-            self.storage.mark_written()
-            if self.has_draws:
-                self.storage.state[DRAWS].add_(1)
-
-    def measure(self, reduction: FlatMax) -> None:
-        """Register the amaxes of blocks shared with other ranks."""
-        if any(state.shared for state in self.targets.values()):
-            # All ranks must register the same shapes, so a missing gradient counts as zeros.
-            self._measure(self._new_values(), reduction)
-
-    def _measure(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
-        self.requantizations = {role: state.measure(values[role], reduction) for role, state in self.targets.items()}
-
-    def _new_values(self) -> dict[str, Tensor]:
-        master = self.source.read()
-        grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
-        states = {spec.role: self.targets[spec.role].read() for spec in self.specs}
-        master, updated = self.optimizer.update(self.param, grad, master, states, self.group.settings)
-        if updated.keys() != states.keys():
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.update returned the states {sorted(updated)}; `states` declares "
-                f"{sorted(states)}"
-            )
-        new = {role: updated.get(role, master) for role in self.targets}
-        if AVERAGE in self.targets:
-            new[AVERAGE] = adam.moved_average(self.targets[AVERAGE].read(), master, self.group.average_share)
-        return new
-
-    def finish(self, skip: Tensor | None = None) -> None:
-        """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
-        if self.grad is None:
-            self._move_average(skip)
-            return
-        live = [tensor for state in self.targets.values() for tensor in state.live()]
-        before = [] if skip is None else [tensor.clone() for tensor in live]
-        values = self._new_values()
-        if not self.requantizations:
-            self._measure(values, FlatMax())
-        rounded = rounded_roles(self.targets)
-        for role, state in self.targets.items():
-            draw = None
-            if self.seed is not None and role in rounded:
-                draw = StateDraw(self.seed, self.group.step, *self.streams[role])
-            state.write(values[role], self.requantizations[role], draw)
-        if skip is not None:
-            for tensor, old in zip(live, before, strict=True):
-                tensor.copy_(torch.where(skip.to(old.device), old, tensor))
-
-    def _move_average(self, skip: Tensor | None) -> None:
-        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
-        if AVERAGE in self.targets:
-            before = self.targets[AVERAGE].read()
-            after = adam.moved_average(before, self.source.read(), self.group.average_share)
-            self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
-
-
-class StepPlan(NamedTuple):
-    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
-    parameter, is replaced."""
-
-    items: list[ParameterStep]
-    flags: FlagLayout
-
-    def is_current(self) -> bool:
-        """Return whether all parameters still have their local tensors and storages."""
-        for item in self.items:
-            local = private_torch.local_tensor(item.param)
-            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
-                return False
-        return True
-
-
-class ElementwiseOptimizer(MasterOptimizer, ABC):
+class ElementwiseOptimizer(ParameterOptimizer, ABC):
     """Base of optimizers for models with quantized weights whose update is an elementwise formula.
 
     A subclass declares its `states` and implements the formula as `update`. Gradient descent with momentum is
@@ -196,22 +46,70 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
         optimizer = Momentum(model.parameters(), {"lr": 0.1, "momentum": 0.9})
 
-    The base class provides masters, states in 32, 16 or 8 bits with stochastic rounding, skipped steps, and state dicts
-    that load on any number of ranks, all as in `FusedAdam`. Results are bitwise the same on any number of ranks. A
-    formula sees one element at a time. For norms of whole tensors (LAMB) or matrix products use `MasterWeights`.
+    Masters, states of fewer bits, skipped steps and checkpoints work as in `FusedAdam`, and results are bitwise the
+    same on any number of ranks. For norms of whole tensors (LAMB) or matrix products use `MasterWeights`.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`.
         defaults: group entries for groups that do not set them; must include `lr`.
-        state_dtypes: dtype of each state, by role: `torch.float32` (default), `torch.bfloat16`, `torch.float16` (with a
-            power-of-two scale per 128 elements of a row) or `torch.uint8` (FP8 with the same scales: E4M3, or UE5M3 for
-            nonnegative states). Only 2-D parameters have scaled states; other parameters use float32 instead.
+        state_dtypes: dtype of each state, by role: those of `FusedAdam`'s moments (FP8 is UE5M3 for nonnegative
+            states); float32 by default.
         capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`. The
             formula must not synchronize either.
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
         use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
     """
+
+    states: ClassVar[tuple[StateSpec, ...]] = ()
+    """States of each parameter, which start as zeros. Their roles are keys in checkpoints."""
+
+    kernel_formula: ClassVar[Any] = None
+    """The `update` that kernels implement, with the same bits. A subclass that overrides `update` runs in PyTorch."""
+
+    group_entries = (ROUNDING_SEED,)
+    """Group entries that a checkpoint must have if this optimizer has them, although `defaults` lacks them."""
+
+    rate_dtype = torch.float32
+    """Dtype of learning rates that are tensors (`capturable`)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
+        capturable: bool = False,
+        master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        max_skipped_in_a_row: int = 10,
+        ema_decay: float = 0.0,
+    ) -> None:
+        self._set_up(max_skipped_in_a_row)
+        dtypes = dict(state_dtypes or {})
+        roles = [spec.role for spec in self.states]
+        if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3:
+            raise ConfigurationError(f"{self._name}.states: roles must differ, also from {MASTER}, {AVERAGE}, {WEIGHT}")
+        if unknown := dtypes.keys() - set(roles):
+            raise ConfigurationError(f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {roles}")
+        self._dtypes = {role: dtypes.get(role, torch.float32) for role in roles} | {MASTER: master_weight_dtype}
+        for role, dtype in self._dtypes.items():
+            check_dtype(self._name, role, dtype)
+        self._master_weights, self._remainders = master_weights, store_param_remainders
+        self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
+        self._uses_kernels = type(self).update is type(self).kernel_formula
+        self._states: dict[Tensor, dict[str, OptimizerState]] = {}  # with the parameter itself as WEIGHT
+        self._plan: StepPlan | None = None
+        self._captured: list[StepPlan] = []  # kept alive: CUDA graphs read their tables by address
+        base.check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
+        averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
+        super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
+        if capturable:
+            self.register_state_dict_post_hook(base.counters_to_numbers)  # first, so that later hooks see numbers
+        self._is_built = True
+        self._make_states()
 
     @abstractmethod
     def update(
@@ -237,6 +135,12 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         Called once per step. `step` counts from 1. `step` and `lr` are tensors if `capturable`.
         """
         return {**group, "step": group["step"] + 1}
+
+    def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+        """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
+        return self.states
+
+    # The step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
@@ -278,28 +182,36 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     def _group_settings(self, index: int, group: dict[str, Any]) -> GroupSettings:
         self.check_group(f"{self._name}: param_groups[{index}]", group)
-        if self._capturable and not isinstance(group["lr"], Tensor):
-            raise ConfigurationError(
-                f"{self._name}: param_groups[{index}]: lr={group['lr']!r} has replaced the tensor that "
-                f"capturable=True reads; use group['lr'].fill_({group['lr']!r})"
-            )
         return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
 
     def _current_plan(self) -> StepPlan:
-        plan = self._plan
-        if plan is None:
-            self._warn_of_replaced_parameters()
-        if plan is None or not plan.is_current():
-            # One stream of random bits for each state, the master and the weight.
-            streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
-            items = [
-                ParameterStep(param, self._states[param], self.group_states(group), self, group_index, streams[param])
-                for group_index, group in enumerate(self.param_groups)
-                for param in group["params"]
-                if param in self._states
-            ]
-            self._plan = StepPlan(items, FlagLayout((self._names[item.param], item.param) for item in items))
+        if self._plan is not None and not self._plan.is_current():
+            self._drop_plan()
+        if self._plan is not None:
+            return self._plan
+        self._warn_of_replaced_parameters()
+        # One stream of random bits for each state, the master and the weight.
+        streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
+        items = [
+            ParameterStep(
+                param, self._states[param], self.group_states(group), self.update, group_index, streams[param]
+            )
+            for group_index, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param in self._states
+        ]
+        flags = FlagLayout((self._names[item.param], item.param) for item in items)
+        self._plan = self._new_plan(items, flags)
         return self._plan
+
+    def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> StepPlan:
+        return StepPlan(items, flags, KernelStep(items, self._uses_kernels))
+
+    def _drop_plan(self) -> None:
+        """Make a new plan in the next step, because states were added or removed."""
+        if self._plan is not None and self._plan.is_captured:
+            self._captured.append(self._plan)
+        self._plan = None
 
     def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
@@ -312,10 +224,11 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             param = item.param
             grad: Tensor | None = getattr(param, attribute, None)
             if grad is not None:
-                check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
+                base.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
             has_master = item.source is not item.weight
-            # Without a master the parameter could need one in another dtype.
-            depends_on_dtype = item.depends_on_dtype or (self._master_weights and not has_master)
+            # A master in the parameter's low bytes depends on its dtype; without a master it could need one in another.
+            depends_on_dtype = item.source.writes_weight and item.storage is None
+            depends_on_dtype |= self._master_weights and not has_master
             if self._is_overwritten(param, grad, item.version(), has_master, depends_on_dtype):
                 item.source.adopt()
             item.grad = None if grad is None else private_torch.local_tensor(grad)
@@ -325,10 +238,12 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
 
-        A subclass with kernels overrides this and launches its part of the step, which does nothing if a gradient is
-        bad.
+        Kernels run here, and do nothing if a gradient is bad.
         """
         reduction = FlatMax()
+        if plan.kernels.take(self._seed):
+            flags = self._reduce_flags(plan, reduction, plan.kernels.exceeding())
+            return flags, plan.kernels.update(flags.bad() if self._capturable else flags.send())
         for item in plan.items:
             item.measure(reduction)
         return self._reduce_flags(plan, reduction), plan.items
@@ -342,12 +257,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
         step.
 
-        When the host learns of a bad gradient depends:
-
-        - `capturable`: never. The device undoes the step and counts it.
-        - deferred: in the next step. The device undoes the step, and until then the host counts it as applied.
-        - otherwise: now. A weight without a master counts its random draws on the host, in state that can be saved
-          before the flags are read; so without masters all ranks wait.
+        If `capturable`, the device undoes a bad step and counts it. If deferred, the device undoes it, and the host
+        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without a
+        master counts its random draws on the host, in state that can be saved before the flags are read.
         """
         if self._capturable:
             bad = flags.bad()
@@ -374,3 +286,209 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif grad is not None:
                 grad.detach().zero_()
+
+    # States
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and allocate its states. A collective call where parameters are sharded."""
+        if self._is_built:
+            self._adopt_replaced_parameters()
+            self._read_flags()  # a skipped step counts in the present groups only
+        group = self._checked_group(param_group)
+        self.check_group(f"{self._name}: param_groups[{len(self.param_groups)}]", {**self.defaults, **group})
+        super().add_param_group(group)
+        if self._is_built:
+            self._add_states(self.param_groups[-1])
+            self._check_parameters()
+
+    @property
+    def _is_averaging(self) -> bool:
+        return EMA_DECAY in self.defaults
+
+    def _has_updates(self) -> bool:
+        self._read_flags()
+        return any(int(group["step"]) for group in self.param_groups)
+
+    def _make_states(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._names and any(components.quantized_local(param) is not None for param in params):
+            for group in self.param_groups:
+                group.pop(ROUNDING_SEED, None)  # it derives from the keys of the present weights
+        for mapping in (self._states, self._made_for, self._names, self._versions, self.state):
+            mapping.clear()
+        for group in self.param_groups:
+            self._add_states(group)
+        self._check_parameters()
+
+    def _add_states(self, group: dict[str, Any]) -> None:
+        """Make the names and states of a group's parameters."""
+        self._add_names(group)
+        for param in group["params"]:
+            if param.requires_grad:
+                self._initialize(param, group, self._remainders)
+        if self._seed is not None:
+            group[ROUNDING_SEED] = self._seed
+        if self._capturable:
+            first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32, device="cpu"))
+            device = private_torch.local_tensor(first).device
+            group["lr"] = torch.as_tensor(group["lr"], dtype=self.rate_dtype, device=device).clone()
+            group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Allocate a parameter's states: zeros, and a master that starts from the parameter.
+
+        `store_param_remainders`: overrides the constructor's option for this parameter.
+        """
+        self._adopt_replaced_parameters()
+        remainders = self._remainders if store_param_remainders is None else store_param_remainders
+        self._initialize(param, self._group_of(param), remainders)
+
+    @torch.no_grad()
+    def _initialize(self, param: Tensor, group: Mapping[str, Any], remainders: bool) -> None:
+        if remainders:
+            check_remainders(self._name, self._master_weights, self._dtypes[MASTER])
+        self._check_trainable(param, PLAIN_DTYPES)
+        if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
+            # a captured step would repeat its random draw, whose number the host reads
+            raise ConfigurationError(
+                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} is "
+                f"{private_torch.local_tensor(param)!r} and needs a master; use masters, or capturable=False"
+            )
+        states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
+        if self._is_averaging:
+            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
+        self._states[param], self._made_for[param] = states, (param.dtype, param.shape)
+        self._drop_plan()
+        self._versions[param] = base.weight_version(param)
+        self.state[param] = {
+            key: tensor
+            for role, state in states.items()
+            if role != WEIGHT
+            for key, tensor in state.tensors(role).items()
+        }
+        if self._seed is None and rounded_roles(states):
+            seed = base.rounding_seed([param for group in self.param_groups for param in group["params"]])
+            for entries in self.param_groups:
+                entries[ROUNDING_SEED] = seed
+
+    @torch.no_grad()
+    def reseed_masters(self) -> None:
+        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
+        self._adopt_replaced_parameters()
+        for param, states in self._states.items():
+            if MASTER in states:
+                states[MASTER].seed(initial_master(param))
+            if AVERAGE in states:
+                assign(states[AVERAGE], states.get(MASTER, states[WEIGHT]).read())
+            self._versions[param] = base.weight_version(param)
+
+    @torch.no_grad()
+    def begin_average(self, decay: float) -> None:
+        """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
+
+        Averages start from the present masters (or the parameters without one), weighted as if all earlier steps had
+        had these values: the next step's share follows from its step number (`numerics.adam`).
+        """
+        self._adopt_replaced_parameters()
+        self._check_begins(decay)
+        for entries in (self.defaults, *self.param_groups):
+            entries[EMA_DECAY] = float(decay)
+        self._drop_plan()
+        for param, states in self._states.items():
+            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
+            self.state[param] |= states[AVERAGE].tensors(AVERAGE)
+
+    def drop_average(self) -> None:
+        """Stop averaging the weights and free the averages."""
+        self._adopt_replaced_parameters()
+        for entries in (self.defaults, *self.param_groups, *self._states.values(), *self.state.values()):
+            for name in (EMA_DECAY, AVERAGE):
+                entries.pop(name, None)
+        self._drop_plan()
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
+        values = self._state_of(param, state_name).read()
+        if isinstance(param, DTensor):
+            return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
+        return values
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
+        parameter. Setting a master stored as remainders sets the parameter.
+
+        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard, as returned by
+        the local tensor's `get_high_precision_init_val`.
+        """
+        target, local = self._state_of(param, state_name), private_torch.local_tensor(param)
+        like = param if isinstance(unscaled_state, DTensor) else local
+        base.check_alike(like, unscaled_state, self._names[param], state_name)
+        assign(target, private_torch.local_tensor(unscaled_state).to(local.device).float())
+        self._is_assigned = True
+
+    @torch.no_grad()
+    def seed_master(self, param: Tensor, values: Tensor) -> None:
+        """Set a master from this rank's float32 values, rounded to nearest, without changing the parameter. A
+        collective call for a scaled master of a sharded parameter."""
+        self._state_of(param, MASTER).seed(values)
+        self._is_assigned = True
+
+    def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
+        self._adopt_replaced_parameters()
+        self._group_of(param)
+        states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
+        if state_name not in states:
+            raise ConfigurationError(
+                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none (it is frozen)'}; "
+                f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
+            )
+        return states[state_name]
+
+
+class AdamOptimizer(ElementwiseOptimizer):
+    """Adam's update rule, for all groups of `FusedAdam` and the "adamw" groups of `Muon`."""
+
+    states: ClassVar[tuple[StateSpec, ...]] = adam.STATES
+    checked_numbers = ("lr", "weight_decay", "betas", "eps", EMA_DECAY)
+
+    def update(
+        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
+    ) -> Update:
+        """Apply `numerics.adam.adam` to one parameter."""
+        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, settings.bound(param))
+        return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
+
+    kernel_formula = update
+
+    def settings(self, group: dict[str, Any]) -> Any:
+        """Return the hyperparameters of a group for this step."""
+        beta1, beta2 = map(float, group["betas"])
+        return Hyperparameters(
+            step=group["step"] + 1,
+            lr=group["lr"] if self._capturable else float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["adam_w_mode"],
+            bias_correction=group["bias_correction"],
+            matrix_bound=self._matrix_bound,
+        )
+
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values, and whether updates that need a bound have one."""
+        super().check_group(where, group)
+        if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
+            raise ConfigurationError(
+                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
+                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
+            )
+
+    @cached_property
+    def _matrix_bound(self) -> Bound:
+        """Scaled first moments need a bound. They can be much coarser than second moments, which hold squares."""
+        first, second = self._dtypes[EXP_AVG], self._dtypes[EXP_AVG_SQ]
+        if state_quant_spec(first) is None:
+            return Bound.NONE
+        return Bound.RATIO if floor_of(first) ** 2 > floor_of(second, nonnegative=True) else Bound.UPDATE

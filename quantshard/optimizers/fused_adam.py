@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
-from quantshard.optimizers.kernel_step import AdamOptimizer, CommonOptions
+from quantshard.optimizers.elementwise import AdamOptimizer
+from quantshard.state_storage import CommonOptions, storage_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +98,8 @@ class FusedAdam(AdamOptimizer):
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
         }
-        super().__init__(params, defaults, {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}, **common)
+        dtypes = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
+        super().__init__(params, defaults, **storage_arguments(type(self).__name__, dtypes, common))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""

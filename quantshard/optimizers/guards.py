@@ -17,7 +17,6 @@ from quantshard.collectives.flags import PendingFlag
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, warn_user
-from quantshard.tensor import components
 
 DECOUPLED_GRAD = "decoupled_grad"
 """Attribute for a gradient of any floating-point dtype, which optimizers with `use_decoupled_grad` read."""
@@ -26,16 +25,12 @@ LARGEST_GRADIENT = 1e19
 """Largest gradient accepted. The square of a larger one overflows float32, and an infinite second moment would freeze
 the weight."""
 
-LARGEST_WIDE_GRADIENT = 1e150
-"""Largest gradient accepted if the optimizer computes in float64."""
-
 LARGEST_RATE = 1e30
 """Largest learning rate accepted. An update reaches about 10 learning rates, and weights near 1e38 overflow float32."""
 
 TOO_LARGE, NOT_FINITE, WEIGHT, RATE = 1.0, 2.0, 3.0, 4.0
-"""Problems of a parameter in a step, the worst last: its gradient exceeds `LARGEST_GRADIENT`; its gradient is not
-finite; the previous update made its master infinite or NaN; or the learning rate is invalid (a flag of the first
-parameter)."""
+"""Problems of a parameter in a step, the worst last: a gradient above `LARGEST_GRADIENT`, one that is not finite, a
+master that the previous update made infinite or NaN, or an invalid learning rate (a flag of the first parameter)."""
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
@@ -45,11 +40,27 @@ def gradient_of(param: Tensor) -> Tensor | None:
 
 
 def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:
-    """Return float32 [count]: the first element is `RATE` if a learning rate on the device is invalid, all others are
-    0."""
+    """Return float32 [count], zeros; if a learning rate on the device is invalid, the first element is `RATE`."""
     rates = torch.stack([group["lr"] for group in groups])
     bad = ~((rates >= 0) & (rates <= LARGEST_RATE)).all()
     return functional.pad((bad * RATE).view(1), (0, count))[:count]
+
+
+def too_large(name: str) -> str:
+    """Describe a parameter whose gradient is finite but too large, for messages."""
+    return (
+        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g}, so its square overflows; scale the loss "
+        "down, or call quantshard.optimizers.clip_grad_norm_ before the step"
+    )
+
+
+def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
+    """Return float32 [count] with the numbers of all `parts`, which are (indices, numbers) pairs, and 0 elsewhere."""
+    columns = [torch.zeros((), dtype=torch.float32, device=device)] * count
+    for indices, numbers in parts:
+        for index, number in zip(indices, numbers.to(device).unbind(), strict=True):
+            columns[index] = number
+    return torch.stack(columns)
 
 
 class FlagLayout:
@@ -69,8 +80,24 @@ class FlagLayout:
         self.names = [names[index] for indices in self.indices.values() for index in indices]
         self.ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
         self.has_experts = any(map(process_groups.is_expert_parallel, params))
-        self.are_wide = [param.dtype is torch.float64 and components.quantized_local(param) is None for param in params]
         self.device = private_torch.local_tensor(params[0]).device if params else torch.device("cpu")
+
+    def local_flags(self, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
+        """Return the flags of this rank's gradients, float32 [3, parameters]; see `GradientFlags`."""
+        flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=self.device), 0
+        # Filling runs on the device; a copy from the host would synchronize.
+        for is_present, run in groupby([grad is not None for grad in grads]):
+            end = index + len(list(run))
+            flags[0 if is_present else 1, index:end].fill_(1.0)
+            index = end
+        if exceeding is None:
+            present = {i: private_torch.local_tensor(grad) for i, grad in enumerate(grads) if grad is not None}
+            if not present:
+                return flags
+            problems = kernel_dispatch.exceeding([*present.values()], LARGEST_GRADIENT)
+            exceeding = in_order([([*present], problems)], len(grads), self.device)
+        flags[2].copy_(exceeding)
+        return flags
 
 
 class GradientFlags:
@@ -97,7 +124,7 @@ class GradientFlags:
         self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
         self._sent: PendingFlag | None = None
-        flags = _local_flags(layout, grads, exceeding)
+        flags = layout.local_flags(grads, exceeding)
         if wrong is not None:
             flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
         parts = [flags]
@@ -149,9 +176,9 @@ class GradientFlags:
         return self._sent is not None and not self._sent.is_here
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
-        """Return whether the step must be skipped, and count it in every group.
+        """Return whether the step must be skipped, and count it in every group. Raises the errors of `check_missing`,
+        `check_skipped` and, if not `deferred`, of delayed scaling (`MISMATCHES`).
 
-        Raises the errors of `check_missing`, `check_skipped` and, if not `deferred`, of delayed scaling (`MISMATCHES`).
         `deferred`: the step was counted as applied, and the device can be several steps ahead.
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
@@ -180,10 +207,8 @@ class GradientFlags:
         return True
 
     def large_gradient(self) -> str:
-        """Return the name of the first parameter with a finite but too large gradient; empty if a worse problem exists.
-
-        All ranks agree on whether the name is empty.
-        """
+        """Return the name of the first parameter with a finite but too large gradient; on all ranks "" if a worse
+        problem exists."""
         is_worst = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
         return self._first(self.table[2]) if is_worst else ""
 
@@ -222,44 +247,3 @@ class GradientFlags:
 
     def _first(self, mask: Tensor) -> str:
         return self._names[int(mask.nonzero()[0])]
-
-
-def too_large(name: str) -> str:
-    """Describe a parameter whose gradient is finite but too large, for messages."""
-    return (
-        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
-        "float64), so its square overflows; scale the loss down, or call quantshard.optimizers.clip_grad_norm_ before "
-        "the step"
-    )
-
-
-def _local_flags(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
-    flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=layout.device), 0
-    # Filling runs on the device; a copy from the host would synchronize.
-    for is_present, run in groupby([grad is not None for grad in grads]):
-        end = index + len(list(run))
-        flags[0 if is_present else 1, index:end].fill_(1.0)
-        index = end
-    if exceeding is None and grads:
-        parts = []
-        for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
-            present = {
-                index: private_torch.local_tensor(grad)
-                for index, (is_wide, grad) in enumerate(zip(layout.are_wide, grads, strict=True))
-                if grad is not None and is_wide is wide
-            }
-            if present:
-                parts.append(([*present], kernel_dispatch.exceeding([*present.values()], largest)))
-        exceeding = in_order(parts, len(grads), layout.device)
-    if exceeding is not None:
-        flags[2].copy_(exceeding)
-    return flags
-
-
-def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
-    """Return float32 [count] with the numbers of all `parts`, which are (indices, numbers) pairs, and 0 elsewhere."""
-    columns = [torch.zeros((), dtype=torch.float32, device=device)] * count
-    for indices, numbers in parts:
-        for index, number in zip(indices, numbers.to(device).unbind(), strict=True):
-            columns[index] = number
-    return torch.stack(columns)

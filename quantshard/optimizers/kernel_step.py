@@ -1,56 +1,177 @@
-"""A step of Adam, Lion or Muon in multi-tensor kernels, and the bases of these optimizers.
+"""One parameter's part of an optimizer step: in PyTorch, or in multi-tensor kernels for many parameters at once.
 
-A plan per device holds the addresses of the tensors that a step reads and writes, and is rebuilt if one changes. It
-also keeps the tensors alive, so that no address is reused. `elementwise.ParameterStep` handles what the kernels do not
-support: gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than
-two dims that are cut along another dim than the first.
+The tables of `KernelStep` hold the addresses of all tensors, and are made again if one changes. It also keeps the
+tensors alive, so that no address is reused. `ParameterStep` handles what the kernels do not support: formulas of users,
+gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than two dims
+that are cut along another dim than the first.
 
 Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
-share blocks, that is one collective more than in `elementwise`, but one pass less over states and weights.
+share blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, numerics
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.errors import ConfigurationError
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
 from quantshard.numerics import adam
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters, float32
+from quantshard.numerics.adam import Bound, Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, WEIGHT, StateSpec
-from quantshard.optimizers.elementwise import ElementwiseOptimizer, ParameterStep, StepPlan, Update
-from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags, in_order
-from quantshard.optimizers.state import TensorRegion
-from quantshard.state_storage import chosen_options, floor_of
+from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
+from quantshard.optimizers.guards import LARGEST_GRADIENT, FlagLayout, in_order
+from quantshard.optimizers.state import OptimizerState, TensorRegion, rounded_roles
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from quantshard.tensor.requantize import Requantization
+from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
 
+Update = tuple[Tensor, Mapping[str, Tensor]]
+"""New values of a master, and new values of its states by role."""
 
-@dataclass
-class _DevicePlan:
-    """The launch plan of one device.
 
-    `indices`: the parameters, by index in the step's work. `shared`: amaxes shared between ranks, with their process
-    groups, by index.
+@dataclass(frozen=True)
+class GroupSettings:
+    """A group's step number, from 1, the argument `settings` of `update`, and the decay of its averages (0: none)."""
+
+    step: int | Tensor
+    settings: Any
+    ema_decay: float = 0.0
+
+    @cached_property
+    def average_share(self) -> float | Tensor:
+        """Share of the new values in the averages."""
+        return adam.average_share(self.ema_decay, self.step)
+
+
+class ParameterStep:
+    """One parameter's part of a step: set the inputs, call `measure`, run the reduction, then call `finish`.
+
+    Args:
+        states: the parameter's states by role, including the parameter itself as `WEIGHT`.
+        specs: the states that `update` reads and returns.
+        update: the formula, `ElementwiseOptimizer.update`.
+        stream: stream number of the first role's random bits; the other roles follow.
+
+    Attributes:
+        source: the state that the formula reads as master: a master, or the weight.
+        targets: the states to write, by role, including the weight unless its master writes it.
+        streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
+        grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
+        in_kernels: whether kernels do the present step.
     """
+
+    group: GroupSettings
+
+    def __init__(
+        self,
+        param: Tensor,
+        states: Mapping[str, OptimizerState],
+        specs: tuple[StateSpec, ...],
+        update: Callable[..., Update],
+        group_index: int,
+        stream: int,
+    ) -> None:
+        self.param, self.local, self.region = param, private_torch.local_tensor(param), TensorRegion.of_local(param)
+        self.specs, self.update, self.group_index, self.stream = specs, update, group_index, stream
+        self.weight, self.source = states[WEIGHT], states.get(MASTER, states[WEIGHT])
+        self.targets = {role: state for role, state in states.items() if role != WEIGHT}
+        if not self.source.writes_weight:
+            self.targets[WEIGHT] = self.weight
+        roles = [*(spec.role for spec in specs), MASTER, WEIGHT]
+        shared_with = {spec.role: spec.words_of for spec in specs if spec.words_of is not None}
+        self.streams = {
+            role: (stream + roles.index(shared_with.get(role, role)), role in shared_with) for role in roles
+        }
+        self.storage = self.weight.storage
+        self.has_draws = self.storage is not None and self.source is self.weight
+        self.grad: Tensor | None = None
+        self.seed: int | None = None
+        self.in_kernels = False
+        self.requantizations: dict[str, Requantization | None] = {}
+
+    def version(self) -> int:
+        """See `base.weight_version`."""
+        if self.storage is None:
+            return private_torch.in_place_changes(self.param)
+        return self.storage.seen_version()
+
+    def record_kernel_write(self) -> None:
+        """Record that kernels wrote the parameter, if they did."""
+        if self.grad is None or not self.in_kernels:
+            return
+        torch.autograd.graph.increment_version(self.local)
+        if self.storage is not None:
+            self.storage.mark_written()
+            if self.has_draws:
+                self.storage.state[DRAWS].add_(1)
+
+    def measure(self, reduction: FlatMax) -> None:
+        """Register the amaxes of blocks shared with other ranks."""
+        if any(state.shared for state in self.targets.values()):
+            # All ranks must register the same shapes, so a missing gradient counts as zeros.
+            self._measure(self._new_values(), reduction)
+
+    def _measure(self, values: dict[str, Tensor], reduction: FlatMax) -> None:
+        self.requantizations = {role: state.measure(values[role], reduction) for role, state in self.targets.items()}
+
+    def _new_values(self) -> dict[str, Tensor]:
+        master = self.source.read()
+        grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
+        states = {spec.role: self.targets[spec.role].read() for spec in self.specs}
+        master, updated = self.update(self.param, grad, master, states, self.group.settings)
+        new = dict.fromkeys(self.targets, master) | {role: updated[role] for role in states}
+        if AVERAGE in self.targets:
+            new[AVERAGE] = adam.moved_average(self.targets[AVERAGE].read(), master, self.group.average_share)
+        return new
+
+    def finish(self, skip: Tensor | None = None) -> None:
+        """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
+        if self.grad is None:
+            self._move_average(skip)
+            return
+        live = [tensor for state in self.targets.values() for tensor in state.live()]
+        before = [] if skip is None else [tensor.clone() for tensor in live]
+        values = self._new_values()
+        if not self.requantizations:
+            self._measure(values, FlatMax())
+        rounded = [] if self.seed is None else rounded_roles(self.targets)
+        for role, state in self.targets.items():
+            draw = partial(self._random_bits, role) if role in rounded else None
+            state.write(values[role], self.requantizations[role], draw)
+        if skip is not None:
+            for tensor, old in zip(live, before, strict=True):
+                tensor.copy_(torch.where(skip.to(old.device), old, tensor))
+
+    def _random_bits(self, role: str) -> Tensor:
+        assert self.seed is not None
+        return self.region.random_bits(self.seed, self.group.step, *self.streams[role], self.local.device)
+
+    def _move_average(self, skip: Tensor | None) -> None:
+        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
+        if AVERAGE in self.targets:
+            before = self.targets[AVERAGE].read()
+            after = adam.moved_average(before, self.source.read(), self.group.average_share)
+            self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
+
+
+# In kernels -------------------------------------------------------------------------------------------------------
+
+
+class _DevicePlan(NamedTuple):
+    """The launch plan of one device: its parameters, by index in the step's work, and the amaxes shared between ranks,
+    with their process groups, by index."""
 
     launches: StepLaunchPlan
     indices: list[int]
@@ -61,18 +182,18 @@ class KernelStep:
     """The parameters of an optimizer that kernels update.
 
     Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
-    before `update`. Plans are made again if the work or the address of a tensor has changed.
+    before `update`. Launches are planned again if the address of a tensor has changed.
 
     Args:
         enabled: False leaves all parameters to PyTorch.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self, work: Sequence[ParameterStep], enabled: bool) -> None:
+        self._work, self._enabled = work, enabled
+        states = [state for item in work for state in item.targets.values()]
+        self._tensors = [tensor for state in states for tensor in state.live()]
+        self._storages = [state.storage for state in states if state.storage is not None]
         self._plans: list[_DevicePlan] = []
-        self._work: Sequence[ParameterStep] = ()
-        self._tensors: list[Tensor] = []
-        self._storages: list[QuantizedStorage] = []
         self._addresses: list[int] = []
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
         self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
@@ -83,31 +204,18 @@ class KernelStep:
         """Whether a CUDA graph reads tables of this object, so that it must stay alive."""
         return bool(self._captured) or any(plan.launches.is_captured for plan in self._plans)
 
-    def take(
-        self,
-        work: Sequence[ParameterStep],
-        seed: int | None,
-        bound: Callable[[Tensor], Bound] | None = None,
-        workspace: Callable[[torch.device], Tensor] | None = None,
-    ) -> bool:
+    def take(self, seed: int | None, workspace: Callable[[torch.device], Tensor] | None = None) -> bool:
         """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
 
-        `seed`: seed of the optimizer's random bits. `bound`: argument `bound` of `numerics.adam.adam`, by parameter.
         `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
         """
-        if not self.enabled:
-            self._work = work
+        if not self._enabled:
             return False
-        is_new = work is not self._work
-        if is_new:
-            states = [state for item in work for state in item.targets.values()]
-            self._tensors = [tensor for state in states for tensor in state.live()]
-            self._storages = [state.storage for state in states if state.storage is not None]
-        addresses = self._current_addresses(work)
-        if is_new or addresses != self._addresses:
-            self._work, self._addresses = (), []  # in case that a plan cannot be made
-            self._make_plans(work, bound)
-            self._work, self._addresses = work, addresses
+        addresses = self._current_addresses()
+        if addresses != self._addresses:
+            self._addresses = []  # in case that a plan cannot be made
+            self._make_plans()
+            self._addresses = addresses
         if not self._rows:
             return False
         rows = [
@@ -118,7 +226,7 @@ class KernelStep:
         for plan in self._plans:
             grads, rng_counters, directions, offset = [], [], [], 0
             for index in plan.indices:
-                item = work[index]
+                item = self._work[index]
                 grad, direction = item.grad, None
                 item.in_kernels = grad is None or (
                     grad.dtype in GRADIENT_DTYPES and grad.device == plan.launches.device
@@ -135,32 +243,33 @@ class KernelStep:
             plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
 
-    def _current_addresses(self, work: Sequence[ParameterStep]) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
         tensors = [*self._tensors]
         for storage in self._storages:  # their entries can be replaced
             tensors += storage.components.values()
             tensors += storage.state.values()
-        keys = [int(item.storage.state[KEY]) for item in work if item.has_draws and item.storage is not None]
+        keys = [int(item.storage.state[KEY]) for item in self._work if item.has_draws and item.storage is not None]
         return [tensor.data_ptr() for tensor in tensors] + keys
 
-    def _make_plans(self, work: Sequence[ParameterStep], bound: Callable[[Tensor], Bound] | None) -> None:
+    def _make_plans(self) -> None:
         self._captured += [plan.launches for plan in self._plans if plan.launches.is_captured]
         self._plans, self._rows = [], {}
-        if not any(kernel_dispatch.has_kernels(item.local) for item in work):
+        if not any(kernel_dispatch.has_kernels(item.local) for item in self._work):
             return
         by_device: dict[torch.device, dict[int, StepParameter]] = {}
-        for index, item in enumerate(work):
+        for index, item in enumerate(self._work):
             shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
             self._rows.setdefault((item.group_index, shape), item)
             row = [*self._rows].index((item.group_index, shape))
-            limit = Bound.NONE if bound is None else bound(item.param)
-            if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row, limit)) is not None:
+            if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row)) is not None:
                 by_device.setdefault(item.local.device, {})[index] = parameter
         for device, parameters in by_device.items():
             launches = StepLaunchPlan([*parameters.values()], len(self._rows), device)
             numbers = {index: number for number, index in enumerate(parameters)}
-            shared = {index: list(_shared(work[index], number, launches.amaxes)) for index, number in numbers.items()}
+            shared = {
+                index: list(_shared(self._work[index], number, launches.amaxes)) for index, number in numbers.items()
+            }
             self._plans.append(_DevicePlan(launches, [*parameters], shared))
 
     def exceeding(self) -> Tensor:
@@ -169,12 +278,10 @@ class KernelStep:
         remaining = self._remaining()
         if len(parts) == 1 and not remaining and len(parts[0][0]) == len(self._work):
             return parts[0][1]
-        device = self._work[0].local.device
         grads = {index: grad for index in remaining if (grad := self._work[index].grad) is not None}
         if grads:
-            flags = [numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in grads.values()]
-            parts.append(([*grads], torch.stack(flags)))
-        return in_order(parts, len(self._work), device)
+            parts.append(([*grads], kernel_dispatch.exceeding([*grads.values()], LARGEST_GRADIENT)))
+        return in_order(parts, len(self._work), self._work[0].local.device)
 
     def _remaining(self) -> list[int]:
         """Indices of the parameters that PyTorch updates in this step."""
@@ -192,11 +299,8 @@ class KernelStep:
             direction.copy_(parts[index])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
-        """Update the parameters unless `skip`, a bool scalar tensor, is true. A collective call if ranks share blocks.
-
-        Returns the parameter steps that are still to be finished: those measured here in PyTorch, and averages without
-        a gradient.
-        """
+        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished:
+        those measured here in PyTorch, and averages without a gradient. A collective call if ranks share blocks."""
         for plan in self._plans:
             plan.launches.update(skip.to(plan.launches.device))
         remaining = self._remaining()
@@ -215,6 +319,29 @@ class KernelStep:
             plan.launches.finish()
         self._directions = {}  # frees their memory
         return [item for item in self._work if not item.in_kernels or (item.grad is None and AVERAGE in item.targets)]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
+    parameter, is replaced. `kernels`: the parameters that kernels update."""
+
+    items: list[ParameterStep]
+    flags: FlagLayout
+    kernels: KernelStep
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph reads tables of this plan, so that it must stay alive."""
+        return self.kernels.is_captured
+
+    def is_current(self) -> bool:
+        """Return whether all parameters still have their local tensors and storages."""
+        for item in self.items:
+            local = private_torch.local_tensor(item.param)
+            if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
+                return False
+        return True
 
 
 def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
@@ -244,9 +371,6 @@ def padded_size(count: int) -> int:
     return -(count // -16) * 16
 
 
-# Plans ------------------------------------------------------------------------------------------------------------
-
-
 def _shared(
     item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
 ) -> Iterator[tuple[Tensor, Groups]]:
@@ -260,128 +384,14 @@ def _shared(
                 yield grids[number, role, name], state.shared[name]
 
 
-def _parameter(item: ParameterStep, row: int, bound: Bound) -> StepParameter | None:
+def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
     """Describe a parameter for a plan; None if kernels do not support it."""
-    states = {**item.targets, WEIGHT: item.weight}
+    states, settings = {**item.targets, WEIGHT: item.weight}, item.group.settings
     for_kernels = {role: tensors for role, state in states.items() if (tensors := state.for_kernels()) is not None}
-    rectangle = TensorRegion.of_local(item.param).matrix()
+    rectangle = item.region.matrix()
     if rectangle is None or len(for_kernels) < len(states):
         return None
     rng_key = 0 if item.storage is None else int(item.storage.state[KEY])
-    algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(
-        type(item.group.settings), Algorithm.ADAM
-    )
+    bound = settings.bound(item.param) if isinstance(settings, Hyperparameters) else Bound.NONE
+    algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(type(settings), Algorithm.ADAM)
     return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)
-
-
-# Optimizers -------------------------------------------------------------------------------------------------------
-
-
-class CommonOptions(TypedDict, total=False):
-    """Keyword arguments of `FusedAdam`, `Lion` and `Muon` with their defaults; `FusedAdam` describes them."""
-
-    preset: str | None  # None
-    master_weights: bool | None  # True
-    master_weight_dtype: torch.dtype | None  # float32
-    store_param_remainders: bool | None  # False
-    use_decoupled_grad: bool  # False
-    capturable: bool  # False
-    max_skipped_in_a_row: int  # 10
-    ema_decay: float  # 0.0
-
-
-class KernelOptimizer(ElementwiseOptimizer):
-    """Base of `FusedAdam`, `Lion` and `Muon`. Steps run in kernels where possible, with the bits of `update`.
-
-    `state_dtypes`: dtype of each state, by role; None for the preset's, or float32.
-    """
-
-    kernel_formula: ClassVar[Any] = None
-    """The `update` that the kernels implement. A subclass that overrides `update` runs in PyTorch."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        state_dtypes: Mapping[str, torch.dtype | None],
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: dict[str, Any] = dict(common)
-        explicit = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
-        for name in ("master_weights", "master_weight_dtype", "store_param_remainders"):
-            explicit[name] = options.pop(name, None)
-        storage = chosen_options(type(self).__name__, options.pop("preset", None), explicit)
-        super().__init__(
-            params,
-            defaults,
-            state_dtypes={role: getattr(storage, f"{role}_dtype") for role in state_dtypes},
-            master_weights=storage.master_weights,
-            master_weight_dtype=storage.master_weight_dtype,
-            store_param_remainders=storage.store_param_remainders,
-            **options,
-        )
-
-    @cached_property
-    def _kernels(self) -> KernelStep:
-        return KernelStep(enabled=type(self).update is type(self).kernel_formula)
-
-    def _bound(self, param: Tensor) -> Bound:
-        """Return the argument `bound` of `numerics.adam.adam` for a parameter."""
-        return Bound.NONE
-
-    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        if not self._kernels.take(plan.items, self._seed, self._bound):
-            return super()._start_updates(plan)
-        flags = self._reduce_flags(plan, FlatMax(), self._kernels.exceeding())
-        return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
-
-
-class AdamOptimizer(KernelOptimizer):
-    """Adam's update rule, for all groups of `FusedAdam` and the "adamw" groups of `Muon`."""
-
-    states: ClassVar[tuple[StateSpec, ...]] = adam.STATES
-    checked_numbers = ("lr", "weight_decay", "betas", "eps", EMA_DECAY)
-
-    def update(
-        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
-    ) -> Update:
-        """Apply `numerics.adam.adam` to one parameter."""
-        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._bound(param))
-        return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
-
-    kernel_formula = update
-
-    def settings(self, group: dict[str, Any]) -> Any:
-        """Return the hyperparameters of a group for this step."""
-        beta1, beta2 = map(float, group["betas"])
-        return Hyperparameters(
-            step=group["step"] + 1,
-            lr=group["lr"] if self._capturable else float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=group["adam_w_mode"],
-            bias_correction=group["bias_correction"],
-            ema_decay=float(group.get(EMA_DECAY, 0.0)),
-        )
-
-    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values, and whether updates that need a bound have one."""
-        super().check_group(where, group)
-        if self._bounds_ratio and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
-            raise ConfigurationError(
-                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
-                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
-            )
-
-    @cached_property
-    def _bounds_ratio(self) -> bool:
-        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
-        squares."""
-        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
-
-    def _bound(self, param: Tensor) -> Bound:
-        if self._states[param][EXP_AVG].storage is None:
-            return Bound.NONE
-        return Bound.RATIO if self._bounds_ratio else Bound.UPDATE

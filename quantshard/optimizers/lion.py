@@ -11,14 +11,15 @@ from torch import Tensor
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
 from quantshard.numerics.states import EMA_DECAY
-from quantshard.optimizers.elementwise import Update
-from quantshard.optimizers.kernel_step import CommonOptions, KernelOptimizer
+from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.optimizers.kernel_step import Update
+from quantshard.state_storage import CommonOptions, storage_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Lion(KernelOptimizer):
+class Lion(ElementwiseOptimizer):
     """Lion (Chen et al., 2023) for models with quantized weights, bitwise the same on any number of ranks.
 
     Lion keeps one moment and a master: 8 bytes per parameter in float32, 5 with an FP8 moment. Every element moves up
@@ -54,7 +55,7 @@ class Lion(KernelOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, {EXP_AVG: exp_avg_dtype}, **common)
+        super().__init__(params, defaults, **storage_arguments(type(self).__name__, {EXP_AVG: exp_avg_dtype}, common))
 
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch, state_storage
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.optimizers.base import layout
+from quantshard.optimizers.state import layout
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -18,17 +18,15 @@ from quantshard import kernel_dispatch, private_torch, state_storage
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import loading
 from quantshard.optimizers.base import (
     SWITCHES,
     ParameterOptimizer,
     check_alike,
     check_ranges,
-    initial_master,
     weight_version,
 )
 from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
-from quantshard.optimizers.state import adopt, make_weight
+from quantshard.optimizers.state import adopt, initial_master, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
 
@@ -186,11 +184,8 @@ class MasterWeights(ParameterOptimizer):
                 private_torch.local_tensor(value).zero_()
         updates = torch.zeros((), dtype=torch.float32, device="cpu")
         average = {AVERAGE: self._masters[param].detach().clone()} if self._is_averaging else {}
-        return {**state, **self._master_entry(param), UPDATES: updates, **average}
-
-    def _master_entry(self, param: Tensor) -> dict[str, Tensor]:
-        master = self._masters[param]
-        return {} if master is param else {MASTER: master.detach()}
+        master = {} if self._masters[param] is param else {MASTER: self._masters[param].detach()}
+        return {**state, **master, UPDATES: updates, **average}
 
     @property
     def _is_averaging(self) -> bool:
@@ -239,15 +234,10 @@ class MasterWeights(ParameterOptimizer):
                 private_torch.local_tensor(self.state[param][AVERAGE]).copy_(private_torch.local_tensor(master))
             self._versions[param] = weight_version(param)
 
-    @loading.with_hooks
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
-        fit."""
-        self._adopt_replaced_parameters()
+        """Copy a state dict of this class into the states; see `ParameterOptimizer.load_state_dict`."""
         self._overflown = None
-        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
-        self._accept_plain_values()
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

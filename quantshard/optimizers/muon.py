@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,11 +25,11 @@ from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER, RATE_FACTORS, MuonSettings
 from quantshard.numerics.states import EMA_DECAY, StateSpec
 from quantshard.optimizers.base import check_ranges
-from quantshard.optimizers.elementwise import ParameterStep, StepPlan, Update
-from quantshard.optimizers.guards import GradientFlags, in_order
-from quantshard.optimizers.kernel_step import AdamOptimizer, CommonOptions, KernelStep, padded_size
+from quantshard.optimizers.elementwise import AdamOptimizer
+from quantshard.optimizers.guards import FlagLayout, GradientFlags, in_order
+from quantshard.optimizers.kernel_step import KernelStep, ParameterStep, StepPlan, Update, padded_size
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
-from quantshard.state_storage import ADAMW, MUON
+from quantshard.state_storage import ADAMW, MUON, CommonOptions, storage_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -110,8 +111,6 @@ class Muon(AdamOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         self._directions: dict[Tensor, Tensor] = {}
-        self._matrix_plan: MatrixPlan | None = None
-        self._captured: list[KernelStep] = []  # kept alive: CUDA graphs read their tables by address
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -124,10 +123,10 @@ class Muon(AdamOptimizer):
             ALGORITHM: MUON,
         }
         state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
-        super().__init__(params, defaults, state_dtypes, **common)
+        super().__init__(params, defaults, **storage_arguments(type(self).__name__, state_dtypes, common))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`."""
+        """Add a "muon" or "adamw" group; see `ElementwiseOptimizer.add_param_group`."""
         group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
         super().add_param_group(group)
 
@@ -182,19 +181,20 @@ class Muon(AdamOptimizer):
     kernel_formula = update
 
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        matrices = self._current_matrix_plan(plan)
+        assert isinstance(plan, MatrixPlan)
+        size = plan.workspace_size
 
         @cache
         def workspace(device: torch.device) -> Tensor:
-            return torch.empty(matrices.workspace_size, dtype=torch.bfloat16, device=device)
+            return torch.empty(size, dtype=torch.bfloat16, device=device)
 
-        in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
-        in_kernels.append(self._kernels.take(matrices.others, self._seed, self._bound))
+        in_kernels = [bucket.kernels.take(self._seed, workspace) for bucket in plan.buckets]
+        in_kernels.append(plan.kernels.take(self._seed))
         exceeding = None
         if any(in_kernels):
-            parts = [(bucket.indices, bucket.kernels.exceeding()) for bucket in matrices.buckets]
-            if matrices.others:
-                parts.append((matrices.other_indices, self._kernels.exceeding()))
+            parts = [(bucket.indices, bucket.kernels.exceeding()) for bucket in plan.buckets]
+            if plan.other_indices:
+                parts.append((plan.other_indices, plan.kernels.exceeding()))
             exceeding = in_order(parts, len(plan.items), plan.items[0].local.device)
         flags = self._reduce_flags(plan, FlatMax(), exceeding)
         bad = flags.send() if any(in_kernels) and not self._capturable else flags.bad()
@@ -202,9 +202,9 @@ class Muon(AdamOptimizer):
         if not any(in_kernels) and not self._capturable and bad:
             # The caller reads the same flags, and warns.
             return flags, []
-        for bucket in matrices.buckets:
+        for bucket in plan.buckets:
             self._step_matrices(bucket, bad, undone_on_device)
-        return flags, self._kernels.update(bad)
+        return flags, plan.kernels.update(bad)
 
     def _step_matrices(self, bucket: MatrixBucket, bad: Tensor, undone_on_device: bool) -> None:
         """Orthogonalize the momentum of a bucket and update its parameters, unless `bad`. A collective call if the
@@ -233,13 +233,19 @@ class Muon(AdamOptimizer):
         }
         return [shard.to(item.local.device) for item, shard in zip(work, bucket.exchange.scatter(owned), strict=True)]
 
-    def _current_matrix_plan(self, plan: StepPlan) -> MatrixPlan:
-        """Return the buckets of a step's matrices; made again if the plan of the step was."""
-        if self._matrix_plan is None or self._matrix_plan.plan is not plan:
-            if self._matrix_plan is not None:
-                self._captured += [bucket.kernels for bucket in self._matrix_plan.buckets if bucket.kernels.is_captured]
-            self._matrix_plan = MatrixPlan.of(plan, self._kernels.enabled)
-        return self._matrix_plan
+    def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> MatrixPlan:
+        """Divide the parameters into buckets of matrices, and the others."""
+        matrices = [index for index, item in enumerate(items) if item.specs is muon.STATES]
+        others = [index for index, item in enumerate(items) if item.specs is not muon.STATES]
+        layouts = [MatrixLayout.of(items[index].param) for index in matrices]
+        result = []
+        for numbers in buckets(layouts, BUCKET_BYTES):
+            indices, exchange = [matrices[number] for number in numbers], MatrixExchange([layouts[n] for n in numbers])
+            work = [items[index] for index in indices]
+            result.append(MatrixBucket(indices, work, exchange, KernelStep(work, self._uses_kernels)))
+        sizes = [sum(padded_size(item.local.numel()) for item in bucket.work) for bucket in result]
+        kernels = KernelStep([items[index] for index in others], self._uses_kernels)
+        return MatrixPlan(items, flags, kernels, result, max(sizes, default=0), others)
 
 
 class MatrixBucket(NamedTuple):
@@ -255,33 +261,21 @@ class MatrixBucket(NamedTuple):
     kernels: KernelStep
 
 
-class MatrixPlan(NamedTuple):
-    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
+@dataclass(frozen=True)
+class MatrixPlan(StepPlan):
+    """The parameters of a step: buckets of matrices, and the others, which Adam steps (`kernels`).
 
     `workspace_size`: number of elements of the largest bucket. Buckets use the same memory in turn.
     """
 
-    plan: StepPlan
     buckets: list[MatrixBucket]
     workspace_size: int
     other_indices: list[int]
-    others: list[ParameterStep]
 
-    @staticmethod
-    def of(plan: StepPlan, uses_kernels: bool) -> MatrixPlan:
-        """Divide the parameters of a step into buckets."""
-        items = plan.items
-        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
-        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
-        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
-        result = []
-        for numbers in buckets(layouts, BUCKET_BYTES):
-            indices = [matrices[number] for number in numbers]
-            exchange = MatrixExchange([layouts[number] for number in numbers])
-            work = [items[index] for index in indices]
-            result.append(MatrixBucket(indices, work, exchange, KernelStep(uses_kernels)))
-        sizes = [sum(padded_size(item.local.numel()) for item in bucket.work) for bucket in result]
-        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])
+    @property
+    def is_captured(self) -> bool:
+        """See `StepPlan`."""
+        return any(kernels.is_captured for kernels in (self.kernels, *(bucket.kernels for bucket in self.buckets)))
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:

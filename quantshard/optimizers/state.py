@@ -8,36 +8,44 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import FP16, Orientation, OrientedCodes
 from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import RandomBits, split_codes
-from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind, StateSpec
 from quantshard.recipe import QuantSpec
-from quantshard.sharding import Shard
 from quantshard.state_storage import needs_master, splits, state_quant_spec, stored_dtype
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
+Draw = Callable[[], Tensor] | None
+"""Returns random bits for stochastic rounding, int64 in [0, 2**32), one number per element; None rounds to nearest."""
 
-@dataclass(frozen=True)
-class TensorRegion:
-    """Position of a local tensor in the global one.
 
-    `global_shape`: shape of the global tensor. `origin`: global index of the first local element. `shape`: local shape.
-    """
+def layout(value: Any) -> str:
+    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not isinstance(value, DTensor):
+        return f"a plain tensor {tuple(value.shape)}"
+    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
+    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
+
+
+class TensorRegion(NamedTuple):
+    """Position of a local tensor in the global one. `origin`: global index of the first local element."""
 
     global_shape: tuple[int, ...]
     origin: tuple[int, ...]
@@ -48,14 +56,10 @@ class TensorRegion:
         """Return the region of a parameter's local shard."""
         quantized = components.quantized_local(param)
         if quantized is not None:
-            return TensorRegion.of_shard(quantized.quantized_storage.shard)
+            shard = quantized.quantized_storage.shard
+            return TensorRegion(shard.global_shape, shard.origin, shard.shape)
         shape = tuple(private_torch.local_tensor(param).shape)
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
-
-    @staticmethod
-    def of_shard(shard: Shard) -> TensorRegion:
-        """Return the region of a `Shard`."""
-        return TensorRegion(shard.global_shape, shard.origin, shard.shape)
 
     def matrix(self) -> MatrixRegion | None:
         """Return the region as a rectangle of a matrix; None if it is not one. A vector has one row; further dims than
@@ -70,38 +74,21 @@ class TensorRegion:
             (self.shape[0], math.prod(self.shape[1:])),
         )
 
+    def random_bits(self, seed: int, step: int | Tensor, stream: int, swapped: bool, device: torch.device) -> Tensor:
+        """Return int64 in [0, 2**32): a number per element, which depends on its index in the global tensor, so that
+        results are the same on any mesh.
 
-class StateDraw(NamedTuple):
-    """Identifies the random bits of one state in one step: the optimizer's seed, the step, and the stream number of the
-    state. They depend on the index in the global tensor, so results are the same on any mesh.
-
-    `swapped`: swap the high and low 16 bits of each number. Rounding uses the high bits, so two states can share one
-    stream.
-    """
-
-    seed: int
-    step: int | Tensor
-    stream: int
-    swapped: bool = False
-
-    def random_bits(self, region: TensorRegion, device: torch.device) -> Tensor:
-        """Return int64 in [0, 2**32), of the region's shape: one number per element, in row-major order of the global
-        tensor."""
-        matrix = region.matrix()
+        `swapped`: swap the high and low 16 bits of each number. Rounding uses the high bits, so two states can share
+        one stream.
+        """
+        matrix = self.matrix()
         if matrix is None:  # whole rows, which are then cut along the other dims
-            trailing_dims = region.global_shape[1:]
-            rows = TensorRegion(
-                region.global_shape,
-                (region.origin[0], *(0 for _ in trailing_dims)),
-                (region.shape[0], *trailing_dims),
-            )
-            bits = self.random_bits(rows, device)
-            for dim in range(1, len(region.shape)):
-                bits = bits.narrow(dim, region.origin[dim], region.shape[dim])
-            return bits
-        request = RandomBits(self.seed, self.step, self.stream, *matrix)
-        bits = kernel_dispatch.random_words(request, device).view(region.shape)
-        return numerics.swap_halves(bits) if self.swapped else bits
+            trailing = self.global_shape[1:]
+            rows = TensorRegion(self.global_shape, (self.origin[0], *(0 for _ in trailing)), (self.shape[0], *trailing))
+            bits = rows.random_bits(seed, step, stream, swapped, device)
+            return bits[(..., *(slice(o, o + n) for o, n in zip(self.origin[1:], self.shape[1:], strict=True)))]
+        bits = kernel_dispatch.random_words(RandomBits(seed, step, stream, *matrix), device).view(self.shape)
+        return numerics.swap_halves(bits) if swapped else bits
 
 
 def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
@@ -125,10 +112,8 @@ def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> 
 
 
 def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
-    """Copy elements of a plain parameter that others changed into its float32 master.
-
-    `rounded_master`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
-    """
+    """Copy elements of a plain parameter that others changed, so that they differ from the master rounded to its dtype,
+    into its float32 master."""
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
@@ -136,6 +121,9 @@ class OptimizerState(ABC):
     """One state of one parameter (or the parameter itself) on this rank, read and written in float32."""
 
     owner: Tensor
+
+    writes_weight = False
+    """True for a master that also writes the parameter."""
 
     @property
     def storage(self) -> QuantizedStorage | None:
@@ -147,8 +135,10 @@ class OptimizerState(ABC):
         """False if every float32 value fits, so that writing needs no random bits."""
         return True
 
-    writes_weight = False
-    """True for a master that also writes the parameter."""
+    @property
+    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
+        """Components with blocks that several ranks share, and the process groups of these ranks."""
+        return {}
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -161,11 +151,6 @@ class OptimizerState(ABC):
     @abstractmethod
     def for_kernels(self) -> StoredTensor | None:
         """Return the tensors as multi-tensor kernels read them, or None if their layout is not supported."""
-
-    @property
-    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
-        """Components with blocks that several ranks share, and the process groups of these ranks."""
-        return {}
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -181,25 +166,20 @@ class OptimizerState(ABC):
         return None
 
     @abstractmethod
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
-        """Write the local values. `requantization`: result of `measure`. `draw`: random bits for stochastic rounding
-        (None: to nearest)."""
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
+        """Write the local values. `requantization`: result of `measure`."""
 
     def seed(self, values: Tensor) -> None:
-        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter.
-
-        A collective call if ranks share blocks.
-        """
+        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter. A
+        collective call if ranks share blocks."""
         assign(self, values)
 
 
 class FloatState(OptimizerState):
-    """A state in float32, bfloat16 or float16: one tensor of the parameter's shape. `nonnegative`: see `StateSpec`."""
+    """A state in float32, bfloat16 or float16, or an unquantized parameter. `nonnegative`: see `StateSpec`."""
 
-    def __init__(self, param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> None:
-        self.owner = param
-        self.tensor = components.zeros_like(param, dtype)
-        self.nonnegative = nonnegative
+    def __init__(self, owner: Tensor, tensor: Tensor, nonnegative: bool = False) -> None:
+        self.owner, self.tensor, self.nonnegative = owner, tensor, nonnegative
 
     @property
     def local(self) -> Tensor:
@@ -209,11 +189,6 @@ class FloatState(OptimizerState):
     @property
     def rounds(self) -> bool:
         return torch.finfo(self.local.dtype).eps > torch.finfo(torch.float32).eps
-
-    @cached_property
-    def region(self) -> TensorRegion:
-        """Position of the local shard in the global tensor."""
-        return TensorRegion.of_local(self.owner)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensor}
@@ -231,33 +206,90 @@ class FloatState(OptimizerState):
         param = private_torch.local_tensor(self.owner).detach()
         adopt(self.local, param, round_to(self.local, param.dtype, None))
 
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
-        dtype = self.local.dtype
-        new = round_to(values, dtype, None if draw is None else draw.random_bits(self.region, values.device))
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
+        limits = torch.finfo(self.local.dtype)
+        new = round_to(values, self.local.dtype, None if draw is None else draw())
         if self.nonnegative and self.rounds:
-            limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
         self.local.copy_(new)
 
 
-class PlainWeight(FloatState):
-    """An unquantized parameter."""
+class QuantizedState(OptimizerState):
+    """A state in the components of a format row, with blocks aligned to the global tensor. `nonnegative`: see
+    `StateSpec`."""
+
+    def __init__(self, param: Tensor, spec: QuantSpec, nonnegative: bool = False) -> None:
+        self.owner, self.nonnegative = param, nonnegative
+        device = private_torch.local_tensor(param).device
+        self._storage = storages.empty(spec, components.shard_of(param), device).map(torch.zero_)
+
+    @property
+    def storage(self) -> QuantizedStorage:
+        return self._storage
+
+    @cached_property
+    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
+        return requantize.shared_scales(self.owner, self.storage)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        by_name = self.storage.spec.format.by_name
+        parts = components.storage_tensors(self.storage, self.owner)
+        return {name + by_name[part].key_suffix: tensor for part, tensor in parts.items()}
+
+    def live(self) -> list[Tensor]:
+        history = self.storage.state.get(AMAX_HISTORY)
+        return [*self.storage.components.values(), *([] if history is None else [history])]
+
+    def for_kernels(self) -> StoredTensor | None:
+        storage = self.storage
+        fmt, shard, parts = storage.spec.format, storage.shard, storage.components
+        packed = fmt.copies[Orientation.ROWWISE].codes.block_shape[1]
+        if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
+            return None
+        history = storage.state.get(AMAX_HISTORY)
+        return ScaledTensor(fmt, storage.spec.scaling, shard, parts, history, frozenset(self.shared))
+
+    def read(self) -> Tensor:
+        return self.storage.dequantize()
+
+    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
+        return Requantization(self.storage, values, self.shared, reduction)
+
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
+        assert requantization is not None
+        requantization.commit(values, None if draw is None else draw())
+        if self.nonnegative:
+            for copy in self.storage.spec.format.copies.values():
+                codes = self.storage.components[copy.codes.name]
+                bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
+                bits.masked_fill_((bits == 0) & (values > 0), 1)  # the smallest positive code
+
+
+class QuantizedWeight(QuantizedState):
+    """A quantized parameter. Its random bits come from its own key instead of the optimizer's seed."""
 
     def __init__(self, param: Tensor) -> None:
-        self.owner = self.tensor = param
-        self.nonnegative = False
+        self.owner = param
+
+    @property
+    def storage(self) -> QuantizedStorage:
+        return components.storage_of(self.owner)
+
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
+        assert requantization is not None
+        requantization.commit(values, None if draw is None else storages.rounding_words(self.storage))
+        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
 class LowBytesState(OptimizerState):
     """A master stored as the bytes that its parameter lacks. Writing it writes the parameter too."""
 
     kind: StateKind
+    writes_weight = True
 
     def __init__(self, param: Tensor, *trailing_dims: int) -> None:
         self.owner = param
         self.bytes = components.zeros_like(param, torch.uint8, *trailing_dims)
-
-    writes_weight = True
 
     @property
     def low(self) -> Tensor:
@@ -278,13 +310,10 @@ class RemainderState(LowBytesState):
     """
 
     kind = StateKind.REMAINDER
+    rounds = False
 
     def __init__(self, param: Tensor) -> None:
         super().__init__(param, 2)
-
-    @property
-    def rounds(self) -> bool:
-        return False
 
     @property
     def low(self) -> Tensor:
@@ -296,86 +325,12 @@ class RemainderState(LowBytesState):
     def read(self) -> Tensor:
         return numerics.join_bfloat16(*self.live())
 
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
         for target, half in zip(self.live(), numerics.split_bfloat16(values), strict=True):
             target.copy_(half)
 
 
-class QuantizedState(OptimizerState):
-    """A state in the components of a format row, with blocks aligned to the global tensor. `nonnegative`: see
-    `StateSpec`."""
-
-    def __init__(self, param: Tensor, spec: QuantSpec, nonnegative: bool = False) -> None:
-        self.owner = param
-        self._storage = storages.empty(spec, components.shard_of(param), private_torch.local_tensor(param).device).map(
-            torch.zero_
-        )
-        self.nonnegative = nonnegative
-
-    @property
-    def storage(self) -> QuantizedStorage:
-        return self._storage
-
-    @cached_property
-    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
-        return requantize.shared_scales(self.owner, self.storage)
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        by_name = self.storage.spec.format.by_name
-        parts = components.storage_tensors(self.storage, self.owner)
-        return {name + by_name[part].key_suffix: tensor for part, tensor in parts.items()}
-
-    def live(self) -> list[Tensor]:
-        return list(self.storage.components.values())
-
-    def for_kernels(self) -> StoredTensor | None:
-        storage = self.storage
-        fmt, shard, parts = storage.spec.format, storage.shard, storage.components
-        packed = fmt.copies[Orientation.ROWWISE].codes.block_shape[1]
-        if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
-            return None
-        history = storage.state.get(AMAX_HISTORY)
-        return ScaledTensor(fmt, storage.spec.scaling, shard, parts, history, frozenset(self.shared))
-
-    def read(self) -> Tensor:
-        return self.storage.dequantize()
-
-    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        return Requantization(self.storage, values, self.shared, reduction)
-
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
-        assert requantization is not None
-        requantization.commit(
-            values, None if draw is None else draw.random_bits(TensorRegion.of_shard(self.storage.shard), values.device)
-        )
-        if self.nonnegative:
-            for copy in self.storage.spec.format.copies.values():
-                codes = self.storage.components[copy.codes.name]
-                bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
-                bits.masked_fill_((bits == 0) & (values > 0), 1)  # the smallest positive code
-
-
-class QuantizedWeight(QuantizedState):
-    """A quantized parameter. Its random bits come from its own key instead of the optimizer's seed."""
-
-    def __init__(self, param: Tensor) -> None:
-        self.owner = param
-
-    @property
-    def storage(self) -> QuantizedStorage:
-        return components.storage_of(self.owner)
-
-    def live(self) -> list[Tensor]:
-        history = self.storage.state.get(AMAX_HISTORY)
-        return [*self.storage.components.values(), *([] if history is None else [history])]
-
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
-        assert requantization is not None
-        requantization.commit(values, None if draw is None else storages.rounding_words(self.storage))
-        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
-
-
-class SplitState(LowBytesState):
+class SplitState(LowBytesState, QuantizedWeight):
     """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here.
 
     The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
@@ -383,38 +338,21 @@ class SplitState(LowBytesState):
 
     kind = StateKind.SPLIT
 
-    def __init__(self, param: Tensor) -> None:
-        super().__init__(param)
-        self.weight = QuantizedWeight(param)
-
-    @property
-    def storage(self) -> QuantizedStorage:
-        return self.weight.storage
-
-    @property
-    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
-        return self.weight.shared
-
     @property
     def _codes(self) -> OrientedCodes:
         return self.storage.spec.format.copies[Orientation.ROWWISE]
 
     def live(self) -> list[Tensor]:
-        return [*self.weight.live(), self.low]
+        return [*super().live(), self.low]
 
     def read(self) -> Tensor:
         storage = self.storage
         return split_codes.dequantize(self._codes, storage.touched(), self.low, storage.shard.origin)
 
-    def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        return self.weight.measure(values, reduction)
-
-    def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
+    def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
         assert requantization is not None
-        region = TensorRegion.of_shard(self.storage.shard)
-        requantization.commit(
-            values, remainder=Remainder(self.low, None if draw is None else draw.random_bits(region, values.device))
-        )
+        remainder = Remainder(self.low, None if draw is None else draw())
+        requantization.commit(values, remainder=remainder)
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     def seed(self, values: Tensor) -> None:
@@ -423,11 +361,8 @@ class SplitState(LowBytesState):
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
-    """Return the roles (states, master or weight) that are rounded stochastically.
-
-    Small updates must add up in the master, or in the parameter if it has no master. A parameter with a master is
-    rounded to nearest.
-    """
+    """Return the roles (states, master or weight) that are rounded stochastically: small updates must add up in the
+    master, or in the parameter if it has no master. A parameter with a master is rounded to nearest."""
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
@@ -435,31 +370,54 @@ def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> 
     """Allocate a zero state for a parameter, in its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
     spec = state_quant_spec(dtype, nonnegative)
-    return FloatState(param, dtype, nonnegative) if spec is None else QuantizedState(param, spec, nonnegative)
+    if spec is not None:
+        return QuantizedState(param, spec, nonnegative)
+    return FloatState(param, components.zeros_like(param, dtype), nonnegative)
 
 
 def make_weight(param: Tensor) -> OptimizerState:
     """Wrap a parameter so that it is read and written like its states."""
-    return PlainWeight(param) if components.quantized_local(param) is None else QuantizedWeight(param)
+    return FloatState(param, param) if components.quantized_local(param) is None else QuantizedWeight(param)
 
 
-def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> OptimizerState | None:
-    """Allocate an empty master for a parameter coarser than `dtype`; None if the parameter needs none.
-
-    `remainders`: store only the bits that the parameter lacks, if `splits` allows it.
-    """
+def initial_master(param: Tensor) -> Tensor:
+    """Return new local float32 values from which a parameter's master starts: the initial values of the weight if they
+    were kept (`get_high_precision_init_val`), otherwise the present values."""
+    local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
-    if not needs_master(quantized is not None, param.dtype, dtype):
-        return None
-    weight = None if quantized is None else quantized.quantized_storage.spec.format
-    if remainders and splits(weight, param.dtype, dtype):
-        return RemainderState(param) if weight is None else SplitState(param)
-    return make_state(param, dtype)
+    if quantized is None:
+        return local.to(torch.float32, copy=True)
+    initial_values = quantized.get_high_precision_init_val()
+    if initial_values is None:
+        return quantized.quantized_storage.dequantize()
+    return initial_values.to(quantized.device, torch.float32, copy=True)
+
+
+def make_states(
+    param: Tensor, specs: Iterable[StateSpec], dtypes: Mapping[str, torch.dtype], has_master: bool, remainders: bool
+) -> dict[str, OptimizerState]:
+    """Return a parameter's states by role, and the parameter itself as `WEIGHT`. States are zeros; a master starts from
+    `initial_master`.
+
+    Args:
+        dtypes: dtype of each role and of `MASTER`. Parameters with at least the precision of a master have none.
+        remainders: store only the bits of a master that the parameter lacks, if `splits` allows it.
+    """
+    states = {spec.role: make_state(param, dtypes[spec.role], spec.nonnegative) for spec in specs}
+    states[WEIGHT] = make_weight(param)
+    storage, dtype = states[WEIGHT].storage, dtypes[MASTER]
+    if has_master and needs_master(storage is not None, param.dtype, dtype):
+        if not (remainders and splits(None if storage is None else storage.spec.format, param.dtype, dtype)):
+            states[MASTER] = make_state(param, dtype)
+        else:
+            states[MASTER] = RemainderState(param) if storage is None else SplitState(param)
+        states[MASTER].seed(initial_master(param))
+    return states
 
 
 def make_average(param: Tensor, source: OptimizerState) -> OptimizerState:
     """Allocate the float32 average of a parameter, starting from `source`, its master or the parameter itself."""
-    average = FloatState(param, torch.float32)
+    average = make_state(param, torch.float32)
     average.write(source.read(), None)
     return average
 

@@ -184,7 +184,7 @@ class Case:
         return words
 
     def oracle(self, h, others):
-        """What `optimizers.elementwise.ParameterStep` does."""
+        """What `optimizers.kernel_step.ParameterStep` does."""
         if self.grad is None:
             return
         low = self.master is not None and self.master.plain is not None and self.master.plain.dtype is torch.int16
@@ -252,7 +252,7 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
 def step(plan, cases, groups, skip=None, others=None):
     plan.take(
         [c.grad for c in cases],
-        [settings_row(group, group.step, group.ema_decay) for group in groups],
+        [settings_row(group, group.step, 0.0) for group in groups],
         SEED,
         [DRAW] * len(cases),
     )

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from quantshard import kernel_dispatch
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
-from quantshard.optimizers.state import StateDraw, TensorRegion
+from quantshard.optimizers.state import TensorRegion
 from tests.tensor.test_tensor import same
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,11 +40,10 @@ def cells():
 @pytest.mark.parametrize(("place", "step", "swapped"), [*cells()])
 def test_words_of_a_state_are_the_oracles(place, step, swapped):
     step = step.to(DEVICE) if isinstance(step, torch.Tensor) else step
-    draw = StateDraw(0xFEDCBA9876543210, step, 6, swapped)
     with kernel_dispatch.kernels_only_on(DEVICE.type):
-        found = draw.random_bits(place, DEVICE)
+        found = place.random_bits(0xFEDCBA9876543210, step, 6, swapped, DEVICE)
     with kernel_dispatch.kernels_only_on():
-        expected = draw.random_bits(place, DEVICE)
+        expected = place.random_bits(0xFEDCBA9876543210, step, 6, swapped, DEVICE)
     assert found.shape == place.shape and found.dtype == expected.dtype and same(found, expected)
 
 

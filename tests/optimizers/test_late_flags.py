@@ -6,7 +6,6 @@ Triton's interpreter runs the kernels, and flags come to the host as from a GPU.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,8 +18,7 @@ pytest.importorskip("triton")
 
 from quantshard import checkpoints
 from quantshard.errors import NonFiniteGradientError
-from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.optimizers.kernel_step import KernelOptimizer
+from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, MasterWeights
 from tests.covering import exhaustive
 from tests.interpreter import kernels_on, prepared_once
 from tests.late_flags import flags_come_late, read_flags
@@ -121,7 +119,7 @@ def test_a_skipped_step_changes_nothing_while_nobody_knows() -> None:
     assert [key for key in differing(after, before) if not key.endswith(" writes")] == []
 
 
-def bad_steps(optimizer: KernelOptimizer, params: dict[str, Any], count: int) -> None:
+def bad_steps(optimizer: ElementwiseOptimizer, params: dict[str, Any], count: int) -> None:
     for number in range(count):
         stepped(params, optimizer, number, bad=tuple(range(count)))
 
@@ -147,7 +145,6 @@ def test_a_state_dict_counts_and_leaves_the_error_to_the_next_step() -> None:
         bad_steps(optimizer, params, 2)
         groups = optimizer.state_dict()["param_groups"]
         assert [(group["step"], group["skipped_steps"]) for group in groups] == [(0, 2)] * 2
-        assert pickle.loads(pickle.dumps(optimizer.__getstate__()["param_groups"][0]["step"])) == 0
         with pytest.raises(NonFiniteGradientError, match="2 steps in a row"):
             stepped(params, optimizer, 2)
 

@@ -18,9 +18,8 @@ pytest.importorskip("triton")
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
-from quantshard.optimizers import Lion, Muon, elementwise, kernel_step
+from quantshard.optimizers import ElementwiseOptimizer, Lion, Muon, kernel_step
 from quantshard.optimizers import muon as muon_module
-from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -63,13 +62,13 @@ def muon(params: Params, moment: torch.dtype, **options: Any) -> Muon:
     return Muon(groups, lr=0.02, momentum_buffer_dtype=moment, **options)
 
 
-BUILDERS: Mapping[str, Callable[..., KernelOptimizer]] = {"lion": lion, "muon": muon}
+BUILDERS: Mapping[str, Callable[..., ElementwiseOptimizer]] = {"lion": lion, "muon": muon}
 
 
-def planned(optimizer: KernelOptimizer) -> int:
+def planned(optimizer: ElementwiseOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
-    kernels = [optimizer._kernels]
-    kernels += [bucket.kernels for bucket in optimizer._matrix_plan.buckets] if isinstance(optimizer, Muon) else []
+    kernels = [optimizer._plan.kernels]
+    kernels += [bucket.kernels for bucket in optimizer._plan.buckets] if isinstance(optimizer, Muon) else []
     assert not any(each._directions or any(item.grad is not None for item in each._work) for each in kernels)
     taken = sum(len(plan.indices) for each in kernels for plan in each._plans)
     assert not taken or not any(each._remaining() for each in kernels)
@@ -153,7 +152,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
     class Halved(Lion):
         def update(
             self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
-        ) -> elementwise.Update:
+        ) -> kernel_step.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 
@@ -165,7 +164,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
         param.grad = random(4, 16, seed=2).to(DEVICE)
         with kernels_on(DEVICE):
             optimizer.step()
-        assert bool(optimizer._kernels._plans) == (of is Lion)
+        assert bool(optimizer._plan.kernels._plans) == (of is Lion)
         moved.append((before - param.detach()).abs().amax().item())
     assert moved == pytest.approx([0.5, 0.25])
 
@@ -180,8 +179,8 @@ def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
             set_grads(params, number)
             optimizer.step()
             if number == 0:
-                [former] = [bucket.kernels for bucket in optimizer._matrix_plan.buckets]
-                former._plans[0].launches._captured.append(torch.zeros(1))
+                former = optimizer._plan
+                former.buckets[0].kernels._plans[0].launches._captured.append(torch.zeros(1))
                 optimizer.add_param_group(added)
     assert optimizer._captured == [former]
 
@@ -222,7 +221,7 @@ def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
             set_grads(params, 0)
             optimizer.step()
             assert (
-                len(optimizer._matrix_plan.buckets) == 4
+                len(optimizer._plan.buckets) == 4
                 and len(starts) == 4 * len(devices)
                 and len(set(starts)) == len(devices)
             )
@@ -260,7 +259,7 @@ def test_a_formula_of_ones_own_for_adamws_groups() -> None:
     """A subclass of Muon with another update steps these by it, on kernels too."""
 
     class Halved(Muon):
-        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> elementwise.Update:
+        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> kernel_step.Update:
             new, kept = super().update(param, grad, master, states, settings)
             return (master + new) / 2, kept
 

@@ -99,7 +99,7 @@ def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[st
     """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
     deferred = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
-    late = optimizer.skipped_steps if deferred and optimizer._kernels._plans else 0
+    late = optimizer.skipped_steps if deferred and optimizer._plan.kernels._plans else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
         if hasattr(local, "quantized_storage"):
@@ -149,9 +149,9 @@ def check(recipe: str, masters: str, moments: str, second: str | None = None, **
     options = {**MASTERS[masters], **dtypes, **options}
     expected, _ = train(recipe, options)
     found, optimizer = train(recipe, options, DEVICE)
-    [planned] = optimizer._kernels._plans
-    assert len(planned.indices) == 8 and not optimizer._kernels._remaining()
-    assert all(item.grad is None for item in optimizer._kernels._work)
+    [planned] = optimizer._plan.kernels._plans
+    assert len(planned.indices) == 8 and not optimizer._plan.kernels._remaining()
+    assert all(item.grad is None for item in optimizer._plan.kernels._work)
     assert not differing(found, expected)
     assert optimizer.skipped_steps == 1
 
@@ -237,7 +237,7 @@ def test_muons_groups_of_adamw() -> None:
                 optimizer.step()
         results.append(everything(params, optimizer))
         assert optimizer.skipped_steps == 1
-        assert [planned.indices for planned in optimizer._kernels._plans] == [[0, 1, 2, 3]] * len(devices)
+        assert [planned.indices for planned in optimizer._plan.kernels._plans] == [[0, 1, 2, 3]] * len(devices)
     assert not differing(*results)
 
 
@@ -264,7 +264,7 @@ def test_decoupled_gradients_of_other_dtypes() -> None:
             with kernels_on(*devices):
                 optimizer.step()
         results.append(everything(params, optimizer))
-        assert optimizer._kernels._remaining() == ([7] if devices else [*range(8)])
+        assert optimizer._plan.kernels._remaining() == ([7] if devices else [*range(8)])
     assert not differing(*results)
 
 
@@ -286,7 +286,7 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
                 optimizer.step()
         results.append(everything(params, optimizer))
         assert optimizer.skipped_steps == 1
-        assert [planned.indices for planned in optimizer._kernels._plans] == ([[1]] if devices else [])
+        assert [planned.indices for planned in optimizer._plan.kernels._plans] == ([[1]] if devices else [])
     assert not differing(*results)
 
 
@@ -361,7 +361,7 @@ def test_a_plan_that_a_graph_holds_is_kept(plans: list[step_plan.StepLaunchPlan]
             optimizer.step()
             if step == 0:
                 plans[0]._captured.append(torch.zeros(1))
-    assert optimizer._kernels._captured == [plans[0]]
+    assert optimizer._plan.kernels._captured == [plans[0]]
 
 
 def test_steps_in_a_row_that_are_skipped_raise() -> None:

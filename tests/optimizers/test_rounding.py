@@ -6,7 +6,7 @@ import torch
 from quantshard import numerics
 from quantshard.formats import FP16
 from quantshard.numerics import join_bfloat16, split_bfloat16
-from quantshard.optimizers.state import StateDraw, TensorRegion, round_to
+from quantshard.optimizers.state import TensorRegion, round_to
 
 CPU = torch.device("cpu")
 
@@ -89,27 +89,24 @@ def test_without_words_it_is_a_cast(dtype):
 @pytest.mark.parametrize("shape", [(), (11,), (7, 5), (7, 5, 3), (4, 3, 2, 5)], ids=str)
 @pytest.mark.parametrize("dim", range(4))
 def test_words_of_a_piece_are_those_of_the_whole(shape, dim):
-    whole = StateDraw(123, 4, 5).random_bits(TensorRegion(shape, (0,) * len(shape), shape), CPU)
+    whole = TensorRegion(shape, (0,) * len(shape), shape).random_bits(123, 4, 5, False, CPU)
     assert whole.shape == shape and whole.unique().numel() == whole.numel()
     if dim >= len(shape):
         return
     for start, stop in ((0, 2), (1, shape[dim]), (2, 2)):
         origin, local = [0] * len(shape), list(shape)
         origin[dim], local[dim] = start, stop - start
-        piece = StateDraw(123, 4, 5).random_bits(TensorRegion(shape, tuple(origin), tuple(local)), CPU)
+        piece = TensorRegion(shape, tuple(origin), tuple(local)).random_bits(123, 4, 5, False, CPU)
         assert torch.equal(piece, whole.narrow(dim, start, stop - start))
 
 
 def test_words_differ_with_each_part_of_a_draw():
     place = TensorRegion((6, 4), (0, 0), (6, 4))
-    seen = [
-        StateDraw(*draw).random_bits(place, CPU) for draw in ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1), (-1, 1, 0))
-    ]
+    draws = ((1, 1, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1), (-1, 1, 0))
+    seen = [place.random_bits(*draw, False, CPU) for draw in draws]
     assert len({tuple(words.flatten().tolist()) for words in seen}) == len(seen)
 
 
 def test_the_step_may_be_a_tensor():
     place = TensorRegion((3, 70), (1, 5), (2, 33))
-    assert torch.equal(
-        StateDraw(9, torch.tensor(77), 2).random_bits(place, CPU), StateDraw(9, 77, 2).random_bits(place, CPU)
-    )
+    assert torch.equal(place.random_bits(9, torch.tensor(77), 2, False, CPU), place.random_bits(9, 77, 2, False, CPU))

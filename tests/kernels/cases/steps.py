@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from quantshard import kernel_dispatch, kernels, numerics
 from quantshard import recipe as recipes
 from quantshard.collectives import delayed_scaling
-from quantshard.optimizers import FusedAdam, Lion, Muon
-from quantshard.optimizers.masters import MasterOptimizer
+from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
 from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
 from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import KernelCase, KernelRow, Shape, bytes_of
@@ -30,7 +29,7 @@ LIMIT = 1e4
 """Magnitude above which a gradient counts as too large."""
 
 
-_OPTIMIZERS: Mapping[str, Callable[..., MasterOptimizer]] = {"Adam": FusedAdam, "Lion": Lion, "Muon": Muon}
+_OPTIMIZERS: Mapping[str, Callable[..., ElementwiseOptimizer]] = {"Adam": FusedAdam, "Lion": Lion, "Muon": Muon}
 
 
 def weights(shapes: Sequence[Shape], device: str) -> Iterator[Tensor]:
@@ -51,7 +50,7 @@ def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Pa
 
 def stepped(
     recipe: str, shapes: Sequence[Shape], device: str, by: str = "Adam", **options: Any
-) -> tuple[list[nn.Parameter], MasterOptimizer]:
+) -> tuple[list[nn.Parameter], ElementwiseOptimizer]:
     """Weights as a recipe stores them (by default bfloat16), with bfloat16 gradients, and their optimizer."""
     # Keys of random words come from torch's generator.
     torch.manual_seed(0)
@@ -87,7 +86,7 @@ def step_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any)
     return KernelCase(launch, oracle, moved)
 
 
-def _held(params: Iterable[nn.Parameter], optimizer: MasterOptimizer) -> list[Tensor]:
+def _held(params: Iterable[nn.Parameter], optimizer: ElementwiseOptimizer) -> list[Tensor]:
     """Storage tensors of all weights, then of all states."""
     states = chain.from_iterable(state.values() for state in optimizer.state.values())
     return [part for tensor in (*params, *states) for part in _stored(tensor)]
