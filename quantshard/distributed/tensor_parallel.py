@@ -30,7 +30,7 @@ from quantshard.collectives import flat_max
 from quantshard.collectives.process_groups import Group, Groups
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.operands import OperandSplit
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state
 
 MODES = (None, "column", "row")
 """How a layer's weight is cut: not at all, along its output features, or along its input features."""
@@ -166,7 +166,7 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     """
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)
-    key = storages.random_key()
+    key = parameter_state.random_key()
     flat_max.check_equal_on_ranks(
         {"dropout": key}, tp.group, "the random key", "call torch.manual_seed alike on the group"
     )

@@ -27,7 +27,7 @@ from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
@@ -96,7 +96,7 @@ class GroupedLinear(QuantizedModule):
                 self._layers.append(layer)
             else:
                 # skip the key of another rank's expert, so that keys do not depend on the mesh
-                storages.random_key()
+                parameter_state.random_key()
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
         self._history_names = {

@@ -25,7 +25,7 @@ from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
-from quantshard.tensor.storage import KEY, SEED_STREAM
+from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
 # Group entries ----------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,9 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
-        low, high = numerics.random_words(int(first.quantized_storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
+        low, high = numerics.random_words(int(first.quantized_storage.state[RNG_KEY]), 0, SEED_STREAM, (1, 2))[
+            0
+        ].tolist()
         seed = int(high << 32 | low) - (1 << 63)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
     if len(groups) <= 1 and not any(map(process_groups.is_expert_parallel, params)):
@@ -298,7 +300,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             quantized = components.quantized_local(param)
             if quantized is None:
                 continue
-            key = checked[name] = quantized.quantized_storage.state[KEY]
+            key = checked[name] = quantized.quantized_storage.state[RNG_KEY]
             owner = owners.setdefault(id(key), name)
             if owner != name:
                 raise ConfigurationError(

@@ -27,8 +27,8 @@ from quantshard.optimizers.base import check_alike
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.optimizers.state import OptimizerState, StateDraw, rounded_roles
+from quantshard.tensor.parameter_state import RNG_DRAWS
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import DRAWS
 
 Update = tuple[Tensor, Mapping[str, Tensor]]
 """New values of a master, and new values of its states by role."""
@@ -112,7 +112,7 @@ class ParameterStep:
         if self.storage is not None:
             self.storage.mark_written()
             if self.has_draws:
-                self.storage.state[DRAWS].add_(1)
+                self.storage.state[RNG_DRAWS].add_(1)
 
     def measure(self, reduction: FlatMax) -> None:
         """Register the amaxes of blocks shared with other ranks."""

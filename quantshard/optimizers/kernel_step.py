@@ -35,7 +35,8 @@ from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags, in_ord
 from quantshard.optimizers.state import TensorRegion
 from quantshard.state_storage import chosen_options, floor_of
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY, WEIGHT_STREAM
+from quantshard.tensor.storage import QuantizedStorage
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +131,7 @@ class KernelStep:
                     offset += padded_size(grad.numel())
                 grads.append(grad if item.in_kernels else None)
                 storage = item.storage if item.has_draws else None
-                rng_counters.append(0 if storage is None else int(storage.state[DRAWS]))
+                rng_counters.append(0 if storage is None else int(storage.state[RNG_DRAWS]))
                 directions.append(direction)
             plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
@@ -141,7 +142,7 @@ class KernelStep:
         for storage in self._storages:  # their entries can be replaced
             tensors += storage.components.values()
             tensors += storage.state.values()
-        keys = [int(item.storage.state[KEY]) for item in work if item.has_draws and item.storage is not None]
+        keys = [int(item.storage.state[RNG_KEY]) for item in work if item.has_draws and item.storage is not None]
         return [tensor.data_ptr() for tensor in tensors] + keys
 
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
@@ -266,7 +267,7 @@ def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | 
     rectangle = TensorRegion.of_local(item.param).matrix()
     if rectangle is None or len(for_kernels) < len(states):
         return None
-    rng_key = 0 if item.storage is None else int(item.storage.state[KEY])
+    rng_key = 0 if item.storage is None else int(item.storage.state[RNG_KEY])
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(
         type(item.group.settings), Algorithm.ADAM
     )

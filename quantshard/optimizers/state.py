@@ -26,10 +26,11 @@ from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKi
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.state_storage import needs_master, splits, state_quant_spec, stored_dtype
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, parameter_state, requantize
 from quantshard.tensor import storage as storages
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
+from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 
 @dataclass(frozen=True)
@@ -371,7 +372,9 @@ class QuantizedWeight(QuantizedState):
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: StateDraw | None = None) -> None:
         assert requantization is not None
-        requantization.commit(values, None if draw is None else storages.rounding_words(self.storage))
+        requantization.commit(
+            values, None if draw is None else parameter_state.rounding_words(self.storage.state, self.storage.shard)
+        )
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 

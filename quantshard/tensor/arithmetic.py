@@ -31,13 +31,13 @@ from quantshard.collectives import flat_max, process_groups
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
-from quantshard.tensor import requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, requantize
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.copy_rules import plain_like
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -195,7 +195,8 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     _check_finite(weights, non_finite, operation)
     for i in changed:
         _forget_larger_amaxes(requantizations[i])
-        requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
+        storage = weights[i].quantized_storage
+        requantizations[i].commit(results[i], parameter_state.rounding_words(storage.state, storage.shard))
         torch.autograd.graph.increment_version(weights[i])
 
 
@@ -209,7 +210,7 @@ def _forget_larger_amaxes(requantization: Requantization) -> None:
 
 def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
     """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
-    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in quantized)]
+    identity = [operation, *((int(storage.state[RNG_KEY]), int(storage.state[RNG_DRAWS])) for storage in quantized)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(quantized, results, strict=True)]
     return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
 

@@ -71,7 +71,9 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
     tensor.check_filled("split")
     if dim % 2 != 0:
         raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
-    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor.quantized_storage.split(0, split_size)]
+    storage = tensor.quantized_storage
+    starts = range(0, max(storage.shard.shape[0], 1), max(split_size, 1))  # one piece of 0 rows, as in torch.split
+    return [QuantizedTensor(storage.piece(0, start, split_size), tensor.dtype) for start in starts]
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY
 
 
 @torch.no_grad()
@@ -72,6 +72,6 @@ def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
         before, after = private_torch.local_tensor(old), private_torch.local_tensor(new)
         if not (isinstance(before, QuantizedTensor) and isinstance(after, QuantizedTensor)):
             return
-        is_same_weight = before.quantized_storage.state.get(KEY) is after.quantized_storage.state.get(KEY)
+        is_same_weight = before.quantized_storage.state.get(RNG_KEY) is after.quantized_storage.state.get(RNG_KEY)
         if is_same_weight and not before.quantized_storage.gathered:
             vars(new).update(user_attributes)

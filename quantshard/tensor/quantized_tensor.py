@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard import limits, private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import all_gather, requantize
+from quantshard.tensor import all_gather, parameter_state, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.all_gather import GatherMetadata
 from quantshard.tensor.placeholder import Placeholder
@@ -296,7 +296,7 @@ def quantize_weight(
         raise UnsupportedOperationError(
             f"quantize needs a matrix of a floating dtype, got {values.dtype} {tuple(values.shape)}"
         )
-    state = state if state is not None else storages.weight_state(spec, values.device)
+    state = state if state is not None else parameter_state.weight_state(spec, values.device)
     shard = sharding.whole((values.shape[0], values.shape[1]))
     storage = storages.empty(spec, shard, values.device, state)
     tensor = QuantizedTensor(storage, dtype or values.dtype)

@@ -22,7 +22,8 @@ from quantshard.collectives.process_groups import Groups, sharding_group, united
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
+from quantshard.tensor.parameter_state import AMAX_HISTORY
+from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:

@@ -24,9 +24,9 @@ from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
-from quantshard.tensor.storage import AMAX_HISTORY
 from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")

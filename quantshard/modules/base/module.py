@@ -32,8 +32,7 @@ from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Recipe, resolve, stock_name
-from quantshard.tensor import components, moves
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, moves, parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
@@ -132,7 +131,7 @@ class QuantizedModule(nn.Module):
         checks.check_cut(self, name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         quant_spec = self._plan.recipe.weight
-        state = storages.weight_state(quant_spec, self._device)
+        state = parameter_state.weight_state(quant_spec, self._device)
         stored_spec = quant_spec if self._plan.quantize else None
         self._born_states[name] = state if stored_spec is None else {key: value.clone() for key, value in state.items()}
         param = initialization.empty_weight(self, name, stored_spec, state, self._dtype, self._device)
@@ -175,7 +174,7 @@ class QuantizedModule(nn.Module):
             elif name.endswith(tuple(linear_state.HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
-            storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
+            parameter_state.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
         self._handle = operator_arguments.handle_beside(self, self._handle)
         for name, param in self.named_parameters(recurse=False):
             checks.check_dtype(f"{type(self).__name__}.{name}", param.dtype)

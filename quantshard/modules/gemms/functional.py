@@ -38,8 +38,9 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, TensorRole
 from quantshard.tensor import observation
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm.producers import OperandProducer
@@ -102,7 +103,7 @@ def linear(
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         plain = _plain_linears(x, weights, biases, state.tp)
         if observation.active is not None and state.record:
-            observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
+            observation.active.see_plain([weight_state[RNG_KEY] for weight_state in state.weights], x, weights, plain)
         return plain
     keeps = needs_wgrad(weights)
     alone = recompute is None and keeps and state.tp.size == 1

@@ -26,8 +26,9 @@ from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBi
 from quantshard.recipe import QuantSpec, SpecPair, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.observation import Observer
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
@@ -418,4 +419,4 @@ def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[st
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
     if observer is None or not record or is_second or context.is_rehearsed():
         return None
-    return OperandWatch(observer, state[KEY], role)
+    return OperandWatch(observer, state[RNG_KEY], role)
