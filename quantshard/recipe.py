@@ -48,10 +48,6 @@ class ElementFormats(str, Enum):
     HYBRID = "HYBRID"
 
 
-Format = ElementFormats
-"""TransformerEngine's name for `ElementFormats`."""
-
-
 @dataclass(frozen=True)
 class MMParams:
     """How one GEMM accumulates.
@@ -368,25 +364,17 @@ def _stock(text: str) -> Recipe:
         )
     if text != name:
         return _stock(name)
-    return MixedRecipe(first, **_recipes_of_gemms(text, gemm_parts)) if gemm_parts else NAMES[first]()
-
-
-def _recipes_of_gemms(text: str, parts: list[str]) -> dict[str, str]:
-    """Parse the GEMM:NAME parts that follow the first name of a `MixedRecipe`."""
-    names: dict[str, str] = {}
-    for part in parts:
-        gemm, _, name = part.partition(":")
-        if gemm in names or gemm not in _GEMM_NAMES:
+    others: dict[str, str] = {}
+    for part in gemm_parts:
+        gemm, _, other = part.partition(":")
+        if gemm in others or gemm not in _GEMM_NAMES or other not in NAMES:
+            hint = meant(other, NAMES) if gemm in _GEMM_NAMES else meant(gemm, _GEMM_NAMES)
             raise ConfigurationError(
-                f"unknown recipe {text!r}: {part!r}; {meant(gemm, _GEMM_NAMES)}write each GEMM once, as in "
-                "current/wgrad:bf16"
+                f"unknown recipe {text!r}: {part!r}; {hint}write each GEMM once, as in current/wgrad:bf16; names: "
+                f"{', '.join(NAMES)}"
             )
-        if name not in NAMES:
-            raise ConfigurationError(
-                f"unknown recipe {text!r}: {name!r}; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
-            )
-        names[gemm] = name
-    return names
+        others[gemm] = other
+    return MixedRecipe(first, **others) if others else NAMES[first]()
 
 
 def stock_name(recipe: Recipe) -> str | None:

@@ -12,6 +12,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Orientation, Role
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import ceil_div, whole
+from quantshard.tensor import dtensor_offsets
 from quantshard.tensor import storage as storages
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -199,7 +200,7 @@ def test_cuts_that_are_not_those_of_the_mesh(dims):
 @given(size=sizes, world=worlds)
 def test_chunks_of_an_extent_are_those_of_torch_chunk(size, world):
     chunks = [(int(c[0]) + 3, int(c[-1]) + 4) for c in torch.arange(size).chunk(world)]
-    found = [sharding.chunk_of((3, size + 3), index, world) for index in range(world)]
+    found = [dtensor_offsets.chunk_of((3, size + 3), index, world) for index in range(world)]
     assert found == chunks + [(size + 3, size + 3)] * (world - len(chunks))
 
 

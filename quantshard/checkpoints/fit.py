@@ -25,7 +25,7 @@ from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
-from quantshard.tensor import components
+from quantshard.tensor import component_loading, components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -37,7 +37,7 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
     if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
-    keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
+    keys = {_MODEL + key for key in component_loading.held_elsewhere(model, model_keys)}
     if numbers is not None:
         keys |= {key for key in stored if key.startswith(STATES) and key.split(".")[2] in numbers.elsewhere}
     return keys

@@ -197,7 +197,7 @@ class GroupedLinear(QuantizedModule):
         faster than one by one or without waiting for the splits."""
         if not self._may_be_together(tokens, isinstance(splits, Tensor)):
             return None
-        weights = private_torch.registered_parameters(self, self._weight_names)
+        weights = [private_torch.registered_parameter(self, name) for name in self._weight_names]
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), ("experts",)), True, self.training)
@@ -223,7 +223,9 @@ class GroupedLinear(QuantizedModule):
 
     def _added_biases(self) -> list[Tensor]:
         """Return the biases that this module adds itself."""
-        added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
+        added = (
+            () if self.return_bias else [private_torch.registered_parameter(self, name) for name in self._bias_names]
+        )
         return [bias for bias in added if bias is not None]
 
     def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -231,7 +233,7 @@ class GroupedLinear(QuantizedModule):
         otherwise None."""
         if torch.compiler.is_compiling() or self.tp_size > 1:
             return None
-        parameters = private_torch.registered_parameters(self, self._weight_names)
+        parameters = [private_torch.registered_parameter(self, name) for name in self._weight_names]
         weights: list[Tensor] = [weight for weight in parameters if weight is not None]
         if not grouped.multiplies_plain(tokens, weights):
             return None
@@ -262,7 +264,8 @@ class GroupedLinear(QuantizedModule):
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            existing = [history for history in private_torch.registered_buffers(self, names) if history is not None]
+            buffers = [private_torch.registered_buffer(self, name) for name in names]
+            existing = [history for history in buffers if history is not None]
             if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)
                 existing = [

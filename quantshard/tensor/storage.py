@@ -79,10 +79,6 @@ class QuantizedStorage:
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
     gemm_views: dict[Any, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.high_precision is not None:
-            self.seen_version()  # in-place writes from now on outdate the initial values
-
     def mark_written(self) -> None:
         """Record that the components have new values, and drop the initial values."""
         self.version, self._in_place, self.high_precision = next(_versions), None, None
@@ -105,6 +101,12 @@ class QuantizedStorage:
         """Set the values that `initial_values` returns until the next write."""
         self.seen_version()
         self.high_precision = values
+
+    def _watched(self) -> QuantizedStorage:
+        """Return self, after a start to watch for in-place writes, which outdate the initial values."""
+        if self.high_precision is not None:
+            self.seen_version()
+        return self
 
     def forget_amaxes(self) -> None:
         """Zero the amax history, before or after a write of values that do not derive from the present ones."""
@@ -147,17 +149,18 @@ class QuantizedStorage:
             self.mark_written()
         version = self.version if self._in_place is None else self.seen_version()
         components = {name: change(part) for name, part in self.components.items()}
-        return replace(self, components=components, version=version)
+        return replace(self, components=components, version=version)._watched()
 
     def clone(self) -> QuantizedStorage:
         """An independent copy, including the state."""
         state = {name: value.clone() for name, value in self.state.items()}
-        return replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        copy = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        return copy._watched()
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
         """An independent copy on `device` (None: the same one), including the state."""
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
-        return replace(moved, state=parameter_state.moved_state(self.state, device), source=ref(self))
+        return replace(moved, state=parameter_state.moved_state(self.state, device), source=ref(self))._watched()
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""
@@ -170,7 +173,7 @@ class QuantizedStorage:
         if initial is not None:
             # min: for an empty piece past the end
             initial = initial.narrow(dim, min(start, initial.shape[dim]), shard.shape[dim])
-        return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)
+        return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)._watched()
 
     def take(self, source: QuantizedStorage) -> None:
         """Become another handle to the data of `source`."""

@@ -20,7 +20,8 @@ from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import hardware
-from quantshard.modules.base import assignment, checks, initialization, state_dict
+from quantshard.modules.base import checks, initialization, state_dict
+from quantshard.modules.base.assignment import AssignableModule
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection
 from quantshard.modules.contexts import context, recompute, settings
@@ -52,17 +53,14 @@ def by_own_recipe(forward: _Forward) -> _Forward:
     return cast(_Forward, inside)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(AssignableModule):
     """Base of modules with quantized or high-precision weights. Subclasses call `_add_projection` and `add_vector`.
 
     `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
-    `model_recipe`: recipe of its GEMMs outside of every autocast, for example when only a part of the model is called
-    and not the model itself, whose forward enters one; None computes in high precision with dequantized weights.
-    `shared_input`: reader of an input that the layers of other modules read too, or None.
+    `model_recipe`: recipe of its GEMMs outside of every autocast; None dequantizes the weights there.
+    `shared_input`: reader of an input that layers of other modules read too, or None.
     `zero_centered_gammas`: names of the parameters that are stored as gamma - 1.
-
-    `_born_states`: the initial state of each weight. A high-precision weight keeps it, also one that replaces a
-    quantized weight; a quantized weight has its state in its storage.
+    `_born_states`: the initial state of each weight, live only for weights in high precision.
     `_cuts`: the dim that tensor parallelism cuts of each parameter, or None.
     `_awaits_values`: whether the module was built on the meta device and has no values yet.
     """
@@ -153,9 +151,6 @@ class QuantizedModule(nn.Module):
 
         Parameters on the meta device are materialized on the device of their mesh (or the current accelerator).
         A second call gives the same bits. This is a collective call if parameters are sharded.
-
-        Raises:
-            RankMismatchError: the RNG keys differ between ranks, so their shards would belong to different weights.
         """
         initialization.reset(self)
 
@@ -191,10 +186,8 @@ class QuantizedModule(nn.Module):
         return context.autocast_by(self.recipe)
 
     def recipe_in(self, around: Recipe | None) -> Recipe | None:
-        """The recipe of this module's GEMMs inside an autocast of recipe `around`.
-
-        If `around` is None (unknown): the module's own recipe, else the one its weights were quantized by, or None.
-        """
+        """The recipe of this module's GEMMs inside an autocast of recipe `around`. If None (unknown): the module's own
+        recipe, or the one that its weights were quantized by."""
         if around is not None and not around.table:
             return around
         built_by = self._plan.recipe if around is None and self._plan.quantize else around
@@ -267,13 +260,6 @@ class QuantizedModule(nn.Module):
                         return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
             raise
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, or assign a component of a weight; see `assignment.take`."""
-        if param is None or not assignment.take(self, name, param):
-            old = private_torch.registered_parameter(self, name)
-            super().register_parameter(name, param)
-            moves.carry_attributes(old, param)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
 
@@ -287,15 +273,6 @@ class QuantizedModule(nn.Module):
             moves.carry_attributes(old, value)
         else:
             super().__setattr__(name, value)
-
-    @property
-    def _is_hf_initialized(self) -> bool:
-        """Whether transformers should skip initializing this module; transformers reads it after loading the file."""
-        return assignment.is_initialized(self)
-
-    @_is_hf_initialized.setter
-    def _is_hf_initialized(self, value: bool) -> None:
-        self.__dict__[assignment.LOADED] = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -320,10 +297,6 @@ class QuantizedModule(nn.Module):
 
         Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before building the
         optimizer. `weight_mesh` is accepted for TransformerEngine and not used.
-
-        Raises:
-            ConfigurationError: on every rank: a mesh has the wrong size or does not divide a dim, or parameters are
-                already on a mesh.
         """
         if tp_mesh is not None:
             module_meshes.put_on_mesh(self, tp_mesh)
@@ -340,7 +313,7 @@ class QuantizedModule(nn.Module):
         return tensor_parallel.NONE
 
     def whole_on_rows(self, *names: str) -> list[Any]:
-        """Return replicated parameters that each rank applies to its rows, such as norms; None if missing."""
+        """Return replicated parameters that each rank applies to its rows, such as norms."""
         params = self._locals(names)
         if self.sequence_parallel and self.tp_mesh is not None:
             tp = self.tensor_parallel_of(None)
@@ -481,8 +454,6 @@ class QuantizedModule(nn.Module):
 
     def _formats_repr(self) -> str:
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
-        params = private_torch.registered_parameters(self, self._weights)
-        tags = {
-            local.quantized_storage.spec.tag for local in map(components.quantized_local, params) if local is not None
-        }
+        weights = (components.quantized_local(private_torch.registered_parameter(self, name)) for name in self._weights)
+        tags = {weight.quantized_storage.spec.tag for weight in weights if weight is not None}
         return f", weight={'/'.join(sorted(tags))}" if tags else ""

@@ -51,7 +51,7 @@ class LinearContext:
 
 
 class _RegionContexts:
-    """Calls of each layer in a region's first forward, in order, and the position of the current recomputation."""
+    """Calls of each layer in a region's first forward, in order; the current recomputation and its calls so far."""
 
     def __init__(self) -> None:
         self.made: dict[Layer, list[LinearContext]] = defaultdict(list)
@@ -84,7 +84,7 @@ class _CheckpointRegion:
 
 class _RunningRegions(threading.local):
     """Running regions of `quantshard.checkpoint` on this thread, innermost last: the region, the number of the run, and
-    the id of the backward pass in which the run began, if any."""
+    the backward pass in which it began, if any."""
 
     def __init__(self) -> None:
         self.regions: list[tuple[_CheckpointRegion, int, int | None]] = []
@@ -128,7 +128,11 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         if regions.unknown is not None and (quantized or settings.has_quantized()):
             raise regions.unknown
         if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
-            _check_known_without_first(quantized, setting)
+            # a recomputation, but not by torch.utils.checkpoint: its first forward is unknown
+            is_delayed = autocast_setting.recipe.is_delayed
+            if is_delayed or (quantized and setting is None and not context.in_autocast()):
+                advice = "" if is_delayed else ", or enter autocast in the recomputed function"
+                raise UnsupportedOperationError(limits.refusal("unknown first forward", "a linear layer") + advice)
         # As in TransformerEngine, only a differentiated forward records: in generation, ranks can run different numbers
         # of forwards. The first forward of a reentrant region, and compiled code, run under no_grad.
         differentiated = torch.is_grad_enabled() or bool(regions.entered) or setting is not None
@@ -161,14 +165,6 @@ def _calls_of(region: Any) -> _RegionContexts:
     return calls
 
 
-def _check_known_without_first(quantized: bool, setting: str | None) -> None:
-    """Reject a forward in backward, outside of torch.utils.checkpoint, if it needs its unknown first forward."""
-    delayed = settings.is_delayed(setting or context.current_setting())
-    if delayed or (quantized and setting is None and not context.in_autocast()):
-        way_out = "" if delayed else ", or enter autocast in the recomputed function"
-        raise UnsupportedOperationError(limits.refusal("unknown first forward", "a linear layer") + way_out)
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` without keeping its activations, and recompute them in backward.
 
@@ -178,31 +174,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Args:
         function: a module or function.
         use_reentrant: which implementation of `torch.utils.checkpoint`.
-        **kwargs: other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
-            `determinism_check`, `debug`), and keyword arguments of the function, which PyTorch does not accept with
-            `use_reentrant`.
+        **kwargs: options of `torch.utils.checkpoint.checkpoint`, and keyword arguments of the function, which PyTorch
+            does not accept with `use_reentrant`.
     """
-    if use_reentrant:
-        function, args, kwargs = _by_position(function, args, kwargs)
     if not torch.compiler.is_compiling():  # a compiled graph handles recomputation itself
         function = _CheckpointRegion(function)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-
-
-_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # not the function's
-
-
-def _by_position(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Convert keyword arguments to positional ones, the only ones that the reentrant implementation accepts."""
-    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
-    names = [name for name in kwargs if name not in options]
-    if not names:
-        return function, args, options
-    count = len(args)
-
-    def call_by_name(*values: Any) -> Any:
-        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-    return call_by_name, (*args, *(kwargs[name] for name in names)), options

@@ -25,7 +25,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, emulated, operands
 from quantshard.gemm.backend import ReadOperand, WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
@@ -191,7 +191,7 @@ def forward_gemms(
     """
     weights, biases, call, state = layer
     if call.repeated:
-        context.flush_after_backward()
+        pending_amaxes.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms

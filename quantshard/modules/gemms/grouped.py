@@ -23,7 +23,7 @@ from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL, Orientation
 from quantshard.gemm import operands
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
@@ -254,7 +254,7 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
-            context.flush_after_backward()
+            pending_amaxes.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x)
         fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         biases = ExpertBias.of(layer.biases) if layer.biases else None

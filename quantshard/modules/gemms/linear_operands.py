@@ -20,7 +20,7 @@ from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn, serves_both
 from quantshard.kernels import workspace
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, SpecPair, TensorRole
@@ -417,6 +417,6 @@ def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[st
     """
     observer = observation.active
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
-    if observer is None or not record or is_second or context.is_rehearsed():
+    if observer is None or not record or is_second or pending_amaxes.is_rehearsed():
         return None
     return OperandWatch(observer, state[RNG_KEY], role)

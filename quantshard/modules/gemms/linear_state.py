@@ -20,7 +20,7 @@ from quantshard.errors import ConfigurationError, RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
@@ -243,9 +243,9 @@ AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
 def amaxes_of(role: TensorRole) -> PendingAmaxes:
     """The pending amaxes of the pass (forward or backward) in which this role is quantized first."""
     if role is not TensorRole.GRAD_OUTPUT:
-        return context.forward_amaxes()
-    context.flush_after_backward()
-    return context.backward_amaxes
+        return pending_amaxes.forward_amaxes()
+    pending_amaxes.flush_after_backward()
+    return pending_amaxes.backward_amaxes
 
 
 def check_same_stage(group: Groups, stage: RunningStage) -> None:

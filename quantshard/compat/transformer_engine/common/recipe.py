@@ -6,7 +6,8 @@ from typing import Any, Final, TypeVar, cast
 
 from quantshard import recipe
 from quantshard.compat.transformer_engine.arguments import supported
-from quantshard.recipe import Format, MMParams, Recipe
+from quantshard.recipe import ElementFormats as Format
+from quantshard.recipe import MMParams, Recipe
 
 __all__ = [
     "DelayedScaling",
