@@ -263,7 +263,7 @@ def unsupported(operation: Any) -> str:
     """Return the error message for an ATen operation that quantized tensors have no rule for."""
     hint = _HINTS.get(operation.__name__.partition(".")[0])
     return (
-        f"{operation} would dequantize or change a quantized tensor; use .dequantize() for its values (of a DTensor: "
-        ".to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
+        f"{operation} on a quantized tensor would dequantize or change it; use .dequantize() for its values (of a "
+        "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
         f"convert(filter=...) to leave its layer out{'' if hint is None else '; ' + hint}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,12 +77,9 @@ def rank_digest(identity: object, device: torch.device) -> Tensor:
     return digest
 
 
-_Number = TypeVar("_Number", float, Tensor)
-
-
-def was_alike(highest: _Number, complement: _Number) -> _Number:
-    """True if all ranks had the same `rank_digest`, given the maxima of both parts. If two ranks differ, one has the
-    larger digest and the other the larger complement, so the maxima add up to more."""
+def was_alike(highest: Any, complement: Any) -> Any:
+    """True (a bool, or a tensor of one) if all ranks had the same `rank_digest`, given the maxima of its two numbers.
+    If two ranks differ, one has the larger digest and the other the larger complement, so the maxima add up to more."""
     return highest + complement == _DIGEST
 
 

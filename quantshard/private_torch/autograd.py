@@ -19,7 +19,6 @@ _task_id = private_name("torch._C._current_graph_task_id", "telling forward from
 top_saved_tensor_hooks = private_name(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "recomputation by torch.utils.checkpoint of layers that are quantized",
-    "recompute with quantshard.checkpoint",
 )
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
@@ -80,12 +79,6 @@ def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     for name in names:  # a loop is faster than a comprehension, and each layer calls this
         values.append(registered[name] if name in registered else getattr(module, name))
     return values
-
-
-def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Replace a parameter without the checks of registering one, as FSDP2 does unless a class overrides
-    `__setattr__`."""
-    module._parameters[name] = param
 
 
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:

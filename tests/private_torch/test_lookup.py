@@ -44,9 +44,9 @@ class Without:
         def changed(module):
             execute(module)
             found = module.private_name
-            module.private_name = lambda name, feature, instead="": (
-                found(name, feature, instead) if name not in self.names else
-                module.NAMES.update({name: feature}) or module.MissingName(name, feature, instead))
+            module.private_name = lambda name, feature: (
+                found(name, feature) if name not in self.names else
+                module.NAMES.update({name: feature}) or module.MissingName(name, feature))
 
         spec.loader.exec_module = changed
         return spec

@@ -2,15 +2,12 @@
 
 `torch.utils.checkpoint` runs a region's forward a second time in backward, outside of autocast and after delayed
 scaling has recorded new amaxes. Each linear layer therefore stores a `LinearContext` with the region in the first
-forward. The second forward reads the recipe and the amaxes to scale by from there, and records nothing.
-
-`quantshard.checkpoint` counts the runs of its function and thus knows its region. A region of `torch.utils.checkpoint`
-is looked up in PyTorch's state (`private_torch.checkpointed_regions`).
+forward. The second forward reads the recipe and the amaxes to scale by from there, and records nothing. Regions are
+looked up in PyTorch's state (`private_torch.checkpointed_regions`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,47 +64,9 @@ class _RegionContexts:
         return contexts[index] if index < len(contexts) else None
 
 
-class _CheckpointRegion:
-    """The function of one `quantshard.checkpoint`. The first run is the first forward; later runs recompute it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.runs = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
-        _running.regions.append((self, self.runs, private_torch.current_backward()))
-        try:
-            return self.function(*args, **kwargs)
-        finally:
-            _running.regions.pop()
-
-
-class _RunningRegions(threading.local):
-    """Running regions of `quantshard.checkpoint` on this thread, innermost last: the region, the number of the run, and
-    the backward pass in which it began, if any."""
-
-    def __init__(self) -> None:
-        self.regions: list[tuple[_CheckpointRegion, int, int | None]] = []
-
-
-_running = _RunningRegions()
-
-
 def _regions() -> CheckpointedRegions:
-    """Checkpointed regions around the calling code, from `quantshard.checkpoint` and from PyTorch."""
-    regions = private_torch.NO_REGIONS
-    if private_torch.may_be_checkpointed():
-        regions = private_torch.checkpointed_regions()
-    if not _running.regions:
-        return regions
-    backward, entered = private_torch.current_backward(), list(regions.entered)
-    for region, run, began in reversed(_running.regions):
-        if began != backward:
-            break  # a nested backward pass is running: the caller belongs to a region that this pass recomputes
-        if run > 1:
-            return CheckpointedRegions(tuple(entered), region, run)
-        entered.append(region)
-    return replace(regions, entered=tuple(entered))
+    """The checkpointed regions around the calling code."""
+    return private_torch.checkpointed_regions() if private_torch.may_be_checkpointed() else private_torch.NO_REGIONS
 
 
 def in_region() -> bool:
@@ -177,6 +136,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         **kwargs: options of `torch.utils.checkpoint.checkpoint`, and keyword arguments of the function, which PyTorch
             does not accept with `use_reentrant`.
     """
-    if not torch.compiler.is_compiling():  # a compiled graph handles recomputation itself
-        function = _CheckpointRegion(function)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
