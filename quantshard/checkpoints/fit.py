@@ -25,7 +25,7 @@ from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
-from quantshard.tensor import component_loading, components
+from quantshard.tensor import component_loading
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -131,7 +131,7 @@ def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence
             )
         names = stored_values.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
         for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
-            if not components.is_same_name(str(old), new):
+            if not component_loading.is_same_name(str(old), new):
                 raise CheckpointError(
                     f"{path} is of another optimizer: parameter {index} of its group {number} is {str(old)!r:.200} "
                     f"and this one's {new!r}; pass the same parameters in the same order, or load the model alone"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import limits, numerics, private_torch
-from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives import process_groups, rank_checks
 from quantshard.errors import (
     ConfigurationError,
     NonFiniteGradientError,
@@ -308,7 +308,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
                     "share it as one group, fully_shard([a, b]), or their parent alone"
                 )
         for group, checked in keys.items():
-            flat_max.check_equal_on_ranks(checked, group, "the random key")
+            rank_checks.check_equal_on_ranks(checked, group, "the random key")
 
     def _check_trainable(self, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """Check that a parameter has values and is quantized or of one of the given dtypes."""

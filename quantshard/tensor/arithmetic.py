@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from quantshard import private_torch
-from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives import process_groups, rank_checks
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
@@ -212,13 +212,13 @@ def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], ope
     """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
     identity = [operation, *((int(storage.state[RNG_KEY]), int(storage.state[RNG_DRAWS])) for storage in quantized)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(quantized, results, strict=True)]
-    return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
+    return torch.cat([rank_checks.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     """The `members` that get new values on any rank."""
     highest, complement, *change = flags.tolist()
-    if not flat_max.was_alike(highest, complement):
+    if not rank_checks.was_alike(highest, complement):
         raise RankMismatchError(
             f"{operation}: ranks update different weights, or weights with different random keys; use the same modules "
             "in every step (is a gradient None on some?), and seed torch alike before building the model"

@@ -138,12 +138,11 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     elif target.gathered:
         raise refused("copy_", destination, "the copy that FSDP gathered; call reshard(), then copy into the shard")
     elif target is not source.quantized_storage:
-        copy_bytes(target, source.quantized_storage)
+        _copy_components(target, source.quantized_storage)
     return destination
 
 
-def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    """Copy components and state between storages of the same format and the same place in the global tensor."""
+def _copy_components(target: QuantizedStorage, source: QuantizedStorage) -> None:
     if target.spec != source.spec or target.shard != source.shard:
         raise UnsupportedOperationError(
             f"copy_ from {source.spec} {source.shard.extents} into {target.spec} {target.shard.extents}: quantized "

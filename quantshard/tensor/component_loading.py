@@ -182,3 +182,12 @@ def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
             start = f"{canonical_name(prefix)}." if prefix else ""
             result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
     return result
+
+
+def is_same_name(name: str, other: str) -> bool:
+    """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
+    first, second = (
+        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
+        for path in (name, other)
+    )
+    return first == second

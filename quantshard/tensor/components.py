@@ -50,15 +50,6 @@ def canonical_name(name: str) -> str:
     return private_torch.without_wrappers(name)
 
 
-def is_same_name(name: str, other: str) -> bool:
-    """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
-    first, second = (
-        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
-        for path in (name, other)
-    )
-    return first == second
-
-
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters by their keys in the model's state dict. A tied parameter appears under all of its names."""
     return {canonical_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}

@@ -18,8 +18,9 @@ from quantshard.collectives.delayed_scaling import (
     record_amaxes_,
 )
 from quantshard.collectives.flags import MismatchRecord
-from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import sharding_group, united
+from quantshard.collectives.rank_checks import check_equal_on_ranks
 from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import numerics, private_torch, sharding
-from quantshard.collectives import flat_max
+from quantshard.collectives import rank_checks
 from quantshard.distributed import module_meshes
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import distributions
@@ -87,7 +87,7 @@ def fill(module: Any, names: Iterable[str]) -> None:
     """Fill weights with their initial values. A collective call if they are sharded."""
     for name in names:
         group = private_torch.mesh_group(module.get_parameter(name))
-        flat_max.check_equal_on_ranks({name: module.weight_state(name)[RNG_KEY]}, group, "the random key")
+        rank_checks.check_equal_on_ranks({name: module.weight_state(name)[RNG_KEY]}, group, "the random key")
     quantized: dict[str, tuple[Tensor, Tensor]] = {}
     for name in names:
         param, state, spec = module.get_parameter(name), module.weight_state(name), module._weights[name]

@@ -181,7 +181,7 @@ class QuantizedModule(AssignableModule):
         """The autocast that forward enters; None to use the enclosing one."""
         if self.model_recipe is not None and not context.in_autocast():
             return context.autocast(recipe=self.model_recipe)
-        if self.recipe is None or not settings.quantizes(context.current_setting()) or context.runs_by(self.recipe):
+        if self.recipe is None or not settings.quantizes(context.current_setting()):
             return None
         return context.autocast_by(self.recipe)
 
@@ -192,11 +192,6 @@ class QuantizedModule(AssignableModule):
             return around
         built_by = self._plan.recipe if around is None and self._plan.quantize else around
         return built_by if self.recipe is None else resolve(self.recipe)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this module has weights, and no `quantized_model_init` chose how to store them."""
-        return bool(self._weights) and self._plan.is_open
 
     @torch.no_grad()
     def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
@@ -306,12 +301,8 @@ class QuantizedModule(AssignableModule):
             params = [None if param is None else tensor_parallel.all_reduce_gradient(param, tp) for param in params]
         return params
 
-    def _local(self, name: str) -> Any:
-        """Return the local part of one parameter; see `_locals`."""
-        return self._locals((name,))[0]
-
     def _locals(self, names: Sequence[str]) -> list[Any]:
-        """Return the local parts of parameters, None for missing ones; see `module_meshes.local_part`."""
+        """Return this rank's parts of parameters, None for missing ones; see `module_meshes.local_part`."""
         params = private_torch.parameters_or_values(self, names)
         for index, param in enumerate(params):
             if self.tp_mesh is not None or isinstance(param, DTensor):
@@ -409,9 +400,9 @@ class QuantizedModule(AssignableModule):
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
-        weight: Tensor = self._local(name)
+        (weight,) = self._locals((name,))
         self._check_weight(name, weight, call, device)
-        return weight
+        return cast(Tensor, weight)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
         """Check that a weight can be used in this call with an input on `device`."""
