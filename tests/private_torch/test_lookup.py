@@ -173,9 +173,9 @@ def test_versions_agree() -> None:
 
 
 def test_what_stands_in_place_of_a_missing_name() -> None:
-    missing = lookup.private_name("torch._C._none_such", "a feature", "do this")
+    missing = lookup.private_name("torch._C._none_such", "a feature")
     del lookup.NAMES["torch._C._none_such"]
-    message = r"torch .* has no torch\._C\._none_such, without which a feature cannot work; do this, or install torch 2"
+    message = r"torch .* has no torch\._C\._none_such, without which a feature cannot work; install torch 2"
     for use in (
         lambda: missing(1),
         lambda: missing.attribute,
