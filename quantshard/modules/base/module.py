@@ -181,7 +181,7 @@ class QuantizedModule(AssignableModule):
         """The autocast that forward enters; None to use the enclosing one."""
         if self.model_recipe is not None and not context.in_autocast():
             return context.autocast(recipe=self.model_recipe)
-        if self.recipe is None or not settings.quantizes(context.current_setting()):
+        if self.recipe is None or not settings.quantizes(context.current_setting()) or context.runs_by(self.recipe):
             return None
         return context.autocast_by(self.recipe)
 

@@ -60,6 +60,11 @@ def in_autocast() -> bool:
     return len(_thread.autocasts) > 0  # torch 2.11 cannot trace bool(list), so converted layers would not be compiled
 
 
+def runs_by(recipe: str | Recipe) -> bool:
+    """Return whether the innermost autocast uses this recipe object; false while compiling."""
+    return not torch.compiler.is_compiling() and settings.registered[current_setting()].recipe is resolve(recipe)
+
+
 def is_strict() -> bool:
     """Return whether the innermost autocast turns fallbacks into errors."""
     return settings.registered[current_setting()].strict
