@@ -364,17 +364,17 @@ def _stock(text: str) -> Recipe:
         )
     if text != name:
         return _stock(name)
-    others: dict[str, str] = {}
+    recipe_names: dict[str, str] = {}
     for part in gemm_parts:
-        gemm, _, other = part.partition(":")
-        if gemm in others or gemm not in _GEMM_NAMES or other not in NAMES:
-            hint = meant(other, NAMES) if gemm in _GEMM_NAMES else meant(gemm, _GEMM_NAMES)
+        gemm, _, recipe_name = part.partition(":")
+        if gemm in recipe_names or gemm not in _GEMM_NAMES or recipe_name not in NAMES:
+            hint = meant(recipe_name, NAMES) if gemm in _GEMM_NAMES else meant(gemm, _GEMM_NAMES)
             raise ConfigurationError(
                 f"unknown recipe {text!r}: {part!r}; {hint}write each GEMM once, as in current/wgrad:bf16; names: "
                 f"{', '.join(NAMES)}"
             )
-        others[gemm] = other
-    return MixedRecipe(first, **others) if others else NAMES[first]()
+        recipe_names[gemm] = recipe_name
+    return MixedRecipe(first, **recipe_names) if recipe_names else NAMES[first]()
 
 
 def stock_name(recipe: Recipe) -> str | None:
