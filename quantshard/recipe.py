@@ -48,6 +48,10 @@ class ElementFormats(str, Enum):
     HYBRID = "HYBRID"
 
 
+Format = ElementFormats
+"""TransformerEngine's name for `ElementFormats`."""
+
+
 @dataclass(frozen=True)
 class MMParams:
     """How one GEMM accumulates.

@@ -16,8 +16,7 @@ from torch import nn
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import DotProductAttention
-from quantshard.recipe import ElementFormats as Format
-from quantshard.recipe import MMParams
+from quantshard.recipe import Format, MMParams
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -6,8 +6,7 @@ from typing import Any, Final, TypeVar, cast
 
 from quantshard import recipe
 from quantshard.compat.transformer_engine.arguments import supported
-from quantshard.recipe import ElementFormats as Format
-from quantshard.recipe import MMParams, Recipe
+from quantshard.recipe import Format, MMParams, Recipe
 
 __all__ = [
     "DelayedScaling",
