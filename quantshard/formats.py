@@ -181,6 +181,12 @@ class Format:
         copy = self.copies[Orientation.ROWWISE]
         return ALL not in copy.block and copy.amax is None
 
+    @cached_property
+    def bytes_per_element(self) -> float:
+        """Stored bytes per logical element of a large tensor, scales included."""
+        per_entry = (c.encoding.storage.itemsize / (c.block_shape[0] * c.block_shape[1]) for c in self.components)
+        return float(sum(per_entry))
+
 
 FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""

@@ -89,7 +89,8 @@ def test_copies(fmt):
 
 @every_format
 def test_bytes_per_element_are_what_is_stored(fmt):
-    """The widths counted by hand, and the bytes of a quantized tensor agree."""
+    """The formula, the widths counted by hand, and the bytes of a quantized tensor agree."""
+    assert fmt.bytes_per_element == pytest.approx(BYTES[fmt.name], rel=1e-12, abs=1e-30)
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     parts = numerics.quantize(x, fmt)
     assert parts.keys() == fmt.by_name.keys()
