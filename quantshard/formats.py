@@ -142,9 +142,6 @@ class Format:
 
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
-        # Neither this file nor the kernels define how codes of other widths are packed.
-        for part in self.components:
-            assert part.encoding.bits in (4, 8, 16, 32), f"{part.encoding.name}: codes of {part.encoding.bits} bits"
 
     @cached_property
     def by_name(self) -> dict[str, Component]:
@@ -191,8 +188,6 @@ class Format:
         return float(sum(per_entry))
 
 
-_SCALE_NAME: Final = "scale_inv"
-_E8M0_STATE_SCALE: Final = "scale_e8m0"  # tells second moments from other 8-bit states
 FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""
 
@@ -216,7 +211,7 @@ def _row(
     scale: Encoding,
     *blocks: tuple[int, int],
     amax: bool = False,
-    scale_name: str = _SCALE_NAME,
+    scale_name: str = "scale_inv",
 ) -> Format:
     copies = zip(Orientation, blocks, strict=False)
     parts = [part for orientation, block in copies for part in _copy(orientation, element, scale, block, scale_name)]
@@ -232,7 +227,7 @@ FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
 FP8_1XROW: Final = _row("fp8_1xrow", E4M3, FP32, (1, ALL))
 FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
 FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
-UE5M3_1X128: Final = _row("ue5m3_1x128", UE5M3, E8M0, (1, 128), scale_name=_E8M0_STATE_SCALE)
+UE5M3_1X128: Final = _row("ue5m3_1x128", UE5M3, E8M0, (1, 128), scale_name="scale_e8m0")  # unlike other 8-bit states
 
 # An E8M0 scale is the smallest power of two for which no amax saturates: TransformerEngine's rule for MXFP8, torchao's
 # RCEIL, not the simplest rule of the OCP specification, floor(log2(amax)) minus the exponent of the largest code.

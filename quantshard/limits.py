@@ -7,7 +7,7 @@ A fallback computes the right numbers on a slower path or with more memory. `exp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from quantshard.errors import FallbackError, warn_once
 
@@ -241,3 +241,29 @@ def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
 def warn(name: str, subject: str, if_intended: str) -> None:
     """Warn once per process that `subject` takes the fallback `name`. `if_intended`: how to silence the warning."""
     warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")
+
+
+_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
+_FUSED = (
+    "torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for "
+    "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
+    "quantshard.integrations.transformers.QuantizedTraining"
+)
+_AVERAGE = "average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
+
+_HINTS: Final = {
+    **dict.fromkeys(("cat", "broadcast_"), _DDP),
+    **dict.fromkeys([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")], _FUSED),
+    **dict.fromkeys([f"{of}{name}" for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")], _AVERAGE),
+}
+"""What to do instead of operations that popular code calls, by name."""
+
+
+def unsupported(operation: Any) -> str:
+    """Return the error message for an ATen operation that quantized tensors have no rule for."""
+    hint = _HINTS.get(operation.__name__.partition(".")[0])
+    return (
+        f"{operation} on a quantized tensor would dequantize or change it; use .dequantize() for its values (of a "
+        "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
+        f"convert(filter=...) to leave its layer out{'' if hint is None else '; ' + hint}"
+    )

@@ -368,25 +368,17 @@ def _stock(text: str) -> Recipe:
         )
     if text != name:
         return _stock(name)
-    return MixedRecipe(first, **_recipes_of_gemms(text, gemm_parts)) if gemm_parts else NAMES[first]()
-
-
-def _recipes_of_gemms(text: str, parts: list[str]) -> dict[str, str]:
-    """Parse the GEMM:NAME parts that follow the first name of a `MixedRecipe`."""
-    names: dict[str, str] = {}
-    for part in parts:
-        gemm, _, name = part.partition(":")
-        if gemm in names or gemm not in _GEMM_NAMES:
+    recipe_names: dict[str, str] = {}
+    for part in gemm_parts:
+        gemm, _, recipe_name = part.partition(":")
+        if gemm in recipe_names or gemm not in _GEMM_NAMES or recipe_name not in NAMES:
+            hint = meant(recipe_name, NAMES) if gemm in _GEMM_NAMES else meant(gemm, _GEMM_NAMES)
             raise ConfigurationError(
-                f"unknown recipe {text!r}: {part!r}; {meant(gemm, _GEMM_NAMES)}write each GEMM once, as in "
-                "current/wgrad:bf16"
+                f"unknown recipe {text!r}: {part!r}; {hint}write each GEMM once, as in current/wgrad:bf16; names: "
+                f"{', '.join(NAMES)}"
             )
-        if name not in NAMES:
-            raise ConfigurationError(
-                f"unknown recipe {text!r}: {name!r}; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
-            )
-        names[gemm] = name
-    return names
+        recipe_names[gemm] = recipe_name
+    return MixedRecipe(first, **recipe_names) if recipe_names else NAMES[first]()
 
 
 def stock_name(recipe: Recipe) -> str | None:

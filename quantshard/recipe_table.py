@@ -106,18 +106,16 @@ class Recipe:
                 "blocks or with two copies"
             )
         spec = specs.pop()
-        if spec is not None:
-            self._check_weight(spec)
-        return spec
-
-    def _check_weight(self, spec: QuantSpec) -> None:
-        scaling = spec.scaling
-        if scaling.stochastic_rounding or scaling.random_hadamard:
+        if spec is None:
+            return None
+        if spec.scaling.stochastic_rounding or spec.scaling.random_hadamard:
             raise ConfigurationError(f"recipe {self.name!r}: weights take no stochastic_rounding or random_hadamard")
-        if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in spec.format.copies.values()):
+        blocks = {copy.block for copy in spec.format.copies.values()}
+        if spec.scaling.history and blocks != {(formats.ALL, formats.ALL)}:
             raise ConfigurationError(
                 f"recipe {self.name!r}: {spec.format.name} has blocks, and an amax history needs a per-tensor format"
             )
+        return spec
 
     @cached_property
     def activations(self) -> Mapping[TensorRole, SpecPair]:
@@ -128,10 +126,11 @@ class Recipe:
     @cached_property
     def histories(self) -> Mapping[TensorRole, int]:
         """Lengths of the amax histories for inputs and output gradients. Roles without a history are left out."""
-        lengths_by_role = {
-            role: [spec.scaling.history for spec in pair if spec] for role, pair in self.activations.items()
+        lengths = {
+            role: max((spec.scaling.history for spec in pair if spec), default=0)
+            for role, pair in self.activations.items()
         }
-        return {role: max(lengths) for role, lengths in lengths_by_role.items() if any(lengths)}
+        return {role: length for role, length in lengths.items() if length}
 
     @cached_property
     def is_delayed(self) -> bool:

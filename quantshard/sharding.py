@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Component, Format, Orientation
@@ -129,12 +130,6 @@ class Shard:
         assert self.cut is not None
         return not self.replicates(component, self.cut.dim)
 
-    def padded_rows(self, component: Component) -> int:
-        """Return the component's rows in the largest piece of the last cut, which every rank sends to an all-gather."""
-        assert self.cut is not None
-        assert self.cut.dim == 0  # FSDP2 gathers tensor subclasses only along dim 0 (`limits.REFUSALS`)
-        return ceil_div(self.cut.chunk, component.block_shape[0])
-
 
 @lru_cache(maxsize=65536)  # called for every operand component of each GEMM
 def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
@@ -148,13 +143,6 @@ def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
     return (extents[0], extents[1])
 
 
-def chunk_of(extent: Extent, index: int, count: int) -> Extent:
-    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`: the last can be shorter or empty."""
-    start, stop = extent
-    chunk = ceil_div(stop - start, count)
-    return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
-
-
 @lru_cache(maxsize=4096)
 def whole(shape: tuple[int, int]) -> Shard:
     """Return the shard that covers the whole global tensor."""
@@ -163,11 +151,7 @@ def whole(shape: tuple[int, int]) -> Shard:
 
 def stored_bytes(fmt: Format, shard: Shard) -> dict[str, int]:
     """Return the bytes of each component that are resident on the rank of `shard`."""
-    sizes = {}
-    for component in fmt.components:
-        rows, cols = shard.component_shape(component)
-        sizes[component.name] = rows * cols * component.encoding.storage.itemsize
-    return sizes
+    return {c.name: prod(shard.component_shape(c)) * c.encoding.storage.itemsize for c in fmt.components}
 
 
 def pieces_outermost_first(shard: Shard) -> list[Shard]:
@@ -211,14 +195,18 @@ def gather_slots(
 ) -> list[GatherSlot]:
     """Return the all-gather inputs of one rank, for a pass that reads the copies `this_pass`.
 
-    FSDP2 fixes its buffers at the first all-gather, so each slot is padded to the largest component of any pass.
+    FSDP2 fixes its buffers at the first all-gather, so each slot is padded to the largest component of any pass, in the
+    largest piece of the cut.
     """
+    assert shard.cut is not None
+    assert shard.cut.dim == 0  # FSDP2 gathers tensor subclasses only along dim 0 (`limits.REFUSALS`)
+    chunk = shard.cut.chunk
 
     def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:
-        # The amax is left out: it covers the whole tensor, so every rank has it (`shard.gathers` would be False).
+        # without the amax of the whole tensor, which every rank has
         parts = [part for copy in copies for part in (fmt.copies[copy].codes, fmt.copies[copy].scale)]
         return [
-            (part.name, shard.padded_rows(part), shard.component_shape(part)[1])
+            (part.name, ceil_div(chunk, part.block_shape[0]), shard.component_shape(part)[1])
             for part in parts
             if shard.gathers(part)
         ]

@@ -15,7 +15,7 @@ from quantshard.formats import FORMATS, Orientation, Scaling
 from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
-from quantshard.tensor.storage import AMAX_HISTORY
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.interpreter import prepared_once

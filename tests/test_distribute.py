@@ -17,8 +17,8 @@ from quantshard.distributed.module_meshes import empty_parameter, shard_paramete
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import quantize_weight
-from quantshard.tensor.storage import DRAWS, KEY
 from tests.covering import by_turns
 from tests.tensor.test_tensor import CELLS, NVFP4, RECIPES, differing, every_cell, random
 from tests.tools.observe.fake import fake_rank
@@ -60,8 +60,8 @@ def test_a_quantized_piece_is_that_of_the_whole(cell, dim, ranks):
                 is_alone(part, whole.quantized_storage.components.values()) for part in piece.components.values()
             )
             assert (
-                piece.state[KEY] is whole.quantized_storage.state[KEY]
-                and piece.state[DRAWS] is whole.quantized_storage.state[DRAWS]
+                piece.state[RNG_KEY] is whole.quantized_storage.state[RNG_KEY]
+                and piece.state[RNG_DRAWS] is whole.quantized_storage.state[RNG_DRAWS]
             )
             assert torch.equal(piece.high_precision, expected.high_precision)
             assert is_alone(piece.high_precision, [whole.quantized_storage.high_precision])

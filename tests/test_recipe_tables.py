@@ -143,8 +143,8 @@ def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
     ("name", "says"),
     [
         ("nvpf4/wgrad:bf16", "unknown recipe 'nvpf4/wgrad:bf16'; did you mean 'nvfp4'"),
-        ("nvfp4/wgrad:curent", "unknown recipe 'nvfp4/wgrad:curent': 'curent'; did you mean 'current'"),
-        ("nvfp4/wgrad", "unknown recipe 'nvfp4/wgrad': ''; choose one of"),
+        ("nvfp4/wgrad:curent", "unknown recipe 'nvfp4/wgrad:curent': 'wgrad:curent'; did you mean 'current'"),
+        ("nvfp4/wgrad", "unknown recipe 'nvfp4/wgrad': 'wgrad'; write each GEMM once"),
         ("nvfp4/wgard:bf16", "did you mean 'wgrad'"),
         ("nvfp4/backward:bf16", "'backward:bf16'; .*write each GEMM once, as in current/wgrad:bf16"),
         ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16'; .*write each GEMM once"),

@@ -12,6 +12,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Orientation, Role
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import ceil_div, whole
+from quantshard.tensor import dtensor_offsets
 from quantshard.tensor import storage as storages
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -199,7 +200,7 @@ def test_cuts_that_are_not_those_of_the_mesh(dims):
 @given(size=sizes, world=worlds)
 def test_chunks_of_an_extent_are_those_of_torch_chunk(size, world):
     chunks = [(int(c[0]) + 3, int(c[-1]) + 4) for c in torch.arange(size).chunk(world)]
-    found = [sharding.chunk_of((3, size + 3), index, world) for index in range(world)]
+    found = [dtensor_offsets.chunk_of((3, size + 3), index, world) for index in range(world)]
     assert found == chunks + [(size + 3, size + 3)] * (world - len(chunks))
 
 
@@ -258,26 +259,27 @@ def test_storages_have_the_shapes_and_bytes_that_are_promised(fmt, shape, axes):
 @every_format
 @few
 @given(shape=shapes, axes=cuts, world=worlds, dim=st.sampled_from([0, 1]), data=st.data())
-def test_a_split_is_the_pieces_of_a_storage(fmt, shape, axes, world, dim, data):
-    """Also of one that was cut before: the same entries, as views, and the same part of the kept values."""
+def test_pieces_of_a_storage_are_views_of_its_resident_entries(fmt, shape, axes, world, dim, data):
+    """Also of one that was cut before; the kept values are cut too."""
     shard = data.draw(st.sampled_from(all_pieces(shape, axes)))
     codes = {which: copy.codes.block_shape[dim] for which, copy in fmt.copies.items()}
     chunk = ceil_div(shard.shape[dim], world * max(codes.values())) * max(codes.values())
     storage = storages.empty(QuantSpec(fmt), shard, "cpu")
     for index, part in enumerate(storage.components.values()):
         part.copy_(torch.arange(part.numel()).view(part.shape) + index)
-    storage.high_precision = torch.arange(shard.shape[0] * shard.shape[1]).view(shard.shape)
-    pieces = storage.split(dim, chunk)
-    starts = range(0, max(shard.shape[dim], 1), max(chunk, 1))
-    for start, piece in zip(starts, pieces, strict=True):
-        alone = storage.piece(dim, start, chunk)
-        assert piece.shard == alone.shard and piece.state is storage.state
+    values = storage.high_precision = torch.arange(shard.shape[0] * shard.shape[1]).view(shard.shape)
+    for start in range(0, max(shard.shape[dim], 1), max(chunk, 1)):
+        piece = storage.piece(dim, start, chunk)
+        assert piece.shard == shard.piece(dim, start, chunk) and piece.state is storage.state
         assert piece.components.keys() == storage.components.keys()
         for name, part in piece.components.items():
-            assert part.shape == alone.components[name].shape == piece.shard.component_shape(fmt.by_name[name])
-            assert torch.equal(part, alone.components[name])
-            assert part.untyped_storage().data_ptr() == storage.components[name].untyped_storage().data_ptr()
-        assert torch.equal(piece.high_precision, alone.high_precision)
+            whole_part, component = storage.components[name], fmt.by_name[name]
+            spans = zip(piece.shard.resident(component), shard.resident(component), strict=True)
+            rows, cols = (slice(new[0] - old[0], new[1] - old[0]) for new, old in spans)
+            assert torch.equal(part, whole_part[rows, cols])
+            assert part.untyped_storage().data_ptr() == whole_part.untyped_storage().data_ptr()
+        end = min(start + chunk, shard.shape[dim])
+        assert torch.equal(piece.high_precision, values.narrow(dim, start, end - start))
 
 
 @every_format

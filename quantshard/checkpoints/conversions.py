@@ -31,7 +31,8 @@ from quantshard.recipe import QuantSpec, format_of_tag
 from quantshard.state_storage import STATE_QUANT_SPECS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_spec
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
+from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_ELEMENTS = 1 << 26
 """Elements of a batch, over all ranks: the number of float32 values in memory at a time."""
@@ -164,7 +165,7 @@ def converted_keys(
         if conversion.requantizes:
             weight = f"model.{conversion.name}"
             converted |= {weight + suffix for suffix in _SUFFIXES}
-            converted |= {f"{weight}_{KEY}", f"{weight}_{DRAWS}"} - on_both_sides
+            converted |= {f"{weight}_{RNG_KEY}", f"{weight}_{RNG_DRAWS}"} - on_both_sides
         masters = {f"{STATES}{conversion.index}.{name}" for name in master_names[str(conversion.index)]}
         converted |= masters if conversion.sets_master else masters - live.keys()
     return converted & keys

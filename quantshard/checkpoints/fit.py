@@ -25,7 +25,7 @@ from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
-from quantshard.tensor import components
+from quantshard.tensor import component_loading
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -37,7 +37,7 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
     if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
-    keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
+    keys = {_MODEL + key for key in component_loading.held_elsewhere(model, model_keys)}
     if numbers is not None:
         keys |= {key for key in stored if key.startswith(STATES) and key.split(".")[2] in numbers.elsewhere}
     return keys
@@ -131,7 +131,7 @@ def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence
             )
         names = stored_values.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
         for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
-            if not components.is_same_name(str(old), new):
+            if not component_loading.is_same_name(str(old), new):
                 raise CheckpointError(
                     f"{path} is of another optimizer: parameter {index} of its group {number} is {str(old)!r:.200} "
                     f"and this one's {new!r}; pass the same parameters in the same order, or load the model alone"

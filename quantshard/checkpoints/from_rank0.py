@@ -62,7 +62,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
                 parts[key] = _local_part(value, live[key])
     with agreement.writing_into("the model"):
         result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
-    elsewhere = components.held_elsewhere(model, description)
+    elsewhere = component_loading.held_elsewhere(model, description)
     result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)
     return result
 
@@ -105,7 +105,7 @@ def _fitting(
             )
     _check_weights(model, live, described, sent)
     missing = [key for key in live if key not in described]
-    unexpected = sorted(described.keys() - live.keys() - components.held_elsewhere(model, described))
+    unexpected = sorted(described.keys() - live.keys() - component_loading.held_elsewhere(model, described))
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "

@@ -16,11 +16,11 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.numerics.states import MASTER, has_master
-from quantshard.tensor import components, requantize
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor import component_loading, components, requantize
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_STATES = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
+_STATES = tuple(f"_{name}" for name in (RNG_KEY, RNG_DRAWS, AMAX_HISTORY))
 
 
 @torch.no_grad()
@@ -209,7 +209,7 @@ def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Return this rank's checked values: entries that belong to no parameter, and its shard of each parameter."""
-    state_dict = components.split_stacked(model, state_dict)
+    state_dict = component_loading.split_stacked(model, state_dict)
     other_entries = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
     for name, part in parts.items():
@@ -224,10 +224,12 @@ def _other_entries(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """(live tensor, value) of each buffer, RNG key and draw count in the state dict."""
-    live = {key: value for key, value in model.state_dict().items() if key.endswith((f"_{KEY}", f"_{DRAWS}"))}
+    live = {key: value for key, value in model.state_dict().items() if key.endswith((f"_{RNG_KEY}", f"_{RNG_DRAWS}"))}
     live |= dict(model.named_buffers())
     missing = sorted(params.keys() - state_dict.keys())
-    unknown = sorted(state_dict.keys() - params.keys() - live.keys() - components.held_elsewhere(model, state_dict))
+    unknown = sorted(
+        state_dict.keys() - params.keys() - live.keys() - component_loading.held_elsewhere(model, state_dict)
+    )
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "

@@ -26,7 +26,7 @@ from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag
 from quantshard.state_storage import stored_state_spec
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 STATE_MARK = ".state."
 """Substring of the key of every optimizer state."""
@@ -37,7 +37,7 @@ RANDOM, HISTORY = "random state", "amax history"
 amax histories. Rows of the caller's entries have the kind `EXTRA`."""
 
 _PREFIXES = {"optimizer.": STATE, f"{EXTRA}.": EXTRA, f"{RANKS}.": RANK}
-_SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
+_SUFFIXES = {f"_{RNG_KEY}": RANDOM, f"_{RNG_DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
 
 _AT_ONCE = 1 << 20
 """Elements processed at a time."""
@@ -281,7 +281,7 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
 
 
 def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> TensorGroup:
-    state_keys = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
+    state_keys = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (RNG_KEY, RNG_DRAWS, AMAX_HISTORY))]
     stored_keys = tuple(key for key in state_keys if isinstance(entries.get(key), TensorStorageMetadata))
 
     def unknown(description: str, problem: str) -> TensorGroup:

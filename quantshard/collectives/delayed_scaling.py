@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flags import MismatchRecord
-from quantshard.collectives.flat_max import FlatMax, rank_digest, was_alike
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
+from quantshard.collectives.rank_checks import rank_digest, was_alike
 from quantshard.kernels import workspace
 from quantshard.kernels.workspace import LaunchQueue
 

@@ -1,18 +1,15 @@
-"""Maxima of many tensors over ranks in one flat collective, and checks that ranks hold equal values."""
+"""Maxima of many tensors over ranks in one flat collective."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quantshard.collectives.process_groups import Groups, collective_device, spanned
-from quantshard.errors import RankMismatchError
 
 _SMALLEST = 1024  # sending 4 KiB takes no longer than 4 bytes
 
@@ -26,7 +23,7 @@ class FlatMax:
 
     Args:
         padded: pad each collective to a power of two. Ranks that are out of step then mostly meet in a collective of
-            the same size, and a digest that is reduced with the values detects them (`rank_digest`).
+            the same size, and a digest that is reduced with the values detects them (`rank_checks.rank_digest`).
     """
 
     padded: bool = False
@@ -63,45 +60,3 @@ class FlatMax:
         # Copy before the next group: a tensor of two groups continues with the maxima of the first. Call the overload
         # directly: an overload packet formats its tensor arguments, which waits for the device.
         torch.ops.aten._foreach_copy_.default(tensors, views)
-
-
-_DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests are reduced together with amaxes
-
-
-def rank_digest(identity: object, device: torch.device) -> Tensor:
-    """Return a digest of `repr(identity)`, which all ranks compare, and its complement: float32 [2], for `FlatMax`."""
-    checksum = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
-    # Filling on the device avoids a copy that the host would wait for.
-    digest = torch.full((2,), checksum, dtype=torch.float32, device=device)
-    digest[1].fill_(_DIGEST - checksum)
-    return digest
-
-
-_Number = TypeVar("_Number", float, Tensor)
-
-
-def was_alike(highest: _Number, complement: _Number) -> _Number:
-    """True if all ranks had the same `rank_digest`, given the maxima of both parts. If two ranks differ, one has the
-    larger digest and the other the larger complement, so the maxima add up to more."""
-    return highest + complement == _DIGEST
-
-
-SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the model is built, or load a checkpoint"
-
-
-def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, remedy: str = SEED_ALIKE) -> None:
-    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`.
-
-    Makes one collective per process group.
-    """
-    if not spanned(group) or not named:
-        return
-    values = torch.cat([v.reshape(1) for v in named.values()])
-    extremes = torch.stack([values, ~values])  # ~ reverses the order, also for the smallest int64
-    for member in spanned(group):
-        extremes = extremes.to(collective_device(member))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=member)
-    highest, lowest = extremes[0].cpu(), ~extremes[1].cpu()
-    for name, high, low in zip(named, highest.tolist(), lowest.tolist(), strict=True):
-        if high != low:
-            raise RankMismatchError(f"{what} of {name!r} differs between ranks ({low} and {high}); {remedy}")

@@ -18,7 +18,6 @@ Groups = Group | tuple[dist.ProcessGroup, ...]
 this rank (None or an empty tuple)."""
 
 _OTHERS = "_quantshard_others"
-_AVAILABLE = dist.is_available()
 
 
 class _SpreadGroup:
@@ -90,7 +89,7 @@ def spanned(group: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 def world() -> dist.ProcessGroup | None:
     """Return the group of all processes, or None if there are no process groups."""
-    return dist.group.WORLD if _AVAILABLE else None
+    return dist.group.WORLD
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

@@ -20,7 +20,7 @@ from quantshard import limits, private_torch, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import components
+from quantshard.tensor import components, parameter_state
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
@@ -163,7 +163,7 @@ def empty_parameter(
     if dim is not None:
         _check_codes(spec, tuple(shape), mesh, dim)
         shard = shard.piece(dim, start, chunk)
-    state = state if state is not None else storages.weight_state(spec, device)
+    state = state if state is not None else parameter_state.weight_state(spec, device)
     storage = storages.empty(spec, shard, device, state)
     storage.mesh = None if dim is None else mesh
     return _parameter(QuantizedTensor(storage, dtype), mesh, dim, shape)

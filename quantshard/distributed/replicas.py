@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives import process_groups, rank_checks
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
@@ -37,8 +37,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     digests = {name: _digest([_bytes(tensor)]) for name, tensor in live.items()}
     for name, initial in _initial_values(model).items():  # None too: only some ranks might keep them
         digests[f"{name} as initialized"] = _digest([] if initial is None else [_bytes(initial)])
-    flat_max.check_equal_on_ranks(
-        digests, group, "the hash", f"{flat_max.SEED_ALIKE}, or call quantshard.broadcast_(model)"
+    rank_checks.check_equal_on_ranks(
+        digests, group, "the hash", f"{rank_checks.SEED_ALIKE}, or call quantshard.broadcast_(model)"
     )
 
 
@@ -112,7 +112,7 @@ def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.Pro
     described = [f"{name} {tensor.dtype} {tuple(tensor.shape)};" for name, tensor in live.items()]
     described += [f"{spec};" for spec in specs]
     digest = _digest(text.encode() for text in described)
-    flat_max.check_equal_on_ranks(
+    rank_checks.check_equal_on_ranks(
         {type(model).__name__: digest}, group, "the structure", "build the same model on all ranks"
     )
 

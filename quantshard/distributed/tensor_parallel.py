@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import numerics, private_torch
-from quantshard.collectives import flat_max
+from quantshard.collectives import rank_checks
 from quantshard.collectives.process_groups import Group, Groups
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.operands import OperandSplit
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state
 
 MODES = (None, "column", "row")
 """How a layer's weight is cut: not at all, along its output features, or along its input features."""
@@ -166,8 +166,8 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     """
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)
-    key = storages.random_key()
-    flat_max.check_equal_on_ranks(
+    key = parameter_state.random_key()
+    rank_checks.check_equal_on_ranks(
         {"dropout": key}, tp.group, "the random key", "call torch.manual_seed alike on the group"
     )
     values = x.reshape(-1, x.shape[-1])

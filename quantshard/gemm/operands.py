@@ -21,7 +21,8 @@ from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Orientation
 from quantshard.kernel_dispatch import RandomWords
-from quantshard.numerics import HADAMARD_SIGNS, RandomBits
+from quantshard.numerics import RandomBits
+from quantshard.numerics.transforms import HADAMARD_SIGNS
 from quantshard.recipe import QuantSpec, Recipe, SpecPair, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages

@@ -24,7 +24,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import Linear
 from quantshard.tensor import component_loading, components
-from quantshard.tensor.storage import DRAWS
+from quantshard.tensor.parameter_state import RNG_DRAWS
 
 __all__ = ["load_adapter", "register", "save_adapter"]
 
@@ -199,8 +199,8 @@ class QuantizedLoraLinear(lora.Linear):
             return
         base: Any = self.get_base_layer()
         weight, bias = self._before
-        draws = components.storage_of(base.weight).state[DRAWS]
-        components.storage_of(weight).state[DRAWS].copy_(draws)  # never reuse random bits
+        draws = components.storage_of(base.weight).state[RNG_DRAWS]
+        components.storage_of(weight).state[RNG_DRAWS].copy_(draws)  # never reuse random bits
         component_loading.load_components(base.weight, components.state_of(weight), "weight")
         if bias is not None:
             base.bias.copy_(bias)

@@ -30,7 +30,7 @@ from quantshard.modules.contexts import context, settings
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
-from quantshard.tensor import components
+from quantshard.tensor import component_loading
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as activation_kernel
@@ -362,7 +362,7 @@ class LayerNormMLP(_NormedModule):
         )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(components.split_stacked(self, state_dict, prefix), prefix, *args)
+        super()._load_from_state_dict(component_loading.split_stacked(self, state_dict, prefix), prefix, *args)
 
     @by_own_recipe
     def forward(self, inp: Tensor, *, residual: Tensor | None = None) -> Tensor | tuple[Tensor | None, ...]:

@@ -52,7 +52,7 @@ def open_layers(model: nn.Module) -> list[tuple[str, QuantizedModule]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, QuantizedModule) and module.is_open
+        if isinstance(module, QuantizedModule) and module._weights and module._plan.is_open
     ]
 
 

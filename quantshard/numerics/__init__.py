@@ -13,8 +13,7 @@ it touches. Quantization has three steps:
     scales_and_multipliers   amaxes -> the stored scales, and the multipliers of x
     quantize_codes           x, multipliers -> codes
 
-There are two results because TransformerEngine multiplies by the forward scale and stores its reciprocal, from which
-the forward scale cannot be recovered bit for bit.
+Multipliers are no function of the stored scales: TransformerEngine multiplies by a scale and stores its reciprocal.
 
 Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
 for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox).
@@ -36,6 +35,11 @@ from quantshard.numerics.random_bits import in_chunks as in_chunks
 from quantshard.numerics.random_bits import philox as philox
 from quantshard.numerics.random_bits import random_words as random_words
 from quantshard.numerics.random_bits import swap_halves as swap_halves
+from quantshard.numerics.transforms import hadamard16 as hadamard16
+from quantshard.numerics.transforms import join_bfloat16 as join_bfloat16
+from quantshard.numerics.transforms import split_bfloat16 as split_bfloat16
+from quantshard.numerics.transforms import swizzled as swizzled
+from quantshard.numerics.transforms import unswizzled as unswizzled
 
 Grids = Mapping[str, Tensor]  # keys: names of scale and amax components
 
@@ -89,9 +93,7 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
 
     The float32 bits that the encoding lacks, n = 23 - mantissa_bits of them, are the fraction of the way to the
     neighbor of larger magnitude, which is chosen if this fraction and the highest n bits of the random word add up to
-    at least 1. Below the normal range, the fraction is first rounded to n bits.
-
-    Representable values never change, magnitudes above max saturate, and -x rounds like x.
+    at least 1. Representable values never change, magnitudes above max saturate, and -x rounds like x.
 
     Args:
         words: int64 in [0, 2**32), of x's shape.
@@ -100,14 +102,12 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
 
 
 def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
-    """Add the word to the bits of |x| that the encoding lacks, then drop these bits: a carry rounds up.
-
-    Below the normal range the lowest normal number is added first, so that the encoding lacks the same bits of the sum.
-    """
+    """Add the word to the bits of |x| that the encoding lacks, then drop these bits: a carry rounds up."""
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     lacking = 23 - mantissa
     x = _encodable(x, encoding)
     magnitude = x.abs().clamp_(max=encoding.max)
+    # below the normal range the lowest normal number is added first: the encoding lacks the same bits of the sum
     subnormal = magnitude < 2.0**lowest
     bits = magnitude.add_(subnormal, alpha=2.0**lowest).view(torch.int32)
     bits.add_(words >> (32 - lacking))
@@ -176,23 +176,6 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
     if not encoding.is_signed:
         return (m.float() * gap).masked_fill_(code == encoding.magnitude, math.nan)
     return m.float() * gap * (1 - 2 * (code >> (encoding.bits - 1))).float()
-
-
-def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split float32 into the nearest bfloat16 and the low 16 bits (int16). `join_bfloat16` restores the same float32.
-
-    Ties are rounded away from zero: with ties to even, an even bfloat16 would stand for 2**16 + 1 float32s, one more
-    than 16 bits can distinguish. A NaN stays a NaN.
-    """
-    bits = values.view(torch.int32)
-    high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
-    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
-
-
-def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
-    """Inverse of `split_bfloat16`: float32."""
-    upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    return (upper << 16 | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
@@ -338,49 +321,6 @@ def are_powers_of_two(x: Tensor) -> Tensor:
 
 def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
-
-
-# Transforms and layouts
-
-
-HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""TransformerEngine's fixed signs (pytorch/tensor/nvfp4_tensor.py)."""
-
-HADAMARD_NEGATIVE: Final = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
-"""Bit mask of the negative signs. Devices compute the signs from it, without a copy that the host would wait for."""
-
-
-def hadamard16(x: Tensor) -> Tensor:
-    """Multiply each group of 16 elements along the last dim by diag(HADAMARD_SIGNS) @ H16 / 4, an orthogonal matrix.
-
-    x is a floating-point [..., C]. The last group is padded with zeros, which does not change dot products of two such
-    rows. Sums are computed in float32 in four butterfly stages (strides 1, 2, 4, 8), then rounded once.
-    """
-    out = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
-    negative = HADAMARD_NEGATIVE >> torch.arange(16, device=x.device) & 1
-    out = out * (1.0 - 2.0 * negative.float())
-    for stride in (1, 2, 4, 8):
-        a, b = out.unflatten(-1, (-1, 2, stride)).unbind(-2)
-        out = torch.stack((a + b, a - b), dim=-2).flatten(-3)
-    return (out * 0.25).flatten(-2).to(x.dtype)
-
-
-def swizzled(grid: Tensor) -> Tensor:
-    """Rearrange bytes [R, C] into flat tiles of 128 x 4, in which rows i, i + 32, i + 64 and i + 96 are adjacent.
-
-    Tensor cores of compute capability 10 read block scales in this layout (cuBLAS, "1D block scaling factors layout").
-    The last tiles are padded with zeros.
-    """
-    more = (0, -grid.shape[1] % 4, 0, -grid.shape[0] % 128)
-    padded = torch.nn.functional.pad(grid, more) if any(more) else grid  # can have any strides
-    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-def unswizzled(flat: Tensor, shape: Pair) -> Tensor:
-    """Inverse of `swizzled`: the bytes of a grid [R, C]."""
-    tiles = flat.view(-(shape[0] // -128), -(shape[1] // -4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(tiles.shape[0] * 128, -1)[: shape[0], : shape[1]]
 
 
 # Quantization

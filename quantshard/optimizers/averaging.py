@@ -16,7 +16,7 @@ from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers.base import ParameterOptimizer, weight_version
 from quantshard.optimizers.state import OptimizerState, make_weight
 from quantshard.tensor import requantize
-from quantshard.tensor.storage import DRAWS, KEY
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 
 
 @contextmanager
@@ -87,7 +87,7 @@ class _WeightCopy:
 def _tensors_of(weight: OptimizerState) -> list[Tensor]:
     """Return every local tensor that a write or a load of the parameter changes."""
     state = {} if weight.storage is None else weight.storage.state
-    return [*weight.live(), *(state[name] for name in (KEY, DRAWS) if name in state)]
+    return [*weight.live(), *(state[name] for name in (RNG_KEY, RNG_DRAWS) if name in state)]
 
 
 def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

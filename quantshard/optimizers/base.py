@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import limits, numerics, private_torch
-from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives import process_groups, rank_checks
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import (
     ConfigurationError,
@@ -28,7 +28,7 @@ from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
 from quantshard.optimizers.state import layout
 from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
-from quantshard.tensor.storage import KEY, SEED_STREAM
+from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
 # Group entries ----------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,9 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
-        low, high = numerics.random_words(int(first.quantized_storage.state[KEY]), 0, SEED_STREAM, (1, 2))[0].tolist()
+        low, high = numerics.random_words(int(first.quantized_storage.state[RNG_KEY]), 0, SEED_STREAM, (1, 2))[
+            0
+        ].tolist()
         seed = int(high << 32 | low) - (1 << 63)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
     if len(groups) <= 1 and not any(map(process_groups.is_expert_parallel, params)):
@@ -252,7 +254,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             quantized = components.quantized_local(param)
             if quantized is None:
                 continue
-            key = checked[name] = quantized.quantized_storage.state[KEY]
+            key = checked[name] = quantized.quantized_storage.state[RNG_KEY]
             owner = owners.setdefault(id(key), name)
             if owner != name:
                 raise ConfigurationError(
@@ -260,7 +262,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
                     "share it as one group, fully_shard([a, b]), or their parent alone"
                 )
         for group, checked in keys.items():
-            flat_max.check_equal_on_ranks(checked, group, "the random key")
+            rank_checks.check_equal_on_ranks(checked, group, "the random key")
 
     def _check_trainable(self, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """Check that a parameter has values and is quantized or of one of the given dtypes."""

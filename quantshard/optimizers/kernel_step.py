@@ -31,8 +31,8 @@ from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.guards import LARGEST_GRADIENT, FlagLayout, in_order
 from quantshard.optimizers.state import OptimizerState, TensorRegion, rounded_roles
 from quantshard.tensor import storage as storages
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY, WEIGHT_STREAM
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
@@ -115,7 +115,7 @@ class ParameterStep:
         if self.storage is not None:
             self.storage.mark_written()
             if self.has_draws:
-                self.storage.state[DRAWS].add_(1)
+                self.storage.state[RNG_DRAWS].add_(1)
 
     def measure(self, reduction: FlatMax) -> None:
         """Register the amaxes of blocks shared with other ranks."""
@@ -238,7 +238,7 @@ class KernelStep:
                     offset += padded_size(grad.numel())
                 grads.append(grad if item.in_kernels else None)
                 storage = item.storage if item.has_draws else None
-                rng_counters.append(0 if storage is None else int(storage.state[DRAWS]))
+                rng_counters.append(0 if storage is None else int(storage.state[RNG_DRAWS]))
                 directions.append(direction)
             plan.launches.take(grads, rows, seed, rng_counters, directions)
         return True
@@ -249,7 +249,7 @@ class KernelStep:
         for storage in self._storages:  # their entries can be replaced
             tensors += storage.components.values()
             tensors += storage.state.values()
-        keys = [int(item.storage.state[KEY]) for item in self._work if item.has_draws and item.storage is not None]
+        keys = [int(item.storage.state[RNG_KEY]) for item in self._work if item.has_draws and item.storage is not None]
         return [tensor.data_ptr() for tensor in tensors] + keys
 
     def _make_plans(self) -> None:
@@ -391,7 +391,7 @@ def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
     rectangle = item.region.matrix()
     if rectangle is None or len(for_kernels) < len(states):
         return None
-    rng_key = 0 if item.storage is None else int(item.storage.state[KEY])
+    rng_key = 0 if item.storage is None else int(item.storage.state[RNG_KEY])
     bound = settings.bound(item.param) if isinstance(settings, Hyperparameters) else Bound.NONE
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(type(settings), Algorithm.ADAM)
     return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)

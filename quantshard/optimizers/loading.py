@@ -14,7 +14,7 @@ from quantshard import private_torch, state_storage
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.optimizers.state import layout
-from quantshard.tensor import components
+from quantshard.tensor import component_loading
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -95,7 +95,7 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
         saved_names, names = saved_group.get("param_names"), group.get("param_names")
         if saved_names is not None and names is not None and not _is_matched_by_name(saved_group):
             for index, (saved_name, name) in enumerate(zip(saved_names, names, strict=True)):
-                if not components.is_same_name(saved_name, name):
+                if not component_loading.is_same_name(saved_name, name):
                     raise CheckpointError(
                         f"parameter {index} of the optimizer state is {saved_name!r}, of this optimizer {name!r}; pass "
                         "the same parameters in the same order"

@@ -25,10 +25,11 @@ from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind, StateSpec
 from quantshard.recipe import QuantSpec
 from quantshard.state_storage import needs_master, splits, state_quant_spec, stored_dtype
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, parameter_state, requantize
 from quantshard.tensor import storage as storages
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
+from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 Draw = Callable[[], Tensor] | None
 """Returns random bits for stochastic rounding, int64 in [0, 2**32), one number per element; None rounds to nearest."""
@@ -277,7 +278,7 @@ class QuantizedWeight(QuantizedState):
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
         assert requantization is not None
-        requantization.commit(values, None if draw is None else storages.rounding_words(self.storage))
+        requantization.commit(values, None if draw is None else parameter_state.rounding_words(self.storage))
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 

@@ -19,7 +19,6 @@ _task_id = private_name("torch._C._current_graph_task_id", "telling forward from
 top_saved_tensor_hooks = private_name(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "recomputation by torch.utils.checkpoint of layers that are quantized",
-    "recompute with quantshard.checkpoint",
 )
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
@@ -74,28 +73,12 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
-def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter | None]:
-    """`registered_parameter` of each name, for layers with many experts."""
-    return [module._parameters.get(name) for name in names]
-
-
-def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
-    """`registered_buffer` of each name."""
-    return [module._buffers.get(name) for name in names]
-
-
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     """Each parameter, None, or the result of a parametrization, as fast as `registered_parameter`."""
     registered, values = module._parameters, []
     for name in names:  # a loop is faster than a comprehension, and each layer calls this
         values.append(registered[name] if name in registered else getattr(module, name))
     return values
-
-
-def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Replace a parameter without the checks of registering one, as FSDP2 does unless a class overrides
-    `__setattr__`."""
-    module._parameters[name] = param
 
 
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:

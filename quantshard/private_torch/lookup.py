@@ -28,17 +28,16 @@ _FREE = (Tensor, nn.Parameter, nn.Buffer, DTensor, Shard, Replicate, Partial)
 """Public types. An object of exactly such a type has no private class."""
 
 
-def private_name(path: str, feature: str, instead: str = "") -> Any:
+def private_name(path: str, feature: str) -> Any:
     """Look up a dotted name of PyTorch, e.g. "torch._C._x". If this version has no such name, return a `MissingName`.
 
-    `feature`: the feature that does not work without it, as the subject of a sentence. `instead`: an alternative, as
-    an imperative.
+    `feature`: the feature that does not work without it, as the subject of a sentence.
     """
     NAMES[path] = feature
     try:
         return resolve_name(path)
     except (AttributeError, ImportError):
-        return MissingName(path, feature, instead)
+        return MissingName(path, feature)
 
 
 def private_name_later(path: str, feature: str) -> Callable[[], Any]:
@@ -65,13 +64,12 @@ class MissingName:
     """Placeholder for a name that this version of PyTorch lacks. Calls, attribute access and isinstance checks of
     PyTorch objects raise."""
 
-    def __init__(self, path: str, feature: str, instead: str = "") -> None:
-        self._path, self._feature, self._instead = path, feature, instead
+    def __init__(self, path: str, feature: str) -> None:
+        self._path, self._feature = path, feature
 
     def error(self) -> TorchVersionError:
-        instead = f"{self._instead}, or " if self._instead else ""
         return TorchVersionError(
-            f"torch {torch.__version__} has no {self._path}, without which {self._feature} cannot work; {instead}"
+            f"torch {torch.__version__} has no {self._path}, without which {self._feature} cannot work; "
             f"install torch {_TESTED}, with which quantshard was tested"
         )
 

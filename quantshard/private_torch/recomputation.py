@@ -15,11 +15,10 @@ from quantshard.private_torch.autograd import current_backward, top_saved_tensor
 from quantshard.private_torch.lookup import MissingName, missing, private_name
 
 _FEATURE = "recomputation by torch.utils.checkpoint of layers that are quantized"
-_INSTEAD = "recompute with quantshard.checkpoint"
 
 
 def _name(path: str) -> Any:
-    return private_name(path, _FEATURE, _INSTEAD)
+    return private_name(path, _FEATURE)
 
 
 _top_hooks = top_saved_tensor_hooks
@@ -94,7 +93,7 @@ def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
                 return CheckpointedRegions(tuple(entered), region, hooks[0])
             elif _is_checkpointing(pack) and backward is not None:
                 name = f"{pack.__module__}.{pack.__qualname__} as it was"
-                return CheckpointedRegions(unknown=MissingName(name, _FEATURE, _INSTEAD).error())
+                return CheckpointedRegions(unknown=MissingName(name, _FEATURE).error())
             popped.append(hooks)
             _pop_hooks()
     finally:

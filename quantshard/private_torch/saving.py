@@ -33,7 +33,6 @@ load_checkpoint = private_name(f"{_DCP}.state_dict_loader._load_state_dict", _LO
 _checkpoint_wrapper = private_name(
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_PREFIX",
     "naming the parameters of modules in checkpoint_wrapper",
-    "recompute with quantshard.checkpoint",
 )
 
 
@@ -51,7 +50,7 @@ def collects_state_dict_keys() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == f"{_DCP}.state_dict"
 
 
-_executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND, "save with async_='thread'")
+_executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND)
 
 
 def end_checkpoint_process() -> None:

@@ -9,11 +9,9 @@ FSDP2 calls three functions, in this order, each time it gathers a weight:
 The first all-gather fixes the number and sizes of the inputs. After a pass FSDP2 frees its buffers ("reshards"); the
 next all-gather refills them.
 
-    shard      the rows of a weight that this rank keeps: the optimizer's parameter
     copy       the rowwise codes, read in forward, or the columnwise ones, read in backward; most formats have one copy
     pass       a forward or a backward; FSDP2 gathers before each, or once for both
     slot       one input: a component that other ranks lack, padded to one size on all ranks and in both passes
-    resident   a component that every rank has already, such as the scale of the whole weight; it is not sent
 """
 
 from __future__ import annotations
@@ -58,12 +56,6 @@ def gather_inputs(shard: QuantizedStorage, mesh: DeviceMesh) -> tuple[tuple[Tens
     return tuple(_padded(shard, slot) for slot in slots), GatherMetadata(shard, tuple(slots), mesh)
 
 
-def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
-    """The gathered weight. Gathered components alias FSDP2's buffers."""
-    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(metadata.local_storage).frees_after_passes()
-    return _assemble(metadata, outputs, lasts_one_pass)
-
-
 _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
 
 
@@ -95,11 +87,11 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
     return padded
 
 
-def _assemble(metadata: GatherMetadata, outputs: tuple[Tensor, ...], lasts_one_pass: bool) -> QuantizedStorage:
-    """Put the gathered weight together. `lasts_one_pass`: nothing writes to the shard while it is in use."""
+def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
+    """The gathered weight. Gathered components alias FSDP2's buffers."""
     local, slots = metadata.local_storage, metadata.slots
-    whole = local.shard.before_cut()
-    by_name = local.spec.format.by_name
+    whole, by_name = local.shard.before_cut(), local.spec.format.by_name
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_after_passes()
     components = {}
     for slot, output in zip(slots, outputs if slots else (), strict=True):
         if slot.name is not None:
@@ -138,4 +130,4 @@ def _gather_copy(
         part = _padded(storage, slot)
         outputs.append(part.new_empty(mesh.size() * slot.numel))
         private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
-    return _assemble(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs), lasts_one_pass=False).components
+    return unsharded_storage(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs)).components

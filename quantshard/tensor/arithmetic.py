@@ -27,17 +27,17 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from quantshard import private_torch
-from quantshard.collectives import flat_max, process_groups
+from quantshard.collectives import process_groups, rank_checks
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
-from quantshard.tensor import requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, requantize
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.copy_rules import plain_like
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -195,7 +195,8 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     _check_finite(weights, non_finite, operation)
     for i in changed:
         _forget_larger_amaxes(requantizations[i])
-        requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
+        storage = weights[i].quantized_storage
+        requantizations[i].commit(results[i], parameter_state.rounding_words(storage.state, storage.shard))
         torch.autograd.graph.increment_version(weights[i])
 
 
@@ -209,15 +210,15 @@ def _forget_larger_amaxes(requantization: Requantization) -> None:
 
 def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
     """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
-    identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in quantized)]
+    identity = [operation, *((int(storage.state[RNG_KEY]), int(storage.state[RNG_DRAWS])) for storage in quantized)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(quantized, results, strict=True)]
-    return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
+    return torch.cat([rank_checks.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     """The `members` that get new values on any rank."""
     highest, complement, *change = flags.tolist()
-    if not flat_max.was_alike(highest, complement):
+    if not rank_checks.was_alike(highest, complement):
         raise RankMismatchError(
             f"{operation}: ranks update different weights, or weights with different random keys; use the same modules "
             "in every step (is a gradient None on some?), and seed torch alike before building the model"

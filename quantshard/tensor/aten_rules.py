@@ -71,7 +71,9 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
     tensor.check_filled("split")
     if dim % 2 != 0:
         raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
-    return [QuantizedTensor(piece, tensor.dtype) for piece in tensor.quantized_storage.split(0, split_size)]
+    storage = tensor.quantized_storage
+    starts = range(0, max(storage.shard.shape[0], 1), max(split_size, 1))  # one piece of 0 rows, as in torch.split
+    return [QuantizedTensor(storage.piece(0, start, split_size), tensor.dtype) for start in starts]
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
@@ -136,12 +138,11 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     elif target.gathered:
         raise refused("copy_", destination, "the copy that FSDP gathered; call reshard(), then copy into the shard")
     elif target is not source.quantized_storage:
-        copy_bytes(target, source.quantized_storage)
+        _copy_components(target, source.quantized_storage)
     return destination
 
 
-def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    """Copy components and state between storages of the same format and the same place in the global tensor."""
+def _copy_components(target: QuantizedStorage, source: QuantizedStorage) -> None:
     if target.spec != source.spec or target.shard != source.shard:
         raise UnsupportedOperationError(
             f"copy_ from {source.spec} {source.shard.extents} into {target.spec} {target.shard.extents}: quantized "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from quantshard.tensor import moves
 from quantshard.tensor.components import (
     FORMAT_SUFFIX,
     as_dtensor,
+    canonical_name,
     quantized_local,
     read_format_tag,
     state_of,
@@ -146,3 +148,46 @@ def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tens
     if loaded is None:
         return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
     return loaded.to(where, own.dtype, copy=True)
+
+
+def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
+    """Split state dict entries that stack the rows of several parameters, as TransformerEngine's gated `fc1_weight`.
+
+    Entries with a row count that does not divide stay as they are. A state dict without stacked entries is returned
+    itself, since it may read a file at each access.
+    """
+    stacked: dict[str, list[str]] = {}
+    for path, owner in module.named_modules():
+        start = prefix + (f"{canonical_name(path)}." if path else "")
+        for name, parts in getattr(owner, "stacked_names", {}).items():
+            if start + name in state_dict:
+                stacked[start + name] = [start + part for part in parts]
+    if not stacked:
+        return state_dict
+    entries = dict(state_dict)
+    for name, parts in stacked.items():
+        value = entries[name]
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] % len(parts) == 0:
+            entries.update(zip(parts, entries.pop(name).chunk(len(parts)), strict=True))
+    return entries
+
+
+def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
+    """The state dict keys, of the whole model, of experts that live on other ranks (`GroupedLinear`)."""
+    result: set[str] = set()
+    for prefix, module in model.named_modules():
+        # duck typing: `GroupedLinear` is in a higher layer of the package, so it cannot be imported here
+        is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
+        if is_held_elsewhere is not None:
+            start = f"{canonical_name(prefix)}." if prefix else ""
+            result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
+    return result
+
+
+def is_same_name(name: str, other: str) -> bool:
+    """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
+    first, second = (
+        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
+        for path in (name, other)
+    )
+    return first == second

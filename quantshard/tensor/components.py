@@ -8,10 +8,7 @@ quantshard, and reading them back needs no quantshard: see docs/format.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from itertools import product
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +19,7 @@ from quantshard import limits, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, Component, Orientation
 from quantshard.sharding import Shard
+from quantshard.tensor import dtensor_offsets
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -50,15 +48,6 @@ def canonical_name(name: str) -> str:
     """A module's or parameter's name as in the keys of the model's state dict, without the parts that
     `checkpoint_wrapper` inserts."""
     return private_torch.without_wrappers(name)
-
-
-def is_same_name(name: str, other: str) -> bool:
-    """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
-    first, second = (
-        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
-        for path in (name, other)
-    )
-    return first == second
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -136,36 +125,10 @@ def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            problem = _misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
+            problem = dtensor_offsets.misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
             if problem is not None:
                 subject = f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
                 raise ConfigurationError(limits.refusal("misplaced shards", subject))
-
-
-@lru_cache(maxsize=4096)
-def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> str | None:
-    """Describe the first rank that DTensor's metadata give another piece than the real one; None if there is none."""
-    dims = private_torch.cut_dims(placements)
-    for dim, size in enumerate(shape):
-        # the last axis cuts first; only a later cut of FSDP2 along the same dim (3 ranks or more) is misplaced
-        axes = [axis for axis in reversed(range(len(dims))) if dims[axis] == dim and mesh_shape[axis] > 1]
-        if len(axes) < 2:
-            continue
-        inner = mesh_shape[axes[0]]
-        if len(axes) == 2 and size % inner == 0 and private_torch.is_strided_over(placements[axes[1]], inner):
-            continue  # DTensor places equal pieces correctly; checking each of a thousand ranks would be slow
-        for indices in product(*(range(mesh_shape[axis]) for axis in axes)):
-            extent = (0, size)
-            for axis, index in zip(axes, indices, strict=True):
-                extent = sharding.chunk_of(extent, index, mesh_shape[axis])
-            index_by_axis = dict(zip(axes, indices, strict=True))
-            coordinate = tuple(index_by_axis.get(axis, 0) for axis in range(len(dims)))
-            claimed = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
-            # empty pieces have no place
-            if claimed != extent and (claimed[0] < claimed[1] or extent[0] < extent[1]):
-                actual, expected = (f"[{start}:{stop}]" for start, stop in (extent, claimed))
-                return f"of dim {dim} the rank at {coordinate} holds {actual}, DTensor says {expected}"
-    return None
 
 
 # State-dict entries of one weight
@@ -231,37 +194,3 @@ def zero_centered_gammas(model: nn.Module) -> list[str]:
         for name in getattr(module, "zero_centered_gammas", ())
     )
     return list(dict.fromkeys(names))  # wrappers expose the attributes of the module inside, so names repeat
-
-
-def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-    """Split state dict entries that stack the rows of several parameters, as TransformerEngine's gated `fc1_weight`.
-
-    Entries with a row count that does not divide stay as they are. A state dict without stacked entries is returned
-    itself, since it may read a file at each access.
-    """
-    stacked: dict[str, list[str]] = {}
-    for path, owner in module.named_modules():
-        start = prefix + (f"{canonical_name(path)}." if path else "")
-        for name, parts in getattr(owner, "stacked_names", {}).items():
-            if start + name in state_dict:
-                stacked[start + name] = [start + part for part in parts]
-    if not stacked:
-        return state_dict
-    entries = dict(state_dict)
-    for name, parts in stacked.items():
-        value = entries[name]
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] % len(parts) == 0:
-            entries.update(zip(parts, entries.pop(name).chunk(len(parts)), strict=True))
-    return entries
-
-
-def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
-    """The state dict keys, of the whole model, of experts that live on other ranks (`GroupedLinear`)."""
-    result: set[str] = set()
-    for prefix, module in model.named_modules():
-        # duck typing: `GroupedLinear` is in a higher layer of the package, so it cannot be imported here
-        is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
-        if is_held_elsewhere is not None:
-            start = f"{canonical_name(prefix)}." if prefix else ""
-            result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
-    return result

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantshard.tensor import parameter_state
 from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import refused, rule
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.quantized_tensor import QuantizedTensor, Rule
-from quantshard.tensor.storage import AMAX_HISTORY
 
 aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ def _empty_like(
     state = dict(tensor.quantized_storage.state)
     if AMAX_HISTORY in state:
         state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=target)
-    storages.move_draws(state, target)
+    parameter_state.move_draws(state, target)
     storage = storages.empty(tensor.quantized_storage.spec, tensor.quantized_storage.shard, target, state)
     storage.mesh = tensor.quantized_storage.mesh
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard import limits, private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import all_gather, requantize
+from quantshard.tensor import all_gather, parameter_state, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.all_gather import GatherMetadata
 from quantshard.tensor.placeholder import Placeholder
@@ -31,21 +31,6 @@ RULES: dict[Any, Rule] = {}
 """ATen operation -> its implementation for quantized tensors. `aten_rules`, `copy_rules` and `arithmetic` fill it."""
 
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
-
-_DDP = "; for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
-_FUSED = (
-    "; torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for "
-    "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
-    "quantshard.integrations.transformers.QuantizedTraining"
-)
-_AVERAGE = "; average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
-
-HINTS: dict[str, str] = {
-    **dict.fromkeys(("cat", "broadcast_"), _DDP),
-    **dict.fromkeys([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")], _FUSED),
-    **dict.fromkeys([f"{of}{name}" for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")], _AVERAGE),
-}
-"""What else to do instead, by the name of an operation without a rule that popular code calls."""
 
 
 class QuantizedTensor(Tensor):
@@ -90,10 +75,9 @@ class QuantizedTensor(Tensor):
         """
         self.check_filled("quantize_")
         storage = self.quantized_storage
-        shared = [part.name for part in storage.spec.format.components if storage.shard.shares_blocks(part)]
-        if shared:
+        if any(storage.shard.shares_blocks(part) for part in storage.spec.format.components):
             raise UnsupportedOperationError(
-                f"quantize_ on {self!r}: other ranks share its {' and '.join(shared)}; call "
+                f"quantize_ on {self!r}: other ranks share its scales; call "
                 "quantshard.requantize_([(parameter, local_values), ...]) on every rank"
             )
         if tensor.shape != self.shape or not tensor.is_floating_point():
@@ -106,8 +90,8 @@ class QuantizedTensor(Tensor):
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The initial values of this (local) weight, on the CPU. None if they were not kept, as
-        `quantized_model_init(preserve_high_precision_init_val=True)` does, or if the weight was written since."""
+        """The initial values that `quantized_model_init(preserve_high_precision_init_val=True)` kept on the CPU, or
+        None. A write to the weight drops them."""
         return self.quantized_storage.initial_values()
 
     def clear_high_precision_init_val(self) -> None:
@@ -128,16 +112,12 @@ class QuantizedTensor(Tensor):
         return id(self.quantized_storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
 
     def share_memory_(self) -> QuantizedTensor:
-        """Raise: a quantized tensor has no storage of its own to share."""
+        """Raise, because the storage of a wrapper is empty."""
         raise UnsupportedOperationError(limits.refusal("shared memory", self))
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
-        """A detached handle to the same storage, like `data` of any tensor.
-
-        A quantized tensor of the same format and place, such as the result of `.to()`, can be assigned. This tensor
-        then becomes a handle to that storage, and keeps its identity, attributes and hooks.
-        """
+        """A detached handle to the same storage. A quantized tensor of the same format and place can be assigned."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -206,19 +186,11 @@ class QuantizedTensor(Tensor):
     ) -> Any:
         rule = RULES.get(func)
         if rule is None:
-            quantized = first_quantized((*args, *(kwargs or {}).values()))
-            raise UnsupportedOperationError(
-                f"{func} on {quantized!r} would dequantize or change it; use .dequantize() for its values (of a "
-                "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
-                f"convert(filter=...) to leave its layer out{HINTS.get(func.__name__.partition('.')[0], '')}"
-            )
+            raise UnsupportedOperationError(limits.unsupported(func))
         return rule(*args, **(kwargs or {}))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """The tensors that this rank sends; see `all_gather`.
-
-        FSDP2's longer signature does not fit: inputs of padded shards would need the padded parameter's size.
-        """
+        """The tensors that this rank sends; see `all_gather`. FSDP2 also accepts this short signature."""
         return all_gather.gather_inputs(self.quantized_storage, mesh)
 
     def fsdp_post_all_gather(
@@ -244,18 +216,8 @@ QuantizedTensor.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: 
 )
 
 
-def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
-    """The first quantized tensor among the arguments, or in a list of them, for error messages."""
-    for argument in arguments:
-        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(tensor, QuantizedTensor):
-                return tensor
-    return None
-
-
 def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
-    """True if `new` can become the data of `old`: same format, shape and place in the global tensor, and neither is an
-    unsharded copy, which lies in buffers that FSDP2 frees and refills."""
+    """True if `new` can become the data of `old`. An unsharded copy cannot: FSDP2 frees and refills its buffers."""
     ours, theirs = new.quantized_storage, old.quantized_storage
     if ours is theirs:
         return True  # the last step of `weight.data -= update`
@@ -289,14 +251,10 @@ def quantize_weight(
 
     Args:
         dtype: the nominal dtype (default: `values.dtype`).
-        state: the parameter's key, draws and amax history (default: new ones).
+        state: see `parameter_state` (default: a new one).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
     """
-    if values.ndim != 2 or not values.is_floating_point():
-        raise UnsupportedOperationError(
-            f"quantize needs a matrix of a floating dtype, got {values.dtype} {tuple(values.shape)}"
-        )
-    state = state if state is not None else storages.weight_state(spec, values.device)
+    state = state if state is not None else parameter_state.weight_state(spec, values.device)
     shard = sharding.whole((values.shape[0], values.shape[1]))
     storage = storages.empty(spec, shard, values.device, state)
     tensor = QuantizedTensor(storage, dtype or values.dtype)

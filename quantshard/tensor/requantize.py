@@ -22,7 +22,8 @@ from quantshard.collectives.process_groups import Groups, sharding_group, united
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
+from quantshard.tensor.parameter_state import AMAX_HISTORY
+from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
@@ -60,7 +61,6 @@ class Requantization:
 
         Under delayed scaling the scale derives from the larger of the past amaxes and the new one, which is recorded.
         """
-        self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
         if history is None:
             self.storage.write(values, self.amaxes, words, remainder)
@@ -89,13 +89,11 @@ def requantize_(
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
             must pass the same weights in the same order, including ranks with an empty shard.
         names: names of the weights, then of `plain`, for error messages.
-        assume_finite: skip the check for infinite and NaN values, which waits for the GPU.
-        plain: pairs of other parameters and their local values, which the caller writes afterwards. The check for
-            finite values includes them.
+        assume_finite: skip the check for infinite and NaN values, which waits for the GPU. Codes would hide these.
+        plain: pairs of other parameters and their local values, which are only checked.
 
     Raises:
-        ConfigurationError: values have the wrong shape, or are infinite or NaN, which codes would hide because they
-            saturate. Every rank with a piece of one of the weights raises, and nothing is written.
+        ConfigurationError: on every rank with a piece of one of the weights, before anything is written.
     """
     reduction, bad = FlatMax(), None
     weights = list(weights)
@@ -107,14 +105,13 @@ def requantize_(
         bad = torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in all_values])
         reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
     requantizations = [
-        (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
+        Requantization(_storage_of(weight), values, shared_scales(weight, _storage_of(weight)), reduction)
         for weight, values in weights
-        for storage in (_storage_of(weight),)
     ]
     reduction.reduce()
     if bad is not None:
         _check_finite(all_values, bad, names)
-    for requantization, values in requantizations:
+    for requantization, (_, values) in zip(requantizations, weights, strict=True):
         requantization.storage.forget_amaxes()
         requantization.commit(values)
     for weight, _ in weights:
@@ -122,16 +119,15 @@ def requantize_(
 
 
 def _check_target(weight: Tensor, values: Tensor) -> None:
-    storage = _storage_of(weight)
+    storage, name = _storage_of(weight), repr(private_torch.local_tensor(weight))
     if storage.gathered:
         raise UnsupportedOperationError(
-            f"{private_torch.local_tensor(weight)!r} is the copy that FSDP gathered; call reshard() on the "
-            "FSDP-wrapped module, and write to its sharded parameter"
+            f"requantize_: {name} is the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and write "
+            "to its sharded parameter"
         )
     if values.shape != storage.shard.shape:
         raise ConfigurationError(
-            f"requantize_: the values of {private_torch.local_tensor(weight)!r} have shape {tuple(values.shape)}, not "
-            f"{storage.shard.shape}"
+            f"requantize_: the values of {name} have shape {tuple(values.shape)}, not {storage.shard.shape}"
         )
 
 

@@ -16,23 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import kernel_dispatch, limits, numerics, private_torch
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.recipe import QuantSpec
-from quantshard.sharding import Shard, ceil_div
-
-KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
-"""Names of the state that a weight carries in addition to its components; see `weight_state`."""
+from quantshard.sharding import Shard
+from quantshard.tensor import parameter_state
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 
 SECOND_SCALE = "second_scale"
 """Name of the second scale that kernels add to operands of formats with an amax."""
-
-INIT_STREAM, GRADIENT_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 3, 4, 16
-"""Streams of `numerics.random_words` under a parameter's key: one per use of the random words of a draw. A tensor that
-differs between ranks adds rank * STREAMS_PER_RANK."""
 
 _versions = count(1)  # one count for all storages: no two writes of a process share a version
 
@@ -57,7 +51,7 @@ class QuantizedStorage:
         shard: the rectangle, in the global tensor.
         components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
             the GEMM reads them (`kernel_dispatch.as_stored`).
-        state: see `weight_state`.
+        state: see `parameter_state`.
         high_precision: see `initial_values`.
         version: number of the last write or load, unique in the process. A copy has the version of its source.
         gathered: whether this is FSDP2's unsharded copy, which may hold only the copy that the pass needs.
@@ -109,8 +103,7 @@ class QuantizedStorage:
         self.high_precision = values
 
     def _watched(self) -> QuantizedStorage:
-        """Start to watch for in-place writes that would outdate the initial values, and return self."""
-        # not in __post_init__, which would run for every operand
+        """Return self, after a start to watch for in-place writes, which outdate the initial values."""
         if self.high_precision is not None:
             self.seen_version()
         return self
@@ -131,24 +124,6 @@ class QuantizedStorage:
         """True if the shard was written after this copy was gathered from it."""
         return self.gathered and self.version != self.sharded_source.version
 
-    def check_captured(self, owner: str) -> None:
-        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none."""
-        if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
-            return
-        if self.captured or (is_capturing and torch.is_grad_enabled()):
-            raise ConfigurationError(
-                f"{owner} was gathered {'inside' if self.captured else 'outside'} the capture of a CUDA graph and is "
-                f"used {'inside' if is_capturing else 'outside'}; call reshard() on the FSDP-wrapped module in between"
-            )
-
-    @property
-    def is_unwritten(self) -> bool:
-        """True if the memory was allocated, as by `to_empty`, and never written. False for a shard without entries,
-        which is never written."""
-        source = self.sharded_source
-        is_written = source.version != 0 or private_torch.count_in_place_changes(source.components.values())
-        return not is_written and 0 not in source.shard.shape
-
     @property
     def device(self) -> torch.device:
         """Device of the components."""
@@ -159,11 +134,9 @@ class QuantizedStorage:
         copy = self.spec.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
 
-    def touched(self) -> dict[str, Tensor]:
-        """Views of the component entries that this rectangle touches."""
-        return self._touched(self.components)
-
-    def _touched(self, resident: dict[str, Tensor]) -> dict[str, Tensor]:
+    def touched(self, grids: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Views of the entries that this rectangle touches, of resident `grids` or (None) of the components."""
+        resident = self.components if grids is None else grids
         if self.shard.cut is None:  # a fast path: each GEMM calls this for its operands
             return resident
         by_name = self.spec.format.by_name
@@ -181,52 +154,26 @@ class QuantizedStorage:
     def clone(self) -> QuantizedStorage:
         """An independent copy, including the state."""
         state = {name: value.clone() for name, value in self.state.items()}
-        new = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
-        return new._watched()
+        copy = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        return copy._watched()
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
-        """An independent copy on `device` (None: the same one). The key stays on the CPU, where the host reads it."""
-        state = {name: value.clone() for name, value in self.state.items()}
-        if AMAX_HISTORY in state:
-            state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
-        move_draws(state, device)
+        """An independent copy on `device` (None: the same one), including the state."""
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
-        return replace(moved, state=state, source=ref(self))._watched()
+        return replace(moved, state=parameter_state.moved_state(self.state, device), source=ref(self))._watched()
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""
-        shard = self.shard.piece(dim, start, chunk)
-        components = {}
+        shard, components = self.shard.piece(dim, start, chunk), {}
         for name, part in self.components.items():
             component = self.spec.format.by_name[name]
-            slices = (
-                slice(new[0] - old[0], new[1] - old[0])
-                for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
-            )
-            components[name] = part[tuple(slices)]
+            first, (begin, end) = self.shard.resident(component)[dim][0], shard.resident(component)[dim]
+            components[name] = part.narrow(dim, begin - first, end - begin)
         initial = self.initial_values()
         if initial is not None:
             # min: for an empty piece past the end
             initial = initial.narrow(dim, min(start, initial.shape[dim]), shard.shape[dim])
         return QuantizedStorage(self.spec, shard, components, self.state, initial, self.version)._watched()
-
-    def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
-        """Every `piece` of a cut, made together because a cut over a thousand ranks has a thousand pieces."""
-        size = self.shard.shape[dim]  # 0 gives one empty piece, as in torch.split
-        shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
-        by_name, columns = self.spec.format.by_name, {}
-        for name, part in self.components.items():
-            if shards[0].replicates(by_name[name], dim):
-                columns[name] = [part] * len(shards)  # blocks straddle pieces, so each keeps all entries
-            else:
-                columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].block_shape[dim]), 1), dim))
-        parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        initial = self.initial_values()
-        initial_pieces = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
-        return [
-            QuantizedStorage(self.spec, shard, part, self.state, values, self.version)._watched()
-            for shard, part, values in zip(shards, parts, initial_pieces, strict=True)
-        ]
 
     def take(self, source: QuantizedStorage) -> None:
         """Become another handle to the data of `source`."""
@@ -253,7 +200,7 @@ class QuantizedStorage:
         # scales of all resident blocks, since the state dict declares them replicated
         for name, scale in scales.items():
             self.components[name].copy_(scale)
-        multipliers = self._touched(multipliers)
+        multipliers = self.touched(multipliers)
         for which, copy in fmt.copies.items():
             if remainder is not None and which is Orientation.ROWWISE:
                 codes, low = split_codes.quantize(values, copy, multipliers, self.shard.origin, remainder.words)
@@ -322,51 +269,3 @@ def empty(
 def scale_names(spec: QuantSpec) -> list[str]:
     """Names of the components that derive from amaxes."""
     return [c.name for c in spec.format.components if c.role is not Role.CODES]
-
-
-def weight_state(spec: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
-    """New state of a parameter, small tensors that are equal on all ranks: the key of its random bits, a zero count of
-    draws and, for delayed scaling, an empty amax history on `device`.
-
-    The key is drawn on the CPU for every device, "meta" included, so that equally seeded ranks get equal keys.
-    """
-    state = {KEY: random_key(), DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu")}
-    if spec is not None and spec.scaling.history:
-        state[AMAX_HISTORY] = torch.zeros(spec.scaling.history, dtype=torch.float32, device=device)
-    return state
-
-
-def random_key() -> Tensor:
-    """A key for the counter generator: int64 [1] on the CPU, from torch's CPU generator."""
-    info = torch.iinfo(torch.int64)
-    return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
-
-
-def counts_on_host(state: dict[str, Tensor]) -> bool:
-    """True if the host counts a parameter's draws: the default, until `modules.capturable_` is called."""
-    return state[DRAWS].is_cpu
-
-
-def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
-    """Move the count of draws to a weight's new device (from meta to the CPU), unless the host counts them."""
-    if device is not None and DRAWS in state and not counts_on_host(state):
-        state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
-
-
-def next_draw(state: dict[str, Tensor]) -> int | Tensor:
-    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them."""
-    draws = state[DRAWS]
-    if not counts_on_host(state):
-        number: int | Tensor = draws.view(()).clone()  # `add_` below would change a view
-    elif kernel_dispatch.is_capturing():
-        raise UnsupportedOperationError(limits.refusal("captured rounding", "stochastic rounding"))
-    else:
-        number = int(draws)
-    draws.add_(1)
-    return number
-
-
-def rounding_words(storage: QuantizedStorage) -> RandomBits:
-    """Random words for the stochastic rounding of a weight's new values. Every rank that holds a piece must call."""
-    draw, shard = next_draw(storage.state), storage.shard
-    return RandomBits(int(storage.state[KEY]), draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)

@@ -23,7 +23,7 @@ from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import DelayedScaling, Recipe
 from quantshard.tensor import components
-from quantshard.tensor.storage import DRAWS, KEY
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES, Case, bits, mesh_of, optimizer_of
 from tests.distributed.pool import run_ranks
@@ -77,7 +77,7 @@ def test_from_masters(tmp_path: Path, old: str | None, new: str | None) -> None:
         for moment in ("exp_avg", "exp_avg_sq"):
             assert same(optimizer.state[ours][moment], states.state[theirs][moment])
         prefix = name.removesuffix("weight")
-        for state in (KEY, DRAWS):
+        for state in (RNG_KEY, RNG_DRAWS):
             key = f"{prefix}weight_{state}"
             assert same(model.state_dict()[key], source.state_dict()[key])
     assert same(model[0].bias.detach(), source[0].bias.detach())

@@ -18,15 +18,16 @@ from quantshard.collectives.delayed_scaling import (
     record_amaxes_,
 )
 from quantshard.collectives.flags import MismatchRecord
-from quantshard.collectives.flat_max import FlatMax, check_equal_on_ranks
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import sharding_group, united
+from quantshard.collectives.rank_checks import check_equal_on_ranks
 from quantshard.errors import ConfigurationError, RankMismatchError
 from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
-from quantshard.tensor.storage import AMAX_HISTORY
 from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
 
 INF, NAN = float("inf"), float("nan")

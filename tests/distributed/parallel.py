@@ -23,7 +23,8 @@ from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import GRADIENT_STREAM, STREAMS_PER_RANK, QuantizedStorage
+from quantshard.tensor.parameter_state import GRADIENT_STREAM, STREAMS_PER_RANK
+from quantshard.tensor.storage import QuantizedStorage
 from tests.distributed.models import RECIPES
 from tests.oracle import encode_scales, scales
 

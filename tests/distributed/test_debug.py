@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantshard.tensor.storage import KEY
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tools.trainer import debugging
 from quantshard.tools.trainer.debugging import ModelPair
 from quantshard.tools.trainer.models import model as models
@@ -155,7 +155,7 @@ def test_a_model_of_transformers_in_float32_is_that_of_transformers(llama):
     assert len(pair.recipes) == 7
     for name in pair.recipes:
         ours, exact = (each.get_submodule(name) for each in (pair.model, pair.exact))
-        assert torch.equal(ours.weight_state("weight")[KEY], exact.weight_state("weight")[KEY])
+        assert torch.equal(ours.weight_state("weight")[RNG_KEY], exact.weight_state("weight")[RNG_KEY])
         assert (ours.weight.dequantize().float() - exact.weight).abs().max() > 0
 
 

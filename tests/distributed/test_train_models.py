@@ -137,7 +137,7 @@ def test_recipes_by_layer():
             "'layers.7' matches no layer, or only those of an earlier pattern; the linear layers",
         ),
         ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches no layer"),
-        ("*=mxfp8,layers.0=bf16", "recipe: 'layers.0' would do nothing, since the first pattern that matches"),
+        ("*=mxfp8,layers.0=bf16", "recipe: 'layers.0' would do nothing, since the patterns before it"),
         ("layers.[01]=bf16,layers.1=block,*=mxfp8", "recipe: 'layers.1' would do nothing"),
     ],
 )

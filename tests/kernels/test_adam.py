@@ -29,8 +29,9 @@ from quantshard.optimizers.state import round_to
 from quantshard.recipe import QuantSpec
 from quantshard.state_storage import state_quant_spec
 from quantshard.tensor import storage as storages
+from quantshard.tensor.parameter_state import AMAX_HISTORY, WEIGHT_STREAM
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 from tests.covering import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard.kernels import workspace
 from quantshard.modules import fused, rotary
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
@@ -142,7 +142,7 @@ def trained(
         module.eval()
         with torch.no_grad():
             run(data(9, dtype), "evaluated")
-    assert not context.forward_amaxes() and not context.backward_amaxes
+    assert not pending_amaxes.forward_amaxes() and not pending_amaxes.backward_amaxes
     return found | {name: t.clone() for name, t in module.state_dict().items()}
 
 

@@ -21,7 +21,8 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import TensorRole
-from quantshard.tensor.storage import QuantizedStorage, weight_state
+from quantshard.tensor.parameter_state import weight_state
+from quantshard.tensor.storage import QuantizedStorage
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter

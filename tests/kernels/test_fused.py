@@ -22,7 +22,7 @@ from quantshard.gemm import operands
 from quantshard.interop.conversion import fusion
 from quantshard.modules import fused, fused_operands
 from quantshard.modules.activation_storage import STORAGES
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.gemms import functional
 from quantshard.modules.layernorm_mlp import activate
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
@@ -215,7 +215,7 @@ def test_frozen_weights_no_gradients_and_recomputation(recipe: str, both: Callab
 
     one, other = both(evaluated)
     assert not differing(one, other)
-    assert not context.forward_amaxes()
+    assert not pending_amaxes.forward_amaxes()
 
 
 @pytest.mark.parametrize(

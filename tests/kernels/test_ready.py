@@ -32,7 +32,8 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.numerics import swizzled
 from quantshard.recipe import QuantSpec, TensorRole, resolve
 from quantshard.tensor import observation
-from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
+from quantshard.tensor.parameter_state import weight_state
+from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 from tests.covering import exhaustive
 from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
 

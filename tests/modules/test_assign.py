@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tensor.storage import DRAWS, KEY
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from tests.distributed.models import RECIPES, bits, set_gradients, sha
 from tests.distributed.pool import run_ranks
 from tests.tensor.test_tensor import differing
@@ -54,7 +54,7 @@ def test_a_module_takes_the_tensors(recipe: str, device: str, quantized: bool) -
     assert model[0].weight is not before and isinstance(model[0].weight, nn.Parameter)
     assert not model[0].weight.requires_grad and model[1].weight.requires_grad
     found = model.state_dict()
-    own = (f"_{KEY}", f"_{DRAWS}", "weight_amax_history", "_format")  # what a module counts by itself
+    own = (f"_{RNG_KEY}", f"_{RNG_DRAWS}", "weight_amax_history", "_format")  # what a module counts by itself
     for key, value in state.items():
         assert (found[key].data_ptr() == value.data_ptr()) is not key.endswith(own), key
     model[0].weight.requires_grad_(True)

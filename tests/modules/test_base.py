@@ -39,7 +39,6 @@ def test_casting_a_module_changes_the_nominal_dtype_and_no_code_or_history(cast)
     assert all(value.dtype == after[name].dtype and torch.equal(value, after[name]) for name, value in before.items())
 
 
-@pytest.mark.filterwarnings("ignore:Linear.weight was .* and is now a plain:UserWarning")
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed", "nvfp4"])
 def test_a_plain_weight_may_take_the_place_of_a_quantized_one(recipe):
     """As a head's by that of an embedding: the bits of a head that was plain from the start."""

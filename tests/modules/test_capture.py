@@ -15,7 +15,7 @@ import quantshard as qs
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.graphs import recorder
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state
 from tests.interpreter import prepared_once
 
 
@@ -59,7 +59,7 @@ def test_counts_in_tensors_give_the_bits_of_counts_on_the_host(devices, quantize
         expected = trained(build(quantized))
         assert expected["0.weight_draws"].item() == 2
         model = build(quantized)
-        monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
+        monkeypatch.setattr(parameter_state, "counts_on_host", lambda state: False)
         found = trained(model)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -70,7 +70,7 @@ def test_what_draws_is_not_captured_with_counts_on_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedOperationError, match=r"call quantshard\.capturable_\(model\), run a step"):
         trained(model)
-    monkeypatch.setattr(storages, "counts_on_host", lambda state: False)
+    monkeypatch.setattr(parameter_state, "counts_on_host", lambda state: False)
     trained(model, steps=1)
     assert all(value.item() == 1 for name, value in model.state_dict().items() if name.endswith("_draws"))
 
@@ -82,17 +82,17 @@ def test_counts_go_where_the_weights_go(quantized):
     layer = build(quantized)[1]
     state = layer.weight_state("weight")
     with FakeTensorMode():
-        state[storages.DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
-    before = state[storages.DRAWS]
-    copied = copy.deepcopy(layer).weight_state("weight")[storages.DRAWS]
+        state[parameter_state.RNG_DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
+    before = state[parameter_state.RNG_DRAWS]
+    copied = copy.deepcopy(layer).weight_state("weight")[parameter_state.RNG_DRAWS]
     assert copied is not before and copied.device.type == "cuda"
     for move in (lambda: layer.to("meta"), lambda: layer.to_empty(device="cpu")):
         move()
-        assert layer.weight_state("weight")[storages.DRAWS].device.type == "cpu"
+        assert layer.weight_state("weight")[parameter_state.RNG_DRAWS].device.type == "cpu"
     with FakeTensorMode():
-        layer.weight_state("weight")[storages.DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
+        layer.weight_state("weight")[parameter_state.RNG_DRAWS] = torch.zeros(1, dtype=torch.int64, device="cuda")
     layer.to_empty(device="cpu")
-    assert layer.weight_state("weight")[storages.DRAWS].device.type == "cpu"
+    assert layer.weight_state("weight")[parameter_state.RNG_DRAWS].device.type == "cpu"
 
 
 def test_every_weight_that_draws_is_counted():

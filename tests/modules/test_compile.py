@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Scaling
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.gemms.operator_arguments import structure_of
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from tests.covering import exhaustive
@@ -129,8 +129,8 @@ def cells() -> list[Any]:
 def nothing_left_behind() -> Iterator[None]:
     torch._dynamo.reset()
     yield
-    assert not context.forward_amaxes()
-    assert not context.backward_amaxes
+    assert not pending_amaxes.forward_amaxes()
+    assert not pending_amaxes.backward_amaxes
 
 
 def build(name: str, recipe: Any, stored: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -19,7 +19,7 @@ import quantshard as qs
 import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.graphs import callables
 from quantshard.modules.graphs import recorder as recorders
 from quantshard.modules.graphs.module_graph import GradientCopy, ModuleGraph
@@ -218,12 +218,12 @@ def test_capturing_leaves_no_trace(rerun: None, recipe: str) -> None:
     held = [param.grad for param in training.model.parameters()]
     with qs.autocast(recipe=RECIPES[recipe]):
         training.model(training.data(2))
-        pending = context.forward_amaxes()
+        pending = pending_amaxes.forward_amaxes()
         waiting = bool(pending)
         before, grads = bits(training.model, training.optimizer), [grad.clone() for grad in held]
         random = torch.get_rng_state()
         training.capture()
-        assert context.forward_amaxes() is pending and bool(pending) == waiting
+        assert pending_amaxes.forward_amaxes() is pending and bool(pending) == waiting
         assert torch.equal(random, torch.get_rng_state())
         assert bits(training.model, training.optimizer) == before
     for param, kept, grad in zip(training.model.parameters(), held, grads, strict=True):

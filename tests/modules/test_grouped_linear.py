@@ -13,7 +13,7 @@ from torch import Tensor
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 
@@ -145,7 +145,7 @@ def test_compiled_in_one_graph_for_changing_splits(recipe: str) -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(kept.parameters(), compiled.parameters(), strict=True))
     pairs = zip(kept.state_dict().values(), compiled.state_dict().values(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    assert not context.forward_amaxes() and not context.backward_amaxes
+    assert not pending_amaxes.forward_amaxes() and not pending_amaxes.backward_amaxes
 
 
 def test_ways_to_call() -> None:

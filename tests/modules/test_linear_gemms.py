@@ -17,7 +17,7 @@ from quantshard import formats, numerics
 from quantshard import recipe as recipes
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
-from quantshard.tensor.storage import DRAWS, KEY
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from tests import oracle
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import MXFP4_RECIPE
@@ -152,7 +152,7 @@ def test_three_gemms(name, tokens, dtypes):
     case = CASES[name]
     linear = build(case.recipe, params)
     weight = linear.weight.get_high_precision_init_val()
-    key = int(linear.weight_state("weight")[KEY])
+    key = int(linear.weight_state("weight")[RNG_KEY])
     seen = [torch.zeros(HISTORY), torch.zeros(HISTORY)]  # amaxes of x and dy
     for number in range(2):
         x, dy, y, dx = step(linear, case.recipe, tokens, dtype, number)
@@ -165,7 +165,7 @@ def test_three_gemms(name, tokens, dtypes):
         assert excess(linear.bias.grad[None], torch.ones(1, tokens).double(), dy.double()) <= 0
         for history, tensor in zip(seen, (x, dy), strict=True):
             history[number] = tensor.abs().amax()
-    assert int(linear.weight_state("weight")[DRAWS]) == (2 if case.stochastic else 0)
+    assert int(linear.weight_state("weight")[RNG_DRAWS]) == (2 if case.stochastic else 0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,7 +174,7 @@ def test_bounds_are_narrower_than_quantization(name):
     case = CASES[name]
     linear = build(case.recipe, torch.float32)
     weight = linear.weight.get_high_precision_init_val()
-    key = int(linear.weight_state("weight")[KEY])
+    key = int(linear.weight_state("weight")[RNG_KEY])
     amaxes = [torch.tensor(0.0)] * 2
     x, dy, y, dx = step(linear, case.recipe, 37, torch.float32, 0)
     want = Expected(case, weight, x, dy, key, 0, amaxes)

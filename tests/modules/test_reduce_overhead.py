@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.modules.contexts import context, settings
+from quantshard.modules.contexts import pending_amaxes, settings
 from quantshard.modules.gemms import operators
 from quantshard.modules.graphs.recorder import states_preserved
 from quantshard.optimizers import FusedAdam
@@ -123,7 +123,7 @@ class HeldParts:
                     warm = True
                     return part(args)
                 with (
-                    context.amaxes_noted_in(PendingAmaxes(), PendingAmaxes()),
+                    pending_amaxes.amaxes_noted_in(PendingAmaxes(), PendingAmaxes()),
                     states_preserved([self.model], torch.device("cpu")),
                 ):
                     return part(args)

@@ -138,17 +138,6 @@ def test_inputs_that_fit_or_are_cast_are_not_told() -> None:
     assert said(run) == []
 
 
-def test_a_plain_parameter_in_the_place_of_a_quantized_weight_is_told_once() -> None:
-    with qs.quantized_model_init(recipe="mxfp8"):
-        layers = [qs.Linear(32, 32) for _ in range(2)]
-    with pytest.warns(
-        UserWarning, match=r"Linear.weight was mxfp8_32x32 and is now .*; .*weight.quantize_\(values\)"
-    ) as told:
-        for layer in layers:
-            layer.weight = nn.Parameter(torch.zeros(32, 32))
-    assert len(told) == 1
-
-
 def test_weights_that_an_autocast_quantizes_each_time_are_told_once() -> None:
     layers = [qs.Linear(32, 32) for _ in range(2)]
     x = torch.zeros(32, 32)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.adam import power
 from quantshard.optimizers import FusedAdam, Lion, Muon
-from quantshard.tensor.storage import AMAX_HISTORY, KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_KEY
 from tests.covering import exhaustive
 from tests.interpreter import kernels_on, prepared_once
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
@@ -96,7 +96,7 @@ def test_ten_steps_are_the_same_bits(recipe, masters, dtypes):
 def keys_of(params):
     """Those of random words, by which kernels' plans know a weight."""
     storages = [getattr(param, "quantized_storage", None) for param in params.values()]
-    return [storage.state[KEY] for storage in storages if storage is not None]
+    return [storage.state[RNG_KEY] for storage in storages if storage is not None]
 
 
 def ten_steps_agree(made):

@@ -13,8 +13,8 @@ from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGrad
 from quantshard.formats import Orientation
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS
 from quantshard.tensor.quantized_tensor import quantize_weight
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS
 from tests.covering import by_turns
 from tests.tensor.test_tensor import (
     CELLS,
@@ -150,7 +150,7 @@ def test_delayed_weights_have_the_scale_of_past_amaxes():
         recorded.append(new)
         assert storage.state[AMAX_HISTORY].tolist() == ([0.0, 0.0, *recorded])[-3:]
     assert len(set(recorded)) == 6
-    assert storage.state[DRAWS].item() == 0  # masters are rounded to nearest: no random bits are used
+    assert storage.state[RNG_DRAWS].item() == 0  # masters are rounded to nearest: no random bits are used
 
 
 def test_learns():

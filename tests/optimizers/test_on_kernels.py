@@ -27,8 +27,9 @@ from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import quantize_weight
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -323,8 +324,8 @@ def group_added(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
 
 
 def key_loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
-    params["quantized"].quantized_storage.state[KEY].fill_(12345)
-    params["quantized"].quantized_storage.state[DRAWS].fill_(77)
+    params["quantized"].quantized_storage.state[RNG_KEY].fill_(12345)
+    params["quantized"].quantized_storage.state[RNG_DRAWS].fill_(77)
 
 
 def loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:

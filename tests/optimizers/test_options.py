@@ -9,7 +9,7 @@ from torch import nn
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tensor.storage import KEY
+from quantshard.tensor.parameter_state import RNG_KEY
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, same
 
@@ -114,7 +114,7 @@ def test_loading_gives_the_same_future(masters, name):
     others, _ = build(MXFP8)
     for weight in map(components.quantized_local, others.values()):
         if weight is not None:
-            weight.quantized_storage.state[KEY].add_(1)  # the seed derives from it
+            weight.quantized_storage.state[RNG_KEY].add_(1)  # the seed derives from it
     other = FusedAdam(others.items(), **MASTERS[masters], **dtypes)
     assert other.param_groups[0]["rounding_seed"] != optimizer.param_groups[0]["rounding_seed"]
     for key, param in others.items():

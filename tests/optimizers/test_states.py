@@ -22,8 +22,8 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam
 from quantshard.optimizers.state import RemainderState
 from quantshard.tensor import components
+from quantshard.tensor.parameter_state import RNG_DRAWS
 from quantshard.tensor.quantized_tensor import quantize_weight
-from quantshard.tensor.storage import DRAWS
 from tests.covering import exhaustive
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same
 
@@ -262,7 +262,7 @@ def test_weights_without_masters_draw_from_their_own_key(cell):
         h = Hyperparameters(step, LR, 0.9, 0.999, EPS, DECAY, True, True)
         optimizer.step()
         nearest.quantize_(adam(params["quantized"].grad, before, m, v, h).master)
-        assert storage.state[DRAWS].item() == step
+        assert storage.state[RNG_DRAWS].item() == step
         own = contents(params["quantized"])
         assert differing(own, contents(nearest))
 

@@ -44,9 +44,9 @@ class Without:
         def changed(module):
             execute(module)
             found = module.private_name
-            module.private_name = lambda name, feature, instead="": (
-                found(name, feature, instead) if name not in self.names else
-                module.NAMES.update({name: feature}) or module.MissingName(name, feature, instead))
+            module.private_name = lambda name, feature: (
+                found(name, feature) if name not in self.names else
+                module.NAMES.update({name: feature}) or module.MissingName(name, feature))
 
         spec.loader.exec_module = changed
         return spec
@@ -173,9 +173,9 @@ def test_versions_agree() -> None:
 
 
 def test_what_stands_in_place_of_a_missing_name() -> None:
-    missing = lookup.private_name("torch._C._none_such", "a feature", "do this")
+    missing = lookup.private_name("torch._C._none_such", "a feature")
     del lookup.NAMES["torch._C._none_such"]
-    message = r"torch .* has no torch\._C\._none_such, without which a feature cannot work; do this, or install torch 2"
+    message = r"torch .* has no torch\._C\._none_such, without which a feature cannot work; install torch 2"
     for use in (
         lambda: missing(1),
         lambda: missing.attribute,

@@ -12,9 +12,9 @@ from torch.optim import swa_utils
 from quantshard import Linear, quantized_model_init, requantize_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from tests.covering import by_turns
 from tests.tensor.test_tensor import CELLS, MXFP8, RECIPES, contents, cut, differing, every_cell, random, weight
 
@@ -81,7 +81,9 @@ def rounded(tensor, values):
     """A copy of a weight after `values` were rounded stochastically into it."""
     copied = tensor.detach().clone()
     storage = copied.quantized_storage
-    Requantization(storage, values, {}, FlatMax()).commit(values, storages.rounding_words(storage))
+    Requantization(storage, values, {}, FlatMax()).commit(
+        values, parameter_state.rounding_words(storage.state, storage.shard)
+    )
     return copied
 
 
@@ -122,7 +124,7 @@ def test_an_equal_result_changes_nothing(cell, name):
 def test_only_changed_weights_of_a_list_draw():
     weights = [weight(MXFP8, seed=seed) for seed in (0, 1)]
     torch._foreach_mul_(weights, [1.0, 0.5])
-    assert [int(w.quantized_storage.state[DRAWS]) for w in weights] == [0, 1]
+    assert [int(w.quantized_storage.state[RNG_DRAWS]) for w in weights] == [0, 1]
 
 
 def test_lists_may_mix_quantized_and_plain():
@@ -131,7 +133,7 @@ def test_lists_may_mix_quantized_and_plain():
     torch._foreach_mul_([plain, quantized], 0.5)
     torch._foreach_add_([quantized, plain], [A, torch.ones(5, 3)])
     assert torch.equal(plain, expected)
-    assert int(quantized.quantized_storage.state[DRAWS]) == 2
+    assert int(quantized.quantized_storage.state[RNG_DRAWS]) == 2
 
 
 @every_cell
@@ -147,7 +149,7 @@ def test_rounding_is_right_on_average(cell):
     found = []
     for key in range(40):
         one = tensor.detach().clone()
-        one.quantized_storage.state[KEY].fill_(key)
+        one.quantized_storage.state[RNG_KEY].fill_(key)
         found.append(one.mul_(factors).dequantize(dtype=torch.float32))
     found = torch.stack(found)
     low, high = found.amin(0), found.amax(0)

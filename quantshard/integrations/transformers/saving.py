@@ -31,7 +31,7 @@ from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS,
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
-from quantshard.tensor.storage import AMAX_HISTORY
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 
 NATIVE: Final = "native"
 METHOD: Final = "quantshard"

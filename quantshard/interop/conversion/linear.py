@@ -19,7 +19,7 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, moves, requantize
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
-from quantshard.tensor.storage import KEY
+from quantshard.tensor.parameter_state import RNG_KEY
 
 FOREIGN = ("weight_packed", "weight_scale")
 """Names in other programs' layouts of tensors that belong to a weight and do not exist here. The name weight_scale_inv
@@ -77,7 +77,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         for name, tensor in loaded.items():
             setattr(self, name, tensor)
         for name, tensor in self.weight_state("weight").items():
-            if name != KEY:
+            if name != RNG_KEY:
                 # to_empty leaves memory uninitialized
                 tensor.zero_()
         self._awaits_values = False

@@ -23,10 +23,10 @@ from quantshard.optimizers.state import make_state
 from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-_STATES: Final = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
+_STATES: Final = tuple(f"_{name}" for name in (RNG_KEY, RNG_DRAWS, AMAX_HISTORY))
 _INPUT_HISTORY: Final = f"input_{AMAX_HISTORY}"
 
 

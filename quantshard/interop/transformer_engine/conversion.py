@@ -36,7 +36,7 @@ from quantshard.interop.transformer_engine.stored import (
     TransformerEngineCheckpoint,
 )
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 _MODEL, _STATE = "model.", "optimizer.state."
 
@@ -178,7 +178,7 @@ class _CheckpointConverter:
         """Return whether a tensor is specific to quantshard: random keys, draw counts and amax histories."""
         weight = any(
             name.endswith(end) and _MODEL + name.removesuffix(end) in self.like.groups
-            for end in (f"_{KEY}", f"_{DRAWS}")
+            for end in (f"_{RNG_KEY}", f"_{RNG_DRAWS}")
         )
         return weight or name.endswith(AMAX_HISTORY)
 
@@ -340,7 +340,7 @@ class _CheckpointConverter:
                 # the template's history has the amaxes of its initial weights
                 value = torch.zeros_like(value)
                 self.report.own["amax histories"] = "empty, so the first steps use other scales"
-            elif key.endswith((f"_{KEY}", f"_{DRAWS}")):
+            elif key.endswith((f"_{RNG_KEY}", f"_{RNG_DRAWS}")):
                 self.report.own["random keys and draw counts"] = "from --like"
             elif key.startswith(f"{EXTRA}."):
                 self.report.own[key] = "from --like"

@@ -39,7 +39,7 @@ from quantshard.kernels.quantize.targets import (
     as_known,
     plan_quantization,
 )
-from quantshard.numerics import HADAMARD_NEGATIVE
+from quantshard.numerics.transforms import HADAMARD_NEGATIVE
 
 NO_RANDOM_WORDS = rw.random_arguments_of([])
 NAN = tl.constexpr(0x7FC00000)

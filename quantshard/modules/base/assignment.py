@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError, UnsupportedOperationError, warn_once
+from quantshard.errors import CheckpointError, UnsupportedOperationError
 from quantshard.modules.base import initialization
 from quantshard.modules.base.state_dict import state_keys
 from quantshard.tensor import component_loading, components
@@ -26,11 +26,28 @@ LOADED = "_is_hf_initialized"
 _NORMS = ("LayerNorm", "RMSNorm")
 """Parts of class names. transformers treats such a class as a normalization and sets its `weight` to ones."""
 
-_REPLACED = "replaced weight"
-"""Topic of a warning."""
-
 _FEW = 16
 """More distinct values than this, all of them integers from 0 to 255, and a weight is taken for codes."""
+
+
+class AssignableModule(nn.Module):
+    """Base of modules whose weights can be assigned one component at a time."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, or assign a component of a weight."""
+        if param is None or not take(self, name, param):
+            super().register_parameter(name, param)
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """Whether transformers should skip initializing this module. It reads this attribute after loading a file."""
+        finish_loading(self)
+        is_marked: bool = self.__dict__.get(LOADED, False)
+        return is_marked or any(norm in type(self).__name__ for norm in _NORMS)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        self.__dict__[LOADED] = value
 
 
 def take(module: Any, name: str, value: Tensor) -> bool:
@@ -52,13 +69,6 @@ def take(module: Any, name: str, value: Tensor) -> bool:
     return False
 
 
-def is_initialized(module: Any) -> bool:
-    """Whether transformers should skip initializing a module, after what was not loaded has been filled."""
-    finish_loading(module)
-    is_marked: bool = module.__dict__.get(LOADED, False)
-    return is_marked or any(norm in type(module).__name__ for norm in _NORMS)
-
-
 @torch.no_grad()
 def finish_loading(module: Any) -> None:
     """Fill what has not been loaded with initial values, once."""
@@ -67,9 +77,8 @@ def finish_loading(module: Any) -> None:
         lacking = [weight + suffix for suffix in suffixes if suffix not in pieces]
         raise CheckpointError(
             f"{type(module).__name__}.{weight}: {', '.join(weight + suffix for suffix in pieces)} was loaded, but not "
-            f"{', '.join(lacking)}, which the file lacks or has in another shape (packed codes have that of their "
-            "bytes): codes mean nothing without their scales; load by load_state_dict, or high-precision weights by "
-            "quantshard.checkpoints.load_high_precision(model, state_dict)"
+            f"{', '.join(lacking)}, which the file lacks or has in another shape; use load_state_dict, or for "
+            "high-precision weights quantshard.checkpoints.load_high_precision(model, state_dict)"
         )
     if not module._awaits_values or any(param.is_meta for param in module.parameters(recurse=False)):
         return
@@ -106,20 +115,11 @@ def _pieces(module: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_values(name: str, own: Tensor, value: Tensor) -> None:
-    """Reject codes that were cast to a weight's dtype, and warn if values replace a quantized weight."""
-    quantized, is_loaded = components.quantized_local(own), getattr(value, LOADED, False)
-    if quantized is not None and not is_loaded and components.quantized_local(value) is None:
-        was, leaf = quantized.quantized_storage.spec.tag, name.rpartition(".")[2]
-        warn_once(
-            _REPLACED,
-            f"{name} was {was} and is now a plain {value.dtype} parameter, which is not stored quantized; to set its "
-            f"values, call {leaf}.quantize_(values)",
-        )
-    if is_loaded and quantized is None and _look_like_codes(value):
+    """Reject codes that were cast to the dtype of a weight in high precision."""
+    if getattr(value, LOADED, False) and components.quantized_local(own) is None and _look_like_codes(value):
         raise CheckpointError(
-            f"{name}: the checkpoint has whole numbers from 0 to 255 for it, which are codes of a quantized weight and "
-            "not values, but this model's weight is in high precision; build the model under quantized_model_init with "
-            "the checkpoint's recipe"
+            f"{name}: the checkpoint has codes of a quantized weight, but this model's weight is in high precision; "
+            "build the model under quantized_model_init with the checkpoint's recipe"
         )
 
 
@@ -156,7 +156,7 @@ def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: T
         new = component_loading.assigned(own, component_loading.fitting_pairs(own, values, name))
         if all(getattr(piece, LOADED, False) for piece in pieces.values()):
             setattr(new, LOADED, True)
-        torch.nn.Module.register_parameter(module, weight, new)
+        nn.Module.register_parameter(module, weight, new)
         del _pieces(module)[weight]
 
 

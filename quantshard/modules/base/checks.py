@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import limits, private_torch
+from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.errors import ConfigurationError, RecipeMismatchError, warn_once
 from quantshard.recipe import QuantSpec, Recipe
 from quantshard.tensor.storage import QuantizedStorage
@@ -99,13 +99,20 @@ def check_values(module: Any, name: str, storage: QuantizedStorage) -> None:
             "let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or call reshard() "
             "on the FSDP-wrapped module after optimizer.step()"
         )
-    if storage.gathered:
-        storage.check_captured(f"{type(module).__name__}.{name}")
-    if storage.version == 0 and storage.device.type != "meta" and storage.is_unwritten:
+    is_capturing = kernel_dispatch.is_capturing()
+    if storage.gathered and storage.captured is not is_capturing and (storage.captured or torch.is_grad_enabled()):
         raise ConfigurationError(
-            f"{module.label(name)} was never given values: to_empty took memory as it was, and nothing was loaded "
-            "since; call checkpoints.load_high_precision(model, state_dict) or checkpoints.load before the first "
-            "forward, or reset_parameters() for new values"
+            f"{type(module).__name__}.{name} was gathered {'inside' if storage.captured else 'outside'} the capture of "
+            f"a CUDA graph and is used {'inside' if is_capturing else 'outside'}; call reshard() on the FSDP-wrapped "
+            "module in between"
+        )
+    # a shard without entries is never written
+    shard = storage.sharded_source
+    is_unwritten = shard.version == 0 and not private_torch.count_in_place_changes(shard.components.values())
+    if storage.version == 0 and storage.device.type != "meta" and is_unwritten and 0 not in shard.shard.shape:
+        raise ConfigurationError(
+            f"{module.label(name)} was never given values: nothing was loaded since to_empty(); call "
+            "checkpoints.load, checkpoints.load_high_precision(model, state_dict) or reset_parameters()"
         )
 
 

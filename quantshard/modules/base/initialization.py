@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import numerics, private_torch, sharding
-from quantshard.collectives import flat_max
+from quantshard.collectives import rank_checks
 from quantshard.distributed import module_meshes
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec
 from quantshard.tensor import components, moves, requantize
 from quantshard.tensor import storage as storages
+from quantshard.tensor.parameter_state import AMAX_HISTORY, INIT_STREAM, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 
 InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
@@ -87,17 +87,17 @@ def fill(module: Any, names: Iterable[str]) -> None:
     """Fill weights with their initial values. A collective call if they are sharded."""
     for name in names:
         group = private_torch.mesh_group(module.get_parameter(name))
-        flat_max.check_equal_on_ranks({name: module.weight_state(name)[KEY]}, group, "the random key")
+        rank_checks.check_equal_on_ranks({name: module.weight_state(name)[RNG_KEY]}, group, "the random key")
     quantized: dict[str, tuple[Tensor, Tensor]] = {}
     for name in names:
         param, state, spec = module.get_parameter(name), module.weight_state(name), module._weights[name]
-        state[DRAWS].zero_()
+        state[RNG_DRAWS].zero_()
         if AMAX_HISTORY in state:
             state[AMAX_HISTORY].zero_()
         local, offset = private_torch.local_tensor(param), private_torch.global_offset(param)
         origin = local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (offset[0], offset[1])
         shape = (local.shape[0], local.shape[1])
-        values = spec.values(int(state[KEY]), origin, shape, local.device).to(module._dtype)
+        values = spec.values(int(state[RNG_KEY]), origin, shape, local.device).to(module._dtype)
         if isinstance(local, QuantizedTensor):
             quantized[f"{type(module).__name__}.{name}"] = (param, values)
         else:

@@ -20,7 +20,8 @@ from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import predictions
-from quantshard.modules.base import assignment, checks, initialization, state_dict
+from quantshard.modules.base import checks, initialization, state_dict
+from quantshard.modules.base.assignment import AssignableModule
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection
 from quantshard.modules.contexts import context, recompute, settings
@@ -32,8 +33,7 @@ from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Recipe, resolve, stock_name
-from quantshard.tensor import components, moves
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, moves, parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
@@ -53,17 +53,14 @@ def by_own_recipe(forward: _Forward) -> _Forward:
     return cast(_Forward, inside)
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(AssignableModule):
     """Base of modules with quantized or high-precision weights. Subclasses call `_add_projection` and `add_vector`.
 
     `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
-    `model_recipe`: recipe of its GEMMs outside of every autocast, for example when only a part of the model is called
-    and not the model itself, whose forward enters one; None computes in high precision with dequantized weights.
-    `shared_input`: reader of an input that the layers of other modules read too, or None.
+    `model_recipe`: recipe of its GEMMs outside of every autocast; None dequantizes the weights there.
+    `shared_input`: reader of an input that layers of other modules read too, or None.
     `zero_centered_gammas`: names of the parameters that are stored as gamma - 1.
-
-    `_born_states`: the initial state of each weight. A high-precision weight keeps it, also one that replaces a
-    quantized weight; a quantized weight has its state in its storage.
+    `_born_states`: the initial state of each weight, live only for weights in high precision.
     `_cuts`: the dim that tensor parallelism cuts of each parameter, or None.
     `_awaits_values`: whether the module was built on the meta device and has no values yet.
     """
@@ -132,7 +129,7 @@ class QuantizedModule(nn.Module):
         checks.check_cut(self, name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         quant_spec = self._plan.recipe.weight
-        state = storages.weight_state(quant_spec, self._device)
+        state = parameter_state.weight_state(quant_spec, self._device)
         stored_spec = quant_spec if self._plan.quantize else None
         self._born_states[name] = state if stored_spec is None else {key: value.clone() for key, value in state.items()}
         param = initialization.empty_weight(self, name, stored_spec, state, self._dtype, self._device)
@@ -154,9 +151,6 @@ class QuantizedModule(nn.Module):
 
         Parameters on the meta device are materialized on the device of their mesh (or the current accelerator).
         A second call gives the same bits. This is a collective call if parameters are sharded.
-
-        Raises:
-            RankMismatchError: the RNG keys differ between ranks, so their shards would belong to different weights.
         """
         initialization.reset(self)
 
@@ -175,7 +169,7 @@ class QuantizedModule(nn.Module):
             elif name.endswith(tuple(linear_state.HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
-            storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
+            parameter_state.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
         self._handle = operator_arguments.handle_beside(self, self._handle)
         for name, param in self.named_parameters(recurse=False):
             checks.check_dtype(f"{type(self).__name__}.{name}", param.dtype)
@@ -192,19 +186,12 @@ class QuantizedModule(nn.Module):
         return context.autocast_by(self.recipe)
 
     def recipe_in(self, around: Recipe | None) -> Recipe | None:
-        """The recipe of this module's GEMMs inside an autocast of recipe `around`.
-
-        If `around` is None (unknown): the module's own recipe, else the one its weights were quantized by, or None.
-        """
+        """The recipe of this module's GEMMs inside an autocast of recipe `around`. If None (unknown): the module's own
+        recipe, or the one that its weights were quantized by."""
         if around is not None and not around.table:
             return around
         built_by = self._plan.recipe if around is None and self._plan.quantize else around
         return built_by if self.recipe is None else resolve(self.recipe)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this module has weights, and no `quantized_model_init` chose how to store them."""
-        return bool(self._weights) and self._plan.is_open
 
     @torch.no_grad()
     def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
@@ -268,36 +255,6 @@ class QuantizedModule(nn.Module):
                         return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
             raise
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, or assign a component of a weight; see `assignment.take`."""
-        if param is None or not assignment.take(self, name, param):
-            old = private_torch.registered_parameter(self, name)
-            super().register_parameter(name, param)
-            moves.carry_attributes(old, param)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
-
-        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path.
-        """
-        old = self.__dict__.get("_parameters", {}).get(name)
-        sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
-        is_swap = old is not None and sharded and isinstance(value, nn.Parameter)
-        if is_swap and (name not in self._weights or components.quantized_local(value) is not None):
-            private_torch.put_parameter(self, name, value)
-            moves.carry_attributes(old, value)
-        else:
-            super().__setattr__(name, value)
-
-    @property
-    def _is_hf_initialized(self) -> bool:
-        """Whether transformers should skip initializing this module; transformers reads it after loading the file."""
-        return assignment.is_initialized(self)
-
-    @_is_hf_initialized.setter
-    def _is_hf_initialized(self, value: bool) -> None:
-        self.__dict__[assignment.LOADED] = value
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
@@ -321,10 +278,6 @@ class QuantizedModule(nn.Module):
 
         Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before building the
         optimizer. `weight_mesh` is accepted for TransformerEngine and not used.
-
-        Raises:
-            ConfigurationError: on every rank: a mesh has the wrong size or does not divide a dim, or parameters are
-                already on a mesh.
         """
         if tp_mesh is not None:
             module_meshes.put_on_mesh(self, tp_mesh)
@@ -341,19 +294,15 @@ class QuantizedModule(nn.Module):
         return tensor_parallel.NONE
 
     def whole_on_rows(self, *names: str) -> list[Any]:
-        """Return replicated parameters that each rank applies to its rows, such as norms; None if missing."""
+        """Return replicated parameters that each rank applies to its rows, such as norms."""
         params = self._locals(names)
         if self.sequence_parallel and self.tp_mesh is not None:
             tp = self.tensor_parallel_of(None)
             params = [None if param is None else tensor_parallel.all_reduce_gradient(param, tp) for param in params]
         return params
 
-    def _local(self, name: str) -> Any:
-        """Return the local part of one parameter; see `_locals`."""
-        return self._locals((name,))[0]
-
     def _locals(self, names: Sequence[str]) -> list[Any]:
-        """Return the local parts of parameters, None for missing ones; see `module_meshes.local_part`."""
+        """Return this rank's parts of parameters, None for missing ones; see `module_meshes.local_part`."""
         params = private_torch.parameters_or_values(self, names)
         for index, param in enumerate(params):
             if self.tp_mesh is not None or isinstance(param, DTensor):
@@ -451,9 +400,9 @@ class QuantizedModule(nn.Module):
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
         """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
-        weight: Tensor = self._local(name)
+        (weight,) = self._locals((name,))
         self._check_weight(name, weight, call, device)
-        return weight
+        return cast(Tensor, weight)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
         """Check that a weight can be used in this call with an input on `device`."""
@@ -482,8 +431,6 @@ class QuantizedModule(nn.Module):
 
     def _formats_repr(self) -> str:
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
-        params = private_torch.registered_parameters(self, self._weights)
-        tags = {
-            local.quantized_storage.spec.tag for local in map(components.quantized_local, params) if local is not None
-        }
+        weights = (components.quantized_local(private_torch.registered_parameter(self, name)) for name in self._weights)
+        tags = {weight.quantized_storage.spec.tag for weight in weights if weight is not None}
         return f", weight={'/'.join(sorted(tags))}" if tags else ""

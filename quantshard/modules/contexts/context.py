@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -16,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import private_torch
-from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts import settings
+from quantshard.modules.contexts import pending_amaxes, settings
 from quantshard.recipe import HighPrecision, Recipe, resolve
 
 
@@ -37,28 +32,17 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False, is_open=True)
-_queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
-_rehearses = False
-
-backward_amaxes = PendingAmaxes()
-"""Pending amaxes of output gradients in the running backward pass; global because autograd uses several threads."""
 
 
 class _ThreadState(threading.local):
-    """The contexts that this thread has entered, and the forward amaxes of its outermost autocast."""
+    """The contexts that this thread has entered."""
 
     def __init__(self) -> None:
         self.init_plans: list[InitPlan] = []
         self.autocasts: list[autocast] = []
-        self.forward_amaxes = PendingAmaxes()
 
 
 _thread = _ThreadState()
-
-
-def forward_amaxes() -> PendingAmaxes:
-    """Pending amaxes of inputs and weights in the outermost autocast of this thread."""
-    return _thread.forward_amaxes
 
 
 def current_setting() -> str:
@@ -69,11 +53,6 @@ def current_setting() -> str:
 def init_plan() -> InitPlan:
     """The plan for a module that is being built."""
     return _thread.init_plans[-1] if _thread.init_plans else _HIGH_PRECISION_INIT
-
-
-def quantizes_weights() -> bool:
-    """True inside a `quantized_model_init` that quantizes."""
-    return init_plan().quantize
 
 
 def in_autocast() -> bool:
@@ -89,77 +68,6 @@ def runs_by(recipe: str | Recipe) -> bool:
 def is_strict() -> bool:
     """Return whether the innermost autocast turns fallbacks into errors."""
     return settings.registered[current_setting()].strict
-
-
-def flush_after_backward() -> None:
-    """Queue the recording of output-gradient amaxes for the end of the running backward pass.
-
-    A recomputed forward calls this function first. Otherwise a reentrant checkpoint, which runs a nested backward pass,
-    would queue the recording for the end of the nested pass.
-    """
-    global _queued_flush
-    drop_failed_backward()
-    if _queued_flush is None:
-        flush = _BackwardFlush()
-        _queued_flush = weakref.ref(flush)
-        private_torch.at_end_of_backward(flush)
-        if MISMATCHES.is_pending() and private_torch.has_offloaded_parameters():
-            MISMATCHES.check()  # at the end of backward FSDP2 would wait for other ranks first
-
-
-class _BackwardFlush:
-    """Callback at the end of a backward pass. Autograd has the only reference, so it is freed if the pass fails."""
-
-    def __call__(self) -> None:
-        global _queued_flush
-        _queued_flush = None
-        backward_amaxes.flush()
-
-
-@contextmanager
-def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator[None]:
-    """Redirect amaxes to `forward` and `backward`; code that runs inside counts as a rehearsal, not as training."""
-    global backward_amaxes, _queued_flush, _rehearses
-    before, before_forward = (backward_amaxes, _queued_flush, _rehearses), _thread.forward_amaxes
-    backward_amaxes, _queued_flush, _rehearses = backward, None, True
-    _thread.forward_amaxes = forward
-    try:
-        yield
-    finally:
-        backward_amaxes, _queued_flush, _rehearses = before
-        _thread.forward_amaxes = before_forward
-
-
-def is_rehearsed() -> bool:
-    """True in a rehearsal, such as a warm-up pass before a capture."""
-    return _rehearses
-
-
-def drop_failed_backward() -> None:
-    """Drop the pending amaxes of a failed backward pass. A running pass keeps its amaxes."""
-    global _queued_flush
-    if _queued_flush is not None and _queued_flush() is None:
-        _queued_flush = None
-        backward_amaxes.drop()
-
-
-@torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _record_forward_amaxes() -> Tensor:
-    """Record forward amaxes at the exit of the outermost autocast, as an operator of a compiled graph.
-
-    It returns a tensor because torch 2.13's inductor would use the previous layer's output after freeing it.
-    """
-    _thread.forward_amaxes.flush()
-    return torch.empty(0, dtype=torch.float32, device="cpu")
-
-
-@_record_forward_amaxes.register_fake
-def _() -> Tensor:
-    private_torch.check_order_is_kept()
-    return torch.empty(0, dtype=torch.float32, device="cpu")
-
-
-private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
 
 
 def check_flags(owner: str, **flags: object) -> None:
@@ -186,14 +94,7 @@ class _Context:
     _arguments: tuple[Any, ...]
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        # the bodies of generators and coroutines run after the decorated call has left the context
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
         context: Any = type(self)
-        if any(is_of(function) for is_of in kinds):
-            raise ConfigurationError(
-                f"{context.__name__} as a decorator of {function.__name__}, whose body runs after that call; enter it "
-                "inside"
-            )
 
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -206,7 +107,8 @@ class _Context:
 class quantized_model_init(_Context):
     """Context that stores the weights of modules built inside quantized.
 
-    The context affects only the thread that entered it. As a decorator, it is entered again on each call.
+    The context affects only the thread that entered it. As a decorator, it is entered again on each call; do not
+    decorate generators, whose bodies run after the call.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
@@ -241,7 +143,7 @@ class autocast(_Context):
 
     Contexts nest and are per thread, as with `torch.autocast`; the innermost applies. Backward and recomputation use
     the recipe of their forward on any thread. At the exit of the outermost context, delayed scaling reduces the amaxes
-    of this thread over the ranks in one collective and records them. As a decorator, each call enters a new context.
+    of this thread over the ranks in one collective and records them. As a decorator, it is entered again on each call.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -251,10 +153,6 @@ class autocast(_Context):
             histories of the group of rank 0.
         strict: raise if a layer of quantshard would take a slower path than its native one (`limits.FALLBACKS`), also
             in backward. `explain(strict=True)` also checks other modules, sharding and the optimizer.
-
-    Raises:
-        FallbackError: under `strict`, from a module's forward.
-        ConfigurationError: a flag is not a bool, or the recipe is unknown.
     """
 
     def __init__(
@@ -277,7 +175,7 @@ class autocast(_Context):
 
     def __enter__(self) -> None:
         if not _thread.autocasts and not torch.compiler.is_compiling():
-            drop_failed_backward()
+            pending_amaxes.drop_failed_backward()
         _thread.autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -289,9 +187,9 @@ class autocast(_Context):
             if self.records:
                 torch.ops.quantshard.record_forward_amaxes()
         elif kind is None:
-            _thread.forward_amaxes.flush()
+            pending_amaxes.forward_amaxes().flush()
         else:
-            _thread.forward_amaxes.drop()  # no collective, because other ranks need not have failed
+            pending_amaxes.forward_amaxes().drop()  # no collective, because other ranks need not have failed
 
 
 def autocast_by(recipe: str | Recipe) -> autocast:
@@ -302,9 +200,6 @@ def autocast_by(recipe: str | Recipe) -> autocast:
 
 # PyTorch's autocast ---------------------------------------------------------------------------------------------------
 
-_WITH_AUTOCAST = ("cuda", "cpu")
-"""Device types with autocast in every build of PyTorch."""
-
 
 def autocast_input(x: Tensor) -> Tensor:
     """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
@@ -312,11 +207,6 @@ def autocast_input(x: Tensor) -> Tensor:
     The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
     """
     kind = x.device.type
-    if not ((kind in _WITH_AUTOCAST or _has_autocast(kind)) and torch.is_autocast_enabled(kind)):
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
-@private_torch.constant_in_graphs  # torch 2.11 cannot trace it
-def _has_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)

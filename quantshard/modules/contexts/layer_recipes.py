@@ -87,16 +87,11 @@ def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) 
     for pattern in patterns:
         rest = [name for name in remaining if not matches(pattern, name)]
         if len(rest) == len(remaining) and pattern != "*":
-            raise unreached(argument, pattern)
+            raise ConfigurationError(
+                f"{argument}: {pattern!r} would do nothing, since the patterns before it match all its layers; let it "
+                "stand before them, or leave it out"
+            )
         remaining = rest
-
-
-def unreached(argument: str, pattern: str) -> ConfigurationError:
-    """The error for a pattern that earlier patterns hide."""
-    return ConfigurationError(
-        f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and those "
-        "before it match all its layers; let it stand before them, or leave it out"
-    )
 
 
 def _resolved(argument: str, recipe: object, what: str) -> Recipe:

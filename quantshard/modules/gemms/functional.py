@@ -25,7 +25,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, emulated, operands
 from quantshard.gemm.backend import ReadOperand, WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
@@ -38,8 +38,9 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, TensorRole
 from quantshard.tensor import observation
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm.producers import OperandProducer
@@ -102,7 +103,7 @@ def linear(
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         plain = _plain_linears(x, weights, biases, state.tp)
         if observation.active is not None and state.record:
-            observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
+            observation.active.see_plain([weight_state[RNG_KEY] for weight_state in state.weights], x, weights, plain)
         return plain
     keeps = needs_wgrad(weights)
     alone = recompute is None and keeps and state.tp.size == 1
@@ -190,7 +191,7 @@ def forward_gemms(
     """
     weights, biases, call, state = layer
     if call.repeated:
-        context.flush_after_backward()
+        pending_amaxes.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms

@@ -23,14 +23,15 @@ from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL, Orientation
 from quantshard.gemm import operands
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
@@ -202,7 +203,7 @@ class ExpertsLayer(NamedTuple):
             values, segments, copy.codes.encoding, multipliers, new_amaxes, has_nan
         )
         if new_amaxes is not None:
-            keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
+            keys = [weight.quantized_storage.state[RNG_KEY] for weight in self.weights]
             amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], new_amaxes, self.amax_group)
         return EncodedRows(codes, stored_scales, copy.codes.encoding)
 
@@ -253,7 +254,7 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
-            context.flush_after_backward()
+            pending_amaxes.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x)
         fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         biases = ExpertBias.of(layer.biases) if layer.biases else None

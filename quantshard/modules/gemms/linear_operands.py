@@ -20,14 +20,15 @@ from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn, serves_both
 from quantshard.kernels import workspace
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, SpecPair, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.observation import Observer
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
@@ -418,6 +419,6 @@ def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[st
     """
     observer = observation.active
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
-    if observer is None or not record or is_second or context.is_rehearsed():
+    if observer is None or not record or is_second or pending_amaxes.is_rehearsed():
         return None
-    return OperandWatch(observer, state[KEY], role)
+    return OperandWatch(observer, state[RNG_KEY], role)

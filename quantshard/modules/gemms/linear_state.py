@@ -20,14 +20,14 @@ from quantshard.errors import ConfigurationError, RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor import observation
-from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAMS_PER_RANK, next_draw
+from quantshard.tensor.parameter_state import AMAX_HISTORY, GRADIENT_STREAM, RNG_KEY, STREAMS_PER_RANK, next_draw
 
 if kernels.USABLE:
     from quantshard.gemm import producers
@@ -227,7 +227,7 @@ class GradientRandomBits:
     def by_rows(self, shard: Shard, transposed: bool = False) -> RandomBits:
         """Random bits for a rectangle of dgrad's operand."""
         if self.drawn is None:
-            self.drawn = int(self.weight[KEY]), next_draw(self.weight)
+            self.drawn = int(self.weight[RNG_KEY]), next_draw(self.weight)
         stream = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK + GRADIENT_STREAM
         return RandomBits(*self.drawn, stream, shard.global_shape, shard.origin, shard.shape, transposed)
 
@@ -243,9 +243,9 @@ AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
 def amaxes_of(role: TensorRole) -> PendingAmaxes:
     """The pending amaxes of the pass (forward or backward) in which this role is quantized first."""
     if role is not TensorRole.GRAD_OUTPUT:
-        return context.forward_amaxes()
-    context.flush_after_backward()
-    return context.backward_amaxes
+        return pending_amaxes.forward_amaxes()
+    pending_amaxes.flush_after_backward()
+    return pending_amaxes.backward_amaxes
 
 
 def check_same_stage(group: Groups, stage: RunningStage) -> None:
@@ -305,7 +305,7 @@ class DelayedScale:
         if state.stage is not None:
             check_same_stage(group, state.stage)
         # all output gradients of a layer share one history, which records their largest amax
-        keys = [owner.weights[weight_index if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
+        keys = [owner.weights[weight_index if role is TensorRole.WEIGHT else 0][RNG_KEY] for owner in self._owners]
         queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
         return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
 

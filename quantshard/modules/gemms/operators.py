@@ -32,7 +32,7 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
 from quantshard.modules.activation_storage import STORAGES
-from quantshard.modules.contexts import context, recompute, settings
+from quantshard.modules.contexts import pending_amaxes, recompute, settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
@@ -78,7 +78,7 @@ ForwardOf = Callable[[StepArguments, list[PreparedLinear]], ForwardResults]
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     step = StepArguments(*arguments)
     layers = _ready(step)
-    context.drop_failed_backward()  # entering autocast does this in eager code, but leaves no trace in a graph
+    pending_amaxes.drop_failed_backward()  # entering autocast does this in eager code, but leaves no trace in a graph
     results = body(step, layers)
     tensors = [*results.outputs]
     for index, (layer, x_wgrad) in enumerate(zip(layers, results.inputs, strict=True)):

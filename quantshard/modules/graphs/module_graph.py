@@ -21,7 +21,7 @@ from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts import context, pending_amaxes, recompute
 from quantshard.modules.graphs.recorder import (
     GraphAddresses,
     GraphRecorder,
@@ -243,7 +243,7 @@ class ModuleGraph:
 
     def _forward(self) -> PassRecord:
         record = AmaxRecord()
-        with context.amaxes_noted_in(record, AmaxRecord()), torch.enable_grad(), self._entered():
+        with pending_amaxes.amaxes_noted_in(record, AmaxRecord()), torch.enable_grad(), self._entered():
             args, kwargs = self._static
             returned = self.eager(*args, **kwargs)
         # raises for types whose tensors would be missed
@@ -256,7 +256,7 @@ class ModuleGraph:
         record = AmaxRecord()
         pairs = [(e, g) for e, g in zip(self._ends, self._grad_outputs, strict=True) if g is not None]
         self._ends = []
-        with context.amaxes_noted_in(AmaxRecord(), record):
+        with pending_amaxes.amaxes_noted_in(AmaxRecord(), record):
             grads = torch.autograd.grad(
                 [end for end, _ in pairs], self._trained, [grad for _, grad in pairs], allow_unused=self._allow_unused
             )
@@ -325,10 +325,10 @@ class ModuleGraph:
         self._launch_forward()
         # so that autograd notices that older results were overwritten
         increment_version(self._written)
-        self._outputs.note(context.forward_amaxes())
+        self._outputs.note(pending_amaxes.forward_amaxes())
         if not context.in_autocast():
             # an autocast that the callable enters ended within the graph, which cannot flush
-            context.forward_amaxes().flush()
+            pending_amaxes.forward_amaxes().flush()
         outputs = [output.detach() for output in self._outputs.tensors if output is not None]
         ctx.changes = self._in_place_changes()
         pairs = zip(outputs, self._differentiable, strict=True)
@@ -345,8 +345,8 @@ class ModuleGraph:
                 static.zero_() if grad is None else static.copy_(grad)
         self._launch_backward()
         if self._grads.notes:
-            context.flush_after_backward()
-            self._grads.note(context.backward_amaxes)
+            pending_amaxes.flush_after_backward()
+            self._grads.note(pending_amaxes.backward_amaxes)
         # copies, because autograd can store them in .grad, even of leaves before other nodes that pass gradients on
         return self._copies.copies()
 

@@ -22,8 +22,8 @@ from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, QuantshardError, UnsupportedOperationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import DRAWS, KEY
 
 Result = TypeVar("Result")
 
@@ -153,7 +153,7 @@ def capturable_(model: nn.Module) -> None:
         if param.is_meta:
             raise ConfigurationError(f"capturable_: {name} is on the meta device; materialize the model first")
     for param, state in states.values():
-        state[DRAWS] = state[DRAWS].to(param.device)
+        state[RNG_DRAWS] = state[RNG_DRAWS].to(param.device)
 
 
 @contextmanager
@@ -166,19 +166,19 @@ def states_preserved(
     `makes_capturable`: call `capturable_` first, and undo it if the block raises.
     """
     states = [state for model in models for _, state in _states(model).values()]
-    draws = [state[DRAWS] for state in states]
+    draws = [state[RNG_DRAWS] for state in states]
     if makes_capturable:
         for model in models:
             capturable_(model)
     tensors = [buffer for model in models for buffer in model.buffers()]
-    tensors += [value for state in states for name, value in state.items() if name != KEY]
+    tensors += [value for state in states for name, value in state.items() if name != RNG_KEY]
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         try:
             yield
         except BaseException:
             for state, counter in zip(states, draws, strict=True):
-                state[DRAWS] = counter
+                state[RNG_DRAWS] = counter
             raise
         finally:
             with torch.no_grad():
@@ -188,7 +188,7 @@ def states_preserved(
 
 def draw_counts(models: Sequence[nn.Module]) -> list[int]:
     """Return the number of random draws of each weight."""
-    return [int(state[DRAWS]) for model in models for _, state in _states(model).values()]
+    return [int(state[RNG_DRAWS]) for model in models for _, state in _states(model).values()]
 
 
 def _states(model: nn.Module) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -342,9 +342,9 @@ class GraphAddresses:
         if isinstance(local, QuantizedTensor):
             state = local.quantized_storage.state
         addresses = [part.data_ptr() for part in memory_of(param)]
-        addresses += [value.data_ptr() for key, value in state.items() if key != KEY]
+        addresses += [value.data_ptr() for key, value in state.items() if key != RNG_KEY]
         # the graph contains the value of the random key
-        key = int(state[KEY]) if self._draws and KEY in state else 0
+        key = int(state[RNG_KEY]) if self._draws and RNG_KEY in state else 0
         return id(param), param.requires_grad, key, addresses
 
 

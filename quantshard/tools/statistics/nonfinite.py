@@ -20,9 +20,9 @@ from quantshard import private_torch
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import pending_amaxes
 from quantshard.tensor import components, observation
-from quantshard.tensor.storage import DRAWS
+from quantshard.tensor.parameter_state import RNG_DRAWS
 
 _WEIGHT, _FORWARD, _BACKWARD, _GRADIENT = range(4)
 _WHAT: Final = {
@@ -149,7 +149,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
     """Restore the model's state after the block."""
     grads = {param: param.grad for param in model.parameters()}
     draws = [
-        module.weight_state(param_name)[DRAWS]
+        module.weight_state(param_name)[RNG_DRAWS]
         for module in model.modules()
         if isinstance(module, QuantizedModule)
         for param_name in module._weights
@@ -161,7 +161,10 @@ def _undone(model: nn.Module) -> Iterator[None]:
         observation.active = None
         for param in grads:
             param.grad = None
-        with torch.random.fork_rng(devices=devices), context.amaxes_noted_in(UnrecordedAmaxes(), UnrecordedAmaxes()):
+        with (
+            torch.random.fork_rng(devices=devices),
+            pending_amaxes.amaxes_noted_in(UnrecordedAmaxes(), UnrecordedAmaxes()),
+        ):
             yield
     finally:
         observation.active = observer

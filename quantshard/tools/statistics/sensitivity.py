@@ -29,7 +29,8 @@ from quantshard.numerics import RandomBits
 from quantshard.recipe import Gemm, QuantSpec, Recipe, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.observation import Observer
-from quantshard.tensor.storage import GRADIENT_STREAM, KEY, QuantizedStorage
+from quantshard.tensor.parameter_state import GRADIENT_STREAM, RNG_KEY
+from quantshard.tensor.storage import QuantizedStorage
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[
         module = model.get_submodule(name)
         assert isinstance(module, QuantizedModule), name
         names |= {
-            int(module.weight_state(param_name)[KEY]): (name, f"{name}.{param_name}") for param_name in module._weights
+            int(module.weight_state(param_name)[RNG_KEY]): (name, f"{name}.{param_name}")
+            for param_name in module._weights
         }
     if observation.active is not None:
         raise ConfigurationError("a Statistics samples this step; close() it before measuring errors")

@@ -22,7 +22,8 @@ from quantshard.optimizers.guards import gradient_of
 from quantshard.recipe import TensorRole
 from quantshard.tensor import components, observation
 from quantshard.tensor.observation import Observer
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.parameter_state import RNG_KEY
+from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.statistics.rows import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -55,7 +56,7 @@ class ModelNames:
         for prefix, module in self._layers.items():
             for param_name in module._weights:
                 name = f"{prefix}.{param_name}" if prefix else param_name
-                yield name, module.weight_state(param_name)[KEY]
+                yield name, module.weight_state(param_name)[RNG_KEY]
 
     def rows(self) -> dict[int, tuple[Tensor, int]]:
         """Map the id of each local weight's key to (key, first row of the weight).
@@ -211,7 +212,7 @@ class StepSample(Observer):
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
     ) -> None:
-        entry = self._rows.get(id(storage.state[KEY]))
+        entry = self._rows.get(id(storage.state[RNG_KEY]))
         if entry is None:
             return
         row = entry[1]

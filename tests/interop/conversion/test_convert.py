@@ -504,7 +504,7 @@ def test_a_layer_that_the_model_reads_directly_is_left_out() -> None:
     with pytest.raises(UnsupportedOperationError) as caught:
         model(torch.randn(2, 32))
     assert str(caught.value).startswith(
-        "aten.t.default on QuantizedTensor(mxfp8_32x32, shape=(32, 32), dtype=torch.float32, device=cpu) would "
+        "aten.t.default on a quantized tensor would "
     ) and "convert(filter=...) to leave its layer out" in str(caught.value)
     model = nn.Sequential(DirectReader())
     qs.convert(model, {"*.inner": "bf16", "*": "mxfp8"})

@@ -34,7 +34,7 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import E4M3, FP32, Orientation
 from quantshard.interop.transformer_engine.pieces import CopyPiece, WeightPiece, rows_of
 from quantshard.optimizers import FusedAdam
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.covering import by_turns
 from tests.distributed.pool import run_ranks
@@ -235,7 +235,7 @@ def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> No
     (model, _), (other, _) = built("current", 128), built("current", 128, seed=8)
     checkpoints.load(tmp_path / "out", other)
     born, loaded = (each[0].weight.quantized_storage.state for each in (model, other))
-    assert same(born[KEY], loaded[KEY]) and same(born[DRAWS], loaded[DRAWS])
+    assert same(born[RNG_KEY], loaded[RNG_KEY]) and same(born[RNG_DRAWS], loaded[RNG_DRAWS])
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -8,7 +8,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
-from quantshard.tensor.storage import DRAWS
+from quantshard.tensor.parameter_state import RNG_DRAWS
 from quantshard.tools.statistics import Statistics, first_nonfinite
 from quantshard.tools.statistics.rows import LossHistory
 from tests.tools.statistics.models import loss_of, perceptron
@@ -144,4 +144,4 @@ def test_looking_for_it_changes_nothing():
         assert bits(model) == before and torch.equal(torch.get_rng_state(), state)
         assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
         optimizer.step()
-    assert int(model[1].weight_state("weight")[DRAWS]) >= 0
+    assert int(model[1].weight_state("weight")[RNG_DRAWS]) >= 0

@@ -17,7 +17,7 @@ from quantshard import kernel_dispatch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components, observation
-from quantshard.tensor.storage import KEY
+from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tools.statistics import Statistics
 from quantshard.tools.statistics.step_sample import StepSample
 from tests.covering import exhaustive
@@ -177,7 +177,7 @@ def test_layers_in_high_precision_show_amaxes():
 
 def keys_of(model):
     weights = [(layer, name) for layer in model for name in layer._weights]
-    return [layer.weight_state(name)[KEY] for layer, name in weights]
+    return [layer.weight_state(name)[RNG_KEY] for layer, name in weights]
 
 
 def test_recomputed_layers_count_once(monkeypatch):

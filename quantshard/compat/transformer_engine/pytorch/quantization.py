@@ -111,7 +111,7 @@ class FP8GlobalStateManager:
     @staticmethod
     def with_fp8_parameters() -> bool:
         """Return whether a `quantized_model_init` that quantizes is active."""
-        return context.quantizes_weights()
+        return context.init_plan().quantize
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:
