@@ -21,8 +21,7 @@ from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNum
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import digest
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError
-from quantshard.foreign import shown
+from quantshard.errors import CheckpointError, shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.tensor import components

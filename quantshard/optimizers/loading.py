@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch, state_storage
-from quantshard.errors import CheckpointError
-from quantshard.foreign import shown
+from quantshard.errors import CheckpointError, shown
 from quantshard.optimizers.base import layout
 from quantshard.tensor import components
 

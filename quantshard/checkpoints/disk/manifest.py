@@ -49,11 +49,13 @@ from quantshard.checkpoints.disk.store import (
     why,
 )
 from quantshard.errors import CheckpointError, QuantshardError, printable
-from quantshard.foreign import FILE_BYTES, json_object
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
 """The version of manifests that are written and read."""
+
+MANIFEST_BYTES, METADATA_BYTES = 16 << 20, 256 << 20
+"""Maximum bytes of the two files: they have about 90 bytes per file, and 140 per chunk of a tensor."""
 
 _AT_ONCE = 1 << 22  # bytes read at a time
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -109,7 +111,12 @@ class Manifest:
         """Parse the text of a manifest, which must be of this version. `where`: its path, for errors."""
         if not text:
             raise DamagedError(f"{where} is empty: the save has not ended; choose another checkpoint")
-        content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", DamagedError)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{where} is damaged: it is not JSON: {why(error)}") from None
+        if not isinstance(content, dict):
+            raise DamagedError(f"{where} is damaged: it is not a JSON object")
         version = content.get("quantshard")
         if version != VERSION:
             raise DamagedError(
@@ -177,7 +184,7 @@ def read_manifest(path: Path_) -> Manifest | None:
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
-        text = store.read(file, FILE_BYTES["manifest"]).decode("utf-8")
+        text = store.read(file, MANIFEST_BYTES).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -312,7 +319,7 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "
     try:
-        content = store.read(store.join(folder, METADATA_FILE), FILE_BYTES["metadata"])
+        content = store.read(store.join(folder, METADATA_FILE), METADATA_BYTES)
         entry = None if described is None else described.files.get(METADATA_FILE)
         if described is not None and (entry is None or (entry.bytes, entry.xxh3_128) != digest(content)):
             raise CheckpointError(f"it is damaged: it is not the file that {MANIFEST} describes")
