@@ -5,14 +5,14 @@ A mismatch is not damage: the run's other checkpoints would not fit either, so n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch, state_storage
+from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import is_history
 from quantshard.checkpoints.disk import agreement
@@ -21,9 +21,10 @@ from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNum
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import digest
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, shown
+from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
+from quantshard.optimizers.loading import PARAMETER_ENTRIES, check_group, own_settings
 from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -50,7 +51,7 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     """
     if optimizer is None:
         return set()
-    required = {"params", *state_storage.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
+    required = {"params", *own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
     missing = [key for key in live if key.startswith(GROUPS) and key not in stored]
     return {key for key in missing if key.split(".")[3] not in required}
 
@@ -110,49 +111,29 @@ def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimi
 
 
 def names_parameters(key: str) -> bool:
-    """Whether an entry of a group names the group's parameters (`state_storage.PARAMETER_ENTRIES`)."""
-    return key.startswith(GROUPS) and key.split(".", 3)[3] in state_storage.PARAMETER_ENTRIES
+    """Whether an entry of a group names the group's parameters (`PARAMETER_ENTRIES`)."""
+    return key.startswith(GROUPS) and key.split(".", 3)[3] in PARAMETER_ENTRIES
 
 
-def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the checkpoint's states belong to the optimizer's parameters, in the same order.
+def check_groups(
+    path: Path_,
+    saved_values: Mapping[str, Any],
+    live: Mapping[str, Any],
+    optimizer: Optimizer,
+    numbers: ParameterNumbers | None,
+) -> None:
+    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types.
 
-    Parameters are compared by name, or by their number if one side has no names. `stored_values`: the checkpoint's
-    values of entries, at least of those that name parameters.
+    `saved_values`: the checkpoint's entries that are not tensors. `live`: the entries of the optimizer's state dict.
     """
-    for number, group in enumerate(groups):
-        params = stored_values.get(f"{GROUPS}{number}.params", ())
-        if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
-            count = len(params) if isinstance(params, list | tuple) else "no list of"
-            raise CheckpointError(
-                f"{path} is of another optimizer: its group {number} has {count} parameters and this one's "
-                f"{len(group['params'])}; build it over the same model, or load the model alone"
-            )
-        names = stored_values.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
-        for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
-            if not components.is_same_name(str(old), new):
-                raise CheckpointError(
-                    f"{path} is of another optimizer: parameter {index} of its group {number} is {str(old)!r:.200} "
-                    f"and this one's {new!r}; pass the same parameters in the same order, or load the model alone"
-                )
-
-
-def check_settings(path: Path_, settings: Mapping[str, Any], live: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Check that a step can run with the checkpoint's group options: each must have the type of the live one.
-
-    `live`: the entries of the optimizer's state dict.
-    """
-    own_names = state_storage.own_settings(optimizer)
-    for key, value in settings.items():
-        if not key.startswith(GROUPS):
-            continue
-        _, _, number, name = key.split(".", 3)
-        setting = optimizer.param_groups[int(number)].get(name, live[key])  # the state dict can differ from the group
-        if not state_storage.can_take(name.partition(".")[0] in own_names, value, setting):
-            raise CheckpointError(
-                f"{path} is of another optimizer, or damaged: its group {number} has {name} = {shown(value)}, and this "
-                f"optimizer has {shown(setting)}; choose another checkpoint, or load the model alone"
-            )
+    own_names = own_settings(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        prefix = f"{GROUPS}{number}."
+        saved = {key.removeprefix(prefix): value for key, value in saved_values.items() if key.startswith(prefix)}
+        # the state dict can differ from the group
+        entries = {**{name: live[prefix + name] for name in saved}, **group}
+        entries |= {} if numbers is None else numbers.groups[number]
+        check_group(f"{path} is of another optimizer: its group {number}", saved, entries, own_names)
 
 
 def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:

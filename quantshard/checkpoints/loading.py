@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard import numerics, private_torch, state_storage
+from quantshard import numerics, private_torch
 from quantshard.checkpoints import conversions, fit, optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION, ParameterConversion, RequantizedWarning, StateConversion
 from quantshard.checkpoints.disk import agreement
@@ -27,6 +27,7 @@ from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.safe_read import SafeReader, decoded, empty, warn_without_manifest
 from quantshard.checkpoints.saving import EXTRA, RANDOM, keys_by_rank
 from quantshard.errors import CheckpointError, warn_user
+from quantshard.optimizers.loading import as_setting
 from quantshard.tensor import component_loading, components
 
 _TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
@@ -309,11 +310,9 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
         return set(), {}
     keys = [key for key in live if key.startswith("optimizer.") and isinstance(entries[key], BytesStorageMetadata)]
     objects = reader.read(keys)
-    groups = optimizer.param_groups if request.numbers is None else request.numbers.groups
-    fit.check_groups(request.path, objects, groups)
+    fit.check_groups(request.path, objects, live, optimizer, request.numbers)
     settings = {key: value for key, value in objects.items() if not fit.names_parameters(key)}
-    fit.check_settings(request.path, settings, live, optimizer)
-    return {*objects}, {key: state_storage.as_setting(value, live[key]) for key, value in settings.items()}
+    return {*objects}, {key: as_setting(value, live[key]) for key, value in settings.items()}
 
 
 def _rank_states(request: LoadRequest, reader: SafeReader) -> dict[str, tuple[str, Any]]:

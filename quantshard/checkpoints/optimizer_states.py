@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quantshard import limits, private_torch, state_storage
+from quantshard import limits, private_torch
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.optimizers.loading import PARAMETER_ENTRIES, own_settings
 from quantshard.tensor import components
 
 STATES = "optimizer.state."
@@ -81,7 +82,7 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     """
     # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
     state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
-    _add_entries_of_others(state["param_groups"], stored, state_storage.own_settings(optimizer))
+    _add_entries_of_others(state["param_groups"], stored, own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
     if allocates(optimizer):
@@ -104,7 +105,7 @@ def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_se
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own_settings | {*state_storage.PARAMETER_ENTRIES}:
+        if is_value and name not in own_settings | {*PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
@@ -152,7 +153,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
     """The state after a first step; {} if this optimizer cannot run a step on its own."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return {}  # a step of the inner optimizer would change the model
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in state_storage.PARAMETER_ENTRIES}
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in PARAMETER_ENTRIES}
     probe = nn.Parameter(components.zeros_like(param, param.dtype))
     probe.grad = components.zeros_like(param, param.dtype)
     device = private_torch.local_tensor(param).device
@@ -243,7 +244,7 @@ class ParameterNumbers:
         states = {local_index[number]: value for number, value in state["state"].items()}
         groups, first = [], 0
         for live_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
+            entries = {key: live_group[key] for key in PARAMETER_ENTRIES if key in live_group}
             entries["params"] = list(range(first, first + len(live_group["params"])))
             first += len(live_group["params"])
             groups.append({**stored_group, **entries})
