@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint fits a model and its optimizer: the same entries, with the same shapes and dtypes.
+"""Checks whether a checkpoint fits a model and its optimizer: the same recipe, entries, shapes and dtypes.
 
 A mismatch is not damage: the run's other checkpoints would not fit either, so none of them is tried instead.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import numerics, private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.conversions import is_history
+from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader, dtype_of
 from quantshard.checkpoints.saving import digest
-from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
-from quantshard.optimizers.loading import PARAMETER_ENTRIES, check_group, own_settings
-from quantshard.tensor import components
+from quantshard.optimizers.loading import check_group, own_settings
+from quantshard.tensor import component_loading, components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -34,7 +34,7 @@ Stored = Mapping[str, STORAGE_TYPES]
 
 def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
     """The keys of a checkpoint that belong to experts of other ranks."""
-    if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
+    if numbers is None and not optimizer_states.expert_layers(model):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
     keys = {_MODEL + key for key in components.held_elsewhere(model, model_keys)}
@@ -54,6 +54,58 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     required = {"params", *own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
     missing = [key for key in live if key.startswith(GROUPS) and key not in stored]
     return {key for key in missing if key.split(".")[3] not in required}
+
+
+def other_scales(reader: SafeReader, params: Mapping[str, Tensor], tags: Mapping[str, str]) -> list[str]:
+    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
+
+    Only the values show the difference, so scales must be read. Each rank reads some of them.
+    """
+    weight_names = {
+        f"model.{name}{suffix}": name
+        for name, param in params.items()
+        for suffix in component_loading.power_of_two_scales(param)
+        if tags.get(name) == components.storage_of(param).spec.tag
+    }
+    float32 = [key for key in sorted(weight_names) if dtype_of(reader.entries.get(key)) == torch.float32]
+    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
+    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+
+
+def weight_formats(
+    model: nn.Module,
+    live: Mapping[str, Tensor],
+    stored: Stored,
+    tags: Mapping[str, str],
+    weights_with_other_scales: Collection[str],
+) -> dict[str, tuple[str, str]]:
+    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
+
+    `live`: the model's state dict. `tags`: the checkpoint's formats. For the last argument see `other_scales`.
+    """
+    suffix, formats = components.FORMAT_SUFFIX, {}
+    live_tags = {
+        key.removesuffix(suffix): components.read_format_tag(live[key]) for key in live if key.endswith(suffix)
+    }
+    for name in sorted({*tags, *live_tags}):
+        # a weight on one side only belongs to another model, which `check_model` reports
+        if _MODEL + name in stored and name in live:
+            formats[name] = tags.get(name, HIGH_PRECISION), live_tags.get(name, HIGH_PRECISION)
+    params = components.named_parameters(model) if weights_with_other_scales else {}
+    for name in weights_with_other_scales:
+        spec = components.storage_of(params[name]).spec
+        formats[name] = spec.tag, str(spec)
+    return formats
+
+
+def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
+    """Check that all weights are stored in their live format. `formats`: see `weight_formats`."""
+    for weight, (old, new) in formats.items():
+        if old != new:
+            raise CheckpointError(
+                f"{path} is of another recipe: {weight} is stored as {old} there and as {new} in this model; build the "
+                "model with the checkpoint's recipe, or load with requantize=True"
+            )
 
 
 def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
@@ -108,11 +160,6 @@ def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimi
             f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved "
             f"with, load with requantize=True to convert states of other dtypes, or {remedy}"
         )
-
-
-def names_parameters(key: str) -> bool:
-    """Whether an entry of a group names the group's parameters (`PARAMETER_ENTRIES`)."""
-    return key.startswith(GROUPS) and key.split(".", 3)[3] in PARAMETER_ENTRIES
 
 
 def check_groups(
@@ -190,15 +237,15 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 """Key suffixes of the entries that determine a weight's values."""
 
 
-def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) -> None:
+def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Check that tied weights have equal values in the checkpoint; otherwise a load would lose one of them.
 
-    Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
-    optimizer states are loaded too. They need no check: if the weights were not tied in the checkpoint, the number of
-    states differs.
+    Each rank compares some of the pairs, so the caller must raise errors on all ranks. Parameters of the optimizer need
+    no check: if the weights were not tied in the checkpoint, the number of states differs.
     """
     first_names: dict[nn.Parameter, str] = {}
-    stepped_ids = {id(param) for param in stepped}
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped_ids = {id(param) for group in groups for param in group["params"]}
     pairs = [
         (first_names[param], name)
         for name, param in model.named_parameters(remove_duplicate=False)

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from quantshard import numerics, sharding
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, report_transfer
+from quantshard.checkpoints.rank_states import RANKS
 from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import EXTRA, RANKS
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from quantshard import limits, private_torch
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.optimizers.loading import PARAMETER_ENTRIES, own_settings
 from quantshard.tensor import components
 
@@ -185,6 +186,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
 # Numbers of parameters
 
 
+def expert_layers(model: nn.Module) -> dict[str, GroupedLinear]:
+    """The layers whose experts are on several ranks, by the prefix of their keys."""
+    return {
+        f"{components.canonical_name(name)}." if name else "": module
+        for name, module in model.named_modules()
+        if isinstance(module, GroupedLinear) and process_groups.expert_axis(module) is not None
+    }
+
+
 @dataclass(frozen=True)
 class ParameterNumbers:
     """The parameter numbers of an optimizer, under expert parallelism.
@@ -205,12 +215,7 @@ class ParameterNumbers:
         Refused are optimizers that create their states in the first step, parameters that are not the model's, and
         experts of a layer that are not in one group, in the order of one process.
         """
-        # only a `GroupedLinear`, which cannot be imported here, has an expert axis
-        layers = {
-            f"{components.canonical_name(name)}." if name else "": module
-            for name, module in model.named_modules()
-            if process_groups.expert_axis(module) is not None
-        }
+        layers = expert_layers(model)
         if not layers:
             return None
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
@@ -278,7 +283,7 @@ def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int
     }
 
 
-def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:
+def _of_all_ranks(names: Iterable[str], layers: Mapping[str, GroupedLinear]) -> Iterator[str]:
     """Insert the names of other ranks' experts into this rank's parameter names, in the order of one process."""
 
     def owner(name: str) -> str:

@@ -33,11 +33,11 @@ def with_hooks(
     def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:
         before, after = private_torch.load_hooks(self)
         state_dict = dict(state_dict)
-        for hook in before:
+        for hook in [*before.values()]:
             returned = hook(self, state_dict)
             state_dict = state_dict if returned is None else returned
         load_state_dict(self, state_dict)
-        for hook in after:
+        for hook in [*after.values()]:
             hook(self)
 
     return hooked
