@@ -8,7 +8,7 @@ this optimizer stores in another dtype are rounded to nearest.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.optimizer_states import STATES, ParameterNumbers, numbers_of
+from quantshard.checkpoints.optimizer_states import STATES, ParameterNumbers, by_number, numbers_of
 from quantshard.checkpoints.safe_read import SafeReader, dtype_of
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
@@ -99,7 +99,7 @@ class ParameterConversion:
         return stored_values(param, key, dtype, spec, tensors)
 
     def problem(self, value: Tensor) -> str:
-        """Why the values cannot be quantized, or ""."""
+        """The reason why the values cannot be quantized, or ""."""
         local = components.quantized_local(self.param)
         if local is None or not self.requantizes:
             return ""
@@ -120,15 +120,16 @@ def parameter_conversions(
     `formats`: (stored format, live format) of each weight that is quantized on either side.
     """
     entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
-    master_names = _master_names(entries)
+    stored_states = by_number(entries)
     conversions, unconvertible = [], []
     seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
         stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = number_by_id.get(id(param))
         state = {} if optimizer is None else optimizer.state.get(param, {})
-        names = master_names[str(index)]
-        stored_masters = {name: dtype_of(entries[f"{STATES}{index}.{name}"]) for name in names}
+        stored_masters = {
+            role: dtype_of(entry) for role, entry in stored_states.get(index, {}).items() if role.startswith(MASTER)
+        }
         live_masters = {key: value.dtype for key, value in state.items() if key.startswith(MASTER)}
         # A remainder belongs to the codes of one format.
         is_other_remainder = _LOW in live_masters and stored_format != live_format
@@ -136,7 +137,7 @@ def parameter_conversions(
         if id(param) in seen_ids or (stored_format == live_format and not sets_master):
             continue
         seen_ids.add(id(param))
-        source = "master" if MASTER in names else "split master" if _LOW in names else "codes"
+        source = "master" if MASTER in stored_masters else "split master" if _LOW in stored_masters else "codes"
         if source == "codes" and stored_format != live_format and not (lossy or stored_format == HIGH_PRECISION):
             unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
@@ -154,16 +155,6 @@ def parameter_conversions(
     return conversions
 
 
-def _master_names(keys: Iterable[str]) -> dict[str, set[str]]:
-    """The names of masters among the keys of optimizer states, by the number of the parameter."""
-    names: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
-        number, _, name = key.removeprefix(STATES).partition(".")
-        if key.startswith(STATES) and name.startswith(MASTER):
-            names[number].add(name)
-    return names
-
-
 def is_history(key: str) -> bool:
     """Whether an entry is an amax history, which only delayed scaling has."""
     return key.endswith(AMAX_HISTORY)
@@ -179,7 +170,7 @@ def converted_keys(
     """
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
-    master_names = _master_names(keys)
+    states = by_number(dict.fromkeys(keys))
     converted = {
         key
         for key in keys
@@ -191,7 +182,8 @@ def converted_keys(
             weight = f"model.{conversion.name}"
             converted |= {weight + suffix for suffix in _SUFFIXES}
             converted |= {f"{weight}_{KEY}", f"{weight}_{DRAWS}"} - on_both_sides
-        masters = {f"{STATES}{conversion.index}.{name}" for name in master_names[str(conversion.index)]}
+        names = states.get(conversion.index, {})
+        masters = {f"{STATES}{conversion.index}.{name}" for name in names if name.startswith(MASTER)}
         converted |= masters if conversion.sets_master else masters - live.keys()
     return converted & keys
 

@@ -73,28 +73,21 @@ def other_scales(reader: SafeReader, params: Mapping[str, Tensor], tags: Mapping
 
 
 def weight_formats(
-    model: nn.Module,
-    live: Mapping[str, Tensor],
-    stored: Stored,
-    tags: Mapping[str, str],
-    weights_with_other_scales: Collection[str],
+    model: nn.Module, stored: Stored, tags: Mapping[str, str], with_other_scales: Collection[str]
 ) -> dict[str, tuple[str, str]]:
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
 
-    `live`: the model's state dict. `tags`: the checkpoint's formats. For the last argument see `other_scales`.
+    `tags`: the checkpoint's formats. `with_other_scales`: see `other_scales`. A weight on one side only belongs to
+    another model, which `check_model` reports.
     """
-    suffix, formats = components.FORMAT_SUFFIX, {}
-    live_tags = {
-        key.removesuffix(suffix): components.read_format_tag(live[key]) for key in live if key.endswith(suffix)
-    }
-    for name in sorted({*tags, *live_tags}):
-        # a weight on one side only belongs to another model, which `check_model` reports
-        if _MODEL + name in stored and name in live:
-            formats[name] = tags.get(name, HIGH_PRECISION), live_tags.get(name, HIGH_PRECISION)
-    params = components.named_parameters(model) if weights_with_other_scales else {}
-    for name in weights_with_other_scales:
-        spec = components.storage_of(params[name]).spec
-        formats[name] = spec.tag, str(spec)
+    formats = {}
+    for name, param in sorted(components.named_parameters(model).items()):
+        local = components.quantized_local(param)
+        spec = None if local is None else local.quantized_storage.spec
+        if spec is not None and name in with_other_scales:
+            formats[name] = spec.tag, str(spec)
+        elif _MODEL + name in stored and (spec is not None or name in tags):
+            formats[name] = tags.get(name, HIGH_PRECISION), HIGH_PRECISION if spec is None else spec.tag
     return formats
 
 

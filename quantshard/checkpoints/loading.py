@@ -87,7 +87,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a rank reads of a checkpoint to plan its load.
+    """The parts of a checkpoint that a rank reads to plan its load.
 
     `format_tags`: the format of each quantized weight. `weights_with_other_scales`: weights whose scales are not powers
     of two although this model requires such scales; a rank reads only some of them.
@@ -100,7 +100,7 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load does with each entry, by the checkpoint's keys.
+    """The action of a load for each entry, by the checkpoint's keys.
 
     Args:
         state_dicts: state dicts of the model and the optimizer, which share memory with them where they can.
@@ -195,7 +195,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
         optimizer_states.check_members("load", request.model, optimizer)
         state_dicts["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, request.numbers)
     formats = fit.weight_formats(
-        request.model, state_dicts["model"], reader.entries, contents.format_tags, contents.weights_with_other_scales
+        request.model, reader.entries, contents.format_tags, contents.weights_with_other_scales
     )
     weight_conversions, state_conversions = [], []
     if request.requantize:

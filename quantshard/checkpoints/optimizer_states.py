@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ GROUPS = "optimizer.param_groups."
 
 Entries = Mapping[str, STORAGE_TYPES]
 Group = Mapping[str, Any]
+V = TypeVar("V")
 
 
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -88,32 +89,32 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
         return numbers.to_checkpoint(state)
     if allocates(optimizer):
         return state
-    by_number = _by_number(stored)
-    without_states = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
+    stored_states = by_number(stored)
+    without_states = {number for number in state["state"] if isinstance(number, int)} - stored_states.keys()
     state["state"] = {key: value for key, value in state["state"].items() if key not in without_states}
     numbered = enumerate((param, group) for group in optimizer.param_groups for param in group["params"])
     for number, (param, group) in numbered:
-        stored_state = by_number.get(number, {})
+        stored_state = stored_states.get(number, {})
         if not _covers(state["state"].get(number, {}), stored_state):
             state["state"][number] = _new_state(optimizer, group, param, stored_state)
     return state
 
 
-def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_settings: set[str]) -> None:
+def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_names: set[str]) -> None:
     """Add placeholders for group entries of other code than the optimizer, e.g. a scheduler's `initial_lr`."""
     for key, entry in stored.items():
         number, _, name = key.removeprefix(GROUPS).partition(".")
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own_settings | {*PARAMETER_ENTRIES}:
+        if is_value and name not in own_names | {*PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
-def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:
-    """The checkpoint's state entries by parameter number and state name."""
-    states: dict[int, dict[str, STORAGE_TYPES]] = {}
-    for key, entry in stored.items():
+def by_number(entries: Mapping[str, V]) -> dict[int | None, dict[str, V]]:
+    """The optimizer's states among the entries of a checkpoint, by parameter number and state name."""
+    states: dict[int | None, dict[str, V]] = {}
+    for key, entry in entries.items():
         number, _, name = key.removeprefix(STATES).partition(".")
         if key.startswith(STATES) and number.isdecimal():
             states.setdefault(int(number), {})[name] = entry
@@ -230,7 +231,7 @@ class ParameterNumbers:
             is_in_order = [name for name in all_names if name in local_set] == local_names
             is_split = any(name in number_of for names in names_by_group for name in names)  # e.g. a group per expert
             if not allocates(optimizer) or not is_in_order or is_split:
-                raise _refused(optimizer)
+                raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
             numbers += [number_of[name] for name in local_names]
             name_entry = {"param_names": all_names} if "param_names" in group else {}
             groups.append({"params": list(number_of.values()), **name_entry})
@@ -268,11 +269,7 @@ def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> N
     They differ e.g. if one rank's experts of a layer are all frozen.
     """
     if optimizer is not None and len({*digests}) > 1:
-        raise _refused(optimizer)
-
-
-def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
-    return UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
+        raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:

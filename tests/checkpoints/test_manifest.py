@@ -49,7 +49,6 @@ def test_what_was_written_is_read(tmp_path: Path):
     found = manifest.read_manifest(written(tmp_path))
     assert found is not None
     assert (found.step, found.mesh, found.recipe, found.world_size) == (50, {"dp_shard": 2}, "mxfp8", 2)
-    assert found.bytes == sum(map(len, CONTENT.values()))
     assert Manifest.from_json(found.to_json()) == found
     assert manifest.problems(tmp_path) == []
 

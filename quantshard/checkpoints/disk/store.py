@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
@@ -362,22 +362,15 @@ def _local_path(path: Path_) -> str | None:
 # Progress in bytes
 
 
-class TransferWatch(Protocol):
-    """A receiver of progress, called from any thread."""
-
-    def expect(self, count: int) -> None:
-        """Add bytes that are about to be moved, as far as known."""
-
-    def moved(self, count: int) -> None:
-        """Add bytes that were moved."""
-
-
-_watches: list[TransferWatch] = []
+_watches: list[Any] = []
 
 
 @contextmanager
-def watch_transfers(watch: TransferWatch) -> Iterator[None]:
-    """Report the bytes moved by any thread of this process to `watch`, for the duration of the context."""
+def watch_transfers(watch: Any) -> Iterator[None]:
+    """Report the bytes moved by this process to `watch`, for the duration of the context.
+
+    Any thread calls `watch.expect(count)` before and `watch.moved(count)` after bytes are moved.
+    """
     _watches.append(watch)
     try:
         yield
