@@ -142,8 +142,8 @@ def parameter_conversions(
             unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
             raise CheckpointError(
-                f"{reader.path}: the master of {name} is of another kind there, and a {type(optimizer).__name__} "
-                "cannot convert it; use FusedAdam, or the optimizer that it was saved with"
+                f"{reader.path}: the master of {name} is of another kind in the checkpoint, and a "
+                f"{type(optimizer).__name__} cannot convert it; use FusedAdam, or the optimizer that it was saved with"
             )
         conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
     if unconvertible:

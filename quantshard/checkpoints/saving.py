@@ -133,7 +133,9 @@ def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in extra.items():
         if type(key) is not str:
-            raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; keys must be strings")
+            raise ConfigurationError(
+                f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings"
+            )
         if not isinstance(value, Tensor):
             entries[key] = checked_entry(f"extra[{key!r}]", value)[1]
             continue
