@@ -152,7 +152,8 @@ def _broadcast(like: Tensor, value: Tensor | None) -> Tensor:
     tensor = buffer.view(like.dtype).view(like.shape)
     if value is not None:
         tensor.copy_(value)
-    dist.broadcast(buffer, src=0, group=group)
+    if like.nbytes:
+        dist.broadcast(buffer, src=0, group=group)
     return tensor
 
 
