@@ -88,8 +88,8 @@ class ChecksumFile(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self.stream.flush()
             if self.syncs:
+                self.stream.flush()
                 os.fsync(self.stream.fileno())
             self.stream.close()
 
