@@ -222,7 +222,7 @@ def write_weights(
         yield from ((conversion, value) for conversion, value in batch if conversion.sets_master)
 
 
-Conversion = TypeVar("Conversion", ParameterConversion, "StateConversion")
+Conversion = TypeVar("Conversion", bound="ParameterConversion | StateConversion")
 
 
 def _read_in_batches(
@@ -235,7 +235,7 @@ def _read_in_batches(
         reader.read_into(dict(tensors))
         values = [compute() for compute in computations]
         agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
-        yield [*zip(batch, values, strict=True)]
+        yield list(zip(batch, values, strict=True))
 
 
 def _check_finite(path: object, batch: Iterable[Conversion], values: list[Tensor]) -> None:
