@@ -229,12 +229,12 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
         reader,
         state_dicts,
         paths,
-        {key: value for key, value in live.items() if key not in object_keys},
-        settings,
-        weight_conversions,
-        state_conversions,
-        ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
-        rank_states.states_to_load(reader, request.objects) if request.objects else {},
+        targets={key: value for key, value in live.items() if key not in object_keys},
+        settings=settings,
+        weight_conversions=weight_conversions,
+        state_conversions=state_conversions,
+        ignored_keys=ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
+        rank_states=rank_states.states_to_load(reader, request.objects) if request.objects else {},
     )
 
 
