@@ -30,6 +30,12 @@ def printable(text: str, but: str = "") -> str:
     return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Format a value from a file for a message, shortened if it is long."""
+    text = repr(value)
+    return printable(text if len(text) <= most else text[: most - 3] + "...")
+
+
 class QuantshardError(Exception):
     """Base of all errors that quantshard raises on purpose."""
 

@@ -1,35 +1,28 @@
-"""Reading untrusted files: the one place that opens them and parses their text.
+"""Parsing of untrusted files: JSON, TOML and their fields.
 
-Only regular files are opened, because links could lead anywhere. Links of the Hugging Face cache to its own `blobs`
-are an exception. Callers pass a maximum length, which is checked before reading, so that memory is bounded.
+`open_regular` decides what is opened. Callers pass a maximum length, so that memory is bounded.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
-import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
-from quantshard.errors import ConfigurationError, QuantshardError, printable
+from quantshard.checkpoints.disk.store import Path_, open_regular
+from quantshard.errors import ConfigurationError, QuantshardError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-Path_ = str | os.PathLike[str]
-
 _MIB: Final = 1 << 20
 FILE_BYTES: Final = {
-    "metadata": 256 * _MIB,
-    "manifest": 16 * _MIB,
     "index": 64 * _MIB,
     "configuration": _MIB,
     "settings": _MIB,
@@ -38,60 +31,9 @@ FILE_BYTES: Final = {
 }
 """Maximum bytes of whole files, far above what honest files need.
 
-DCP's `.metadata` has about 140 bytes per chunk of a tensor, `manifest.json` 90 per file, a safetensors index 130 per
-tensor, and a run's `config.toml` 150 per data file. The largest tokenizers have 35 MB.
+A safetensors index has about 130 bytes per tensor, and a run's `config.toml` 150 per data file. The largest tokenizers
+have 35 MB.
 """
-
-_BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
-"""Target of a link in the Hugging Face cache: from snapshots/REVISION/FILE to blobs/HASH."""
-
-
-def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
-
-    `limit`: maximum bytes. `follow`: follow links, as for a path that the user named.
-    """
-    real_path, size = _regular(path, follow)
-    if limit is not None and size > limit:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", path)
-    no_follow = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # the file could have been replaced by a link
-    return open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
-
-
-def regular_size(path: Path_, *, follow: bool = False) -> int:
-    """Return the length of a regular file; see `open_regular`."""
-    return _regular(path, follow)[1]
-
-
-def _regular(path: Path_, follow: bool) -> tuple[str, int]:
-    """Return the path at which to open a regular file, and its length."""
-    real_path = os.fspath(path) if follow else _blob(os.fspath(path)) or os.fspath(path)
-    status = os.stat(real_path, follow_symlinks=follow)
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if stat.S_ISLNK(status.st_mode):
-        raise OSError(errno.ELOOP, "it is a link, and links are not followed here", path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a socket", path)
-    return real_path, status.st_size
-
-
-def _blob(place: str) -> str | None:
-    """Return the file that a link in the Hugging Face hub cache stands for, or None for all other paths."""
-    if not os.path.islink(place):
-        return None
-    match = _BLOB.fullmatch(os.readlink(place).replace(os.sep, "/"))
-    snapshots = os.path.dirname(os.path.dirname(os.path.abspath(place)))
-    if match is None or os.path.basename(snapshots) != "snapshots":
-        return None
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
-    return None if os.path.islink(blobs) else os.path.join(blobs, match[1])
-
-
-def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
-    """Read a regular file; see `open_regular`."""
-    with open_regular(path, limit=limit, follow=follow) as file:
-        return file.read(limit)
 
 
 def read_regular(
@@ -99,7 +41,8 @@ def read_regular(
 ) -> bytes:
     """Read a regular file of at most `limit` bytes, or raise `raising`; see `open_regular`."""
     try:
-        return regular_content(path, limit, follow=follow)
+        with open_regular(path, limit=limit, follow=follow) as file:
+            return file.read(limit)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise raising(f"cannot read {os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -166,12 +109,6 @@ class FieldReader:
     def wrong(self, name: str, wanted: str) -> ConfigurationError:
         """Return the error for a field: its value and what it must be."""
         return ConfigurationError(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
-
-
-def shown(value: object, most: int = 80) -> str:
-    """Format a value from a file for a message, shortened if it is long."""
-    text = repr(value)
-    return printable(text if len(text) <= most else text[: most - 3] + "...")
 
 
 def read_toml(path: Path_, limit: int, *, follow: bool = False) -> dict[str, Any]:

@@ -108,11 +108,11 @@ class Component:
     role: Role
     encoding: Encoding
     block_shape: tuple[int, int]
+    key_suffix: str = field(init=False, repr=False, compare=False)
+    """Suffix that turns a weight's name into the state-dict key of this component."""
 
-    @property
-    def key_suffix(self) -> str:
-        """Suffix that turns a weight's name into the state-dict key of this component."""
-        return "" if self.name == "codes" else f"_{self.name}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key_suffix", "" if self.name == "codes" else f"_{self.name}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: plans of kernels are looked up by it
@@ -135,6 +135,8 @@ class Format:
 
     name: str
     components: tuple[Component, ...]
+    by_name: dict[str, Component] = field(init=False, repr=False, compare=False)
+    """The components by name."""
 
     def __hash__(self) -> int:
         """Hash the name only, which is unique: every GEMM looks up the formats of its operands."""
@@ -142,11 +144,7 @@ class Format:
 
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
-
-    @cached_property
-    def by_name(self) -> dict[str, Component]:
-        """The components by name."""
-        return {c.name: c for c in self.components}
+        object.__setattr__(self, "by_name", {c.name: c for c in self.components})
 
     @cached_property
     def copies(self) -> dict[Orientation, OrientedCodes]:

@@ -1,6 +1,4 @@
-"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, presets; and which
-options of a saved parameter group an optimizer takes.
-"""
+"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets."""
 
 from __future__ import annotations
 
@@ -9,8 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, TypedDict
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
@@ -245,45 +241,3 @@ def storage_arguments(
     options = chosen_options(optimizer, arguments.pop("preset", None), explicit)
     dtypes = {role: getattr(options, f"{role}_dtype") for role in state_dtypes}
     return arguments | {"state_dtypes": dtypes} | {name: getattr(options, name) for name in names}
-
-
-# Parameter groups
-
-PARAMETER_ENTRIES = ("params", "param_names")
-"""Entries of an optimizer's group that list its parameters. All other entries are options."""
-
-_LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
-
-
-def own_settings(optimizer: Optimizer) -> set[str]:
-    """Names of the options that the optimizer itself puts into a group; an LR scheduler adds `initial_lr`, say."""
-    return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
-
-
-def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`, which it has the type of.
-
-    Any value replaces None, and an option that the optimizer did not add itself (`is_own` is False), except numbers.
-    """
-    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
-
-
-def _is_like(saved: Any, own: Any) -> bool:
-    if own is None:
-        return True
-    if saved is None:
-        return isinstance(own, bool | str)
-    if isinstance(own, tuple | list):
-        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
-        return is_list and all(_is_like(saved_item, own_item) for saved_item, own_item in zip(saved, own, strict=True))
-    if isinstance(own, bool | int | float | Tensor):
-        if isinstance(saved, Tensor):
-            return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
-        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) <= _LARGEST_INTEGER)
-    return type(saved) is type(own)
-
-
-def as_setting(saved: Any, own: Any) -> Any:
-    """Convert a saved option to the form of `own`: a one-element tensor becomes a number where `own` is a number."""
-    is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
-    return saved.item() if is_number and saved.numel() == 1 else saved

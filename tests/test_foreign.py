@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quantshard.errors import CheckpointError, ConfigurationError, FallbackError, QuantshardError
-from quantshard.foreign import printable, read_json, read_regular, read_toml
+from quantshard.errors import CheckpointError, ConfigurationError, FallbackError, QuantshardError, printable
+from quantshard.foreign import read_json, read_regular, read_toml
 
 
 def listening(path: Path) -> None:

@@ -21,8 +21,8 @@ LIMITS = {
     "forward, mxfp8": (18, 90),
     "backward, mxfp8": (18, 108),
     "step": (17, 195),
-    "save": (16, 325),
-    "load": (23, 1045),
+    "save": (12, 295),
+    "load": (16, 980),
 }
 """Job -> the most files that it may enter, and the most calls. Lower a limit when a job gets shorter."""
 

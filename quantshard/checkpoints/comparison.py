@@ -1,26 +1,26 @@
 """Bitwise comparison of two checkpoints, whatever processes and meshes wrote them.
 
-One process reads both, one entry at a time. Tensors are assembled from their shards as by stock DCP, and compared by
-their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
-(an optimizer's groups, the step) are compared by value; no code of the files is executed.
-States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
+One process reads both, one entry at a time. Tensors are compared by their bytes: NaNs with equal bits are equal, and 0
+differs from -0. Other entries (an optimizer's groups, the step) are compared by value. States of single ranks (RNG
+states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.rank_states import RANKS, keys_by_rank
 from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import RANKS, digest, keys_by_rank
-from quantshard.errors import CheckpointError
+from quantshard.checkpoints.saving import digest
+from quantshard.errors import CheckpointError, shown
 
+_OBJECT = "not a tensor"
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, which limits the memory needed in addition to the two tensors."""
 
@@ -102,22 +102,24 @@ def _difference(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
     for side, reader, other in (("A", a, b), ("B", b, a)):
         if key not in other.entries:
             return Difference(key, f"only in {reader.path}, not in {other.path}", only_in=side)
-    entries = a.entries[key], b.entries[key]
-    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
-    if len(tensors) == 1:
-        kinds = ["a tensor" if entry in tensors else "not a tensor" for entry in entries]
-        return Difference(key, f"{kinds[0]} in {a.path}, {kinds[1]} in {b.path}")
-    if tensors:
-        kinds = [f"{str(t.properties.dtype).removeprefix('torch.')} {tuple(t.size)}" for t in tensors]
-        same = kinds[0] == kinds[1]
-        return _bits(key, a.value(key), b.value(key)) if same else Difference(key, f"{kinds[0]} and {kinds[1]}")
+    kinds = _kind(a.entries[key]), _kind(b.entries[key])
+    if kinds[0] != kinds[1]:
+        return Difference(key, f"{kinds[0]} and {kinds[1]}")
+    if kinds[0] != _OBJECT:
+        return _bits(key, a.value(key), b.value(key))
     try:
         values = a.value(key), b.value(key)
     except CheckpointError as error:
         return Difference(key, f"they cannot be compared: {error}")
     if digest(values[0]) == digest(values[1]):
         return None
-    return Difference(key, f"{_short(values[0])} and {_short(values[1])}")
+    return Difference(key, f"{shown(values[0])} and {shown(values[1])}")
+
+
+def _kind(entry: STORAGE_TYPES) -> str:
+    if not isinstance(entry, TensorStorageMetadata):
+        return _OBJECT
+    return f"{str(entry.properties.dtype).removeprefix('torch.')} {tuple(entry.size)}"
 
 
 def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
@@ -158,8 +160,3 @@ def _element(flat: Tensor, at: int) -> str:
     bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
     value = part.float() if part.is_floating_point() and part.itemsize == 1 else part
     return f"{value.item()!r} (0x{bits})"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -8,7 +8,7 @@ this optimizer stores in another dtype are rounded to nearest.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.optimizer_states import STATES, ParameterNumbers, numbers_of
-from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.optimizer_states import STATES, ParameterNumbers, by_number, numbers_of
+from quantshard.checkpoints.safe_read import SafeReader, dtype_of
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS, Format, Orientation
+from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec, format_of_tag
@@ -76,6 +76,37 @@ class ParameterConversion:
         """Whether the weight itself is written from the values, and not only its master."""
         return self.stored_format != self.live_format
 
+    def add_tensors(self, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
+        """Add the tensors to read to `tensors`, by key. Returns a function that computes the local float32 values."""
+        param, state, fmt = self.param, f"{STATES}{self.index}.", format_of_tag(self.stored_format)[0]
+        key = state + MASTER if self.source == "master" else f"model.{self.name}"
+        if self.source == "split master" and fmt is not None:
+            storage = _codes_of(param, key, QuantSpec(fmt), tensors)
+            low_bytes = tensors[state + _LOW] = components.zeros_like(param, torch.uint8)
+            copy, origin = fmt.copies[Orientation.ROWWISE], storage.shard.origin
+            return lambda: split_codes.dequantize(
+                copy, storage.touched(), private_torch.local_tensor(low_bytes), origin
+            )
+        if self.source == "split master":
+            high = tensors[key] = components.zeros_like(param, torch.bfloat16)
+            low = tensors[state + _LOW] = components.zeros_like(param, torch.uint8, 2)
+            parts = (private_torch.local_tensor(part) for part in (high, low))
+            return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
+        dtype = dtype_of(stored[key]) or torch.float32
+        is_scaled = self.source == "master" and key + _SCALE in stored
+        spec = STATE_QUANT_SPECS[dtype] if is_scaled else None
+        if self.source == "codes" and fmt is not None:
+            spec = QuantSpec(fmt)
+        return stored_values(param, key, dtype, spec, tensors)
+
+    def problem(self, value: Tensor) -> str:
+        """The reason why the values cannot be quantized, or ""."""
+        local = components.quantized_local(self.param)
+        if local is None or not self.requantizes:
+            return ""
+        problem = requantize.non_finite(value, local.quantized_storage.shard.origin)
+        return problem and f"{self.name} by {_described(self.source)}: {problem}; codes saturate, which would hide it"
+
 
 def parameter_conversions(
     reader: SafeReader,
@@ -90,15 +121,16 @@ def parameter_conversions(
     `formats`: (stored format, live format) of each weight that is quantized on either side.
     """
     entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
-    master_names = _master_names(entries)
+    stored_states = by_number(entries)
     conversions, unconvertible = [], []
     seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
         stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = number_by_id.get(id(param))
         state = {} if optimizer is None else optimizer.state.get(param, {})
-        names = master_names[str(index)]
-        stored_masters = {name: dtype_of(entries[f"{STATES}{index}.{name}"]) for name in names}
+        stored_masters = {
+            role: dtype_of(entry) for role, entry in stored_states.get(index, {}).items() if role.startswith(MASTER)
+        }
         live_masters = {key: value.dtype for key, value in state.items() if key.startswith(MASTER)}
         # A remainder belongs to the codes of one format.
         is_other_remainder = _LOW in live_masters and stored_format != live_format
@@ -106,37 +138,22 @@ def parameter_conversions(
         if id(param) in seen_ids or (stored_format == live_format and not sets_master):
             continue
         seen_ids.add(id(param))
-        source = "master" if MASTER in names else "split master" if _LOW in names else "codes"
+        source = "master" if MASTER in stored_masters else "split master" if _LOW in stored_masters else "codes"
         if source == "codes" and stored_format != live_format and not (lossy or stored_format == HIGH_PRECISION):
             unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
             raise CheckpointError(
-                f"the master of {name} is of another kind in the checkpoint, and a {type(optimizer).__name__} cannot "
-                "convert it; use FusedAdam, or the optimizer that it was saved with"
+                f"{reader.path}: the master of {name} is of another kind in the checkpoint, and a "
+                f"{type(optimizer).__name__} cannot convert it; use FusedAdam, or the optimizer that it was saved with"
             )
         conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
     if unconvertible:
         reason = "no optimizer was given" if optimizer is None else "it has no masters"
         raise CheckpointError(
-            f"{len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and {reason}; to "
-            "quantize their dequantized codes, which is less precise, pass lossy=True (or --lossy)"
+            f"{reader.path}: {len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and "
+            f"{reason}; to quantize their dequantized codes, which is less precise, pass lossy=True (or --lossy)"
         )
     return conversions
-
-
-def _master_names(keys: Iterable[str]) -> dict[str, set[str]]:
-    """The names of masters among the keys of optimizer states, by the number of the parameter."""
-    names: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
-        number, _, name = key.removeprefix(STATES).partition(".")
-        if key.startswith(STATES) and name.startswith(MASTER):
-            names[number].add(name)
-    return names
-
-
-def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
-    """The dtype of a stored tensor; None for another entry."""
-    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
 def is_history(key: str) -> bool:
@@ -154,7 +171,7 @@ def converted_keys(
     """
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
-    master_names = _master_names(keys)
+    states = by_number(dict.fromkeys(keys))
     converted = {
         key
         for key in keys
@@ -166,7 +183,8 @@ def converted_keys(
             weight = f"model.{conversion.name}"
             converted |= {weight + suffix for suffix in _SUFFIXES}
             converted |= {f"{weight}_{RNG_KEY}", f"{weight}_{RNG_DRAWS}"} - on_both_sides
-        masters = {f"{STATES}{conversion.index}.{name}" for name in master_names[str(conversion.index)]}
+        names = states.get(conversion.index, {})
+        masters = {f"{STATES}{conversion.index}.{name}" for name in names if name.startswith(MASTER)}
         converted |= masters if conversion.sets_master else masters - live.keys()
     return converted & keys
 
@@ -192,14 +210,9 @@ def write_weights(
 
     A collective call of every rank, which must exhaust the iterator.
     """
-    for batch in batches(conversions):
-        tensors: dict[str, Tensor] = {}
-        value_readers = [_value_reader(conversion, reader.entries, tensors) for conversion in batch]
-        reader.read_into(dict(tensors))
-        values = [compute() for compute in value_readers]
-        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
+    for batch in _read_in_batches(reader, conversions):
         updates = []
-        for conversion, value in zip(batch, values, strict=True):
+        for conversion, value in batch:
             if not conversion.requantizes:
                 continue
             if components.quantized_local(conversion.param) is None:
@@ -207,22 +220,29 @@ def write_weights(
             else:
                 updates.append((conversion.param, value))
         requantize.requantize_(updates, assume_finite=True)
-        yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
+        yield from ((conversion, value) for conversion, value in batch if conversion.sets_master)
 
 
-def _check_finite(path: object, batch: list[ParameterConversion], values: list[Tensor]) -> None:
+Conversion = TypeVar("Conversion", bound="ParameterConversion | StateConversion")
+
+
+def _read_in_batches(
+    reader: SafeReader, conversions: Iterable[Conversion]
+) -> Iterator[list[tuple[Conversion, Tensor]]]:
+    """Read the float32 values of a batch of conversions at a time, and check them on all ranks. A collective call."""
+    for batch in batches(conversions):
+        tensors: dict[str, Tensor] = {}
+        computations = [conversion.add_tensors(reader.entries, tensors) for conversion in batch]
+        reader.read_into(dict(tensors))
+        values = [compute() for compute in computations]
+        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
+        yield list(zip(batch, values, strict=True))
+
+
+def _check_finite(path: object, batch: Iterable[Conversion], values: list[Tensor]) -> None:
     for conversion, value in zip(batch, values, strict=True):
-        local = components.quantized_local(conversion.param)
-        if local is None or not conversion.requantizes:
-            continue
-        if problem := requantize.non_finite(value, local.quantized_storage.shard.origin):
-            raise CheckpointError(
-                f"{path}: {conversion.name} by {_described(conversion.source)}: {problem}; codes saturate, which would "
-                "hide it"
-            )
-
-
-Conversion = TypeVar("Conversion", ParameterConversion, "StateConversion")
+        if problem := conversion.problem(value):
+            raise CheckpointError(f"{path}: {problem}")
 
 
 def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
@@ -238,38 +258,6 @@ def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
         elements += numel
     if batch:
         yield batch
-
-
-def _value_reader(
-    conversion: ParameterConversion, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]
-) -> Callable[[], Tensor]:
-    """Add the tensors to read to `tensors`, by key. Returns a function that computes the local float32 values."""
-    weight, state = f"model.{conversion.name}", f"optimizer.state.{conversion.index}."
-    if conversion.source == "split master" and conversion.stored_format != HIGH_PRECISION:
-        fmt = _format(conversion)
-        storage = _codes_of(conversion.param, weight, QuantSpec(fmt), tensors)
-        low_bytes = tensors[state + _LOW] = components.zeros_like(conversion.param, torch.uint8)
-        copy, origin = fmt.copies[Orientation.ROWWISE], storage.shard.origin
-        return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(low_bytes), origin)
-    if conversion.source == "split master":
-        high = tensors[weight] = components.zeros_like(conversion.param, torch.bfloat16)
-        low = tensors[state + _LOW] = components.zeros_like(conversion.param, torch.uint8, 2)
-        parts = (private_torch.local_tensor(part) for part in (high, low))
-        return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
-    key = state + MASTER if conversion.source == "master" else weight
-    dtype = dtype_of(stored[key])
-    spec: QuantSpec | None = None
-    if conversion.source == "master" and key + _SCALE in stored and dtype is not None:
-        spec = STATE_QUANT_SPECS[dtype]
-    elif conversion.source == "codes" and conversion.stored_format != HIGH_PRECISION:
-        spec = QuantSpec(_format(conversion))
-    return stored_values(conversion.param, key, dtype or torch.float32, spec, tensors)
-
-
-def _format(conversion: ParameterConversion) -> Format:
-    fmt, _ = format_of_tag(conversion.stored_format)
-    assert fmt is not None, conversion.stored_format
-    return fmt
 
 
 def stored_values(
@@ -317,6 +305,19 @@ class StateConversion:
         """The keys that the state can have in the checkpoint or in this optimizer."""
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
+    def add_tensors(self, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
+        """See `ParameterConversion`."""
+        return stored_values(self.param, self.key, *self.stored_kind, tensors)
+
+    def problem(self, value: Tensor) -> str:
+        """See `ParameterConversion`."""
+        count = int(value.isfinite().logical_not().sum())
+        return (
+            f"{count} values of {self.key} are infinite or NaN, and would spoil those that share their scale"
+            if count
+            else ""
+        )
+
 
 def state_conversions(
     reader: SafeReader, optimizer: Optimizer | None, numbers: ParameterNumbers | None
@@ -346,23 +347,9 @@ def state_conversions(
 
 def write_states(reader: SafeReader, conversions: list[StateConversion], optimizer: Any) -> None:
     """Read the states and write their values into the optimizer, in batches. A collective call."""
-    for batch in batches(conversions):
-        tensors: dict[str, Tensor] = {}
-        value_readers = [stored_values(c.param, c.key, *c.stored_kind, tensors) for c in batch]
-        reader.read_into(dict(tensors))
-        values = [compute() for compute in value_readers]
-        agreement.run_on_all_ranks(partial(_check_finite_states, reader.path, batch, values))
-        for conversion, value in zip(batch, values, strict=True):
+    for batch in _read_in_batches(reader, conversions):
+        for conversion, value in batch:
             optimizer.set_scaled_state(conversion.param, conversion.role, value)
-
-
-def _check_finite_states(path: object, batch: list[StateConversion], values: list[Tensor]) -> None:
-    for conversion, value in zip(batch, values, strict=True):
-        if count := int(value.isfinite().logical_not().sum()):
-            raise CheckpointError(
-                f"{path}: {count} values of {conversion.key} are infinite or NaN, and would spoil the values that "
-                "share their scale"
-            )
 
 
 def description(weights: list[ParameterConversion], states: list[StateConversion]) -> str:

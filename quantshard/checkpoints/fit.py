@@ -1,31 +1,31 @@
-"""Checks whether a checkpoint fits a model and its optimizer: the same entries, with the same shapes and dtypes.
+"""Checks whether a checkpoint fits a model and its optimizer: the same recipe, entries, shapes and dtypes.
 
 A mismatch is not damage: the run's other checkpoints would not fit either, so none of them is tried instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch, state_storage
+from quantshard import numerics, private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.conversions import is_history
+from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader, dtype_of
 from quantshard.checkpoints.saving import digest
-from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
-from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
-from quantshard.tensor import component_loading
+from quantshard.optimizers.loading import check_group, own_settings
+from quantshard.tensor import component_loading, components
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -34,7 +34,7 @@ Stored = Mapping[str, STORAGE_TYPES]
 
 def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
     """The keys of a checkpoint that belong to experts of other ranks."""
-    if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
+    if numbers is None and not optimizer_states.expert_layers(model):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
     keys = {_MODEL + key for key in component_loading.held_elsewhere(model, model_keys)}
@@ -51,9 +51,54 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     """
     if optimizer is None:
         return set()
-    required = {"params", *state_storage.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
+    required = {"params", *own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
     missing = [key for key in live if key.startswith(GROUPS) and key not in stored]
     return {key for key in missing if key.split(".")[3] not in required}
+
+
+def other_scales(reader: SafeReader, params: Mapping[str, Tensor], tags: Mapping[str, str]) -> list[str]:
+    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
+
+    Only the values show the difference, so scales must be read. Each rank reads some of them.
+    """
+    weight_names = {
+        f"model.{name}{suffix}": name
+        for name, param in params.items()
+        for suffix in component_loading.power_of_two_scales(param)
+        if tags.get(name) == components.storage_of(param).spec.tag
+    }
+    float32 = [key for key in sorted(weight_names) if dtype_of(reader.entries.get(key)) == torch.float32]
+    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
+    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+
+
+def weight_formats(
+    model: nn.Module, stored: Stored, tags: Mapping[str, str], with_other_scales: Collection[str]
+) -> dict[str, tuple[str, str]]:
+    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
+
+    `tags`: the checkpoint's formats. `with_other_scales`: see `other_scales`. A weight on one side only belongs to
+    another model, which `check_model` reports.
+    """
+    formats = {}
+    for name, param in sorted(components.named_parameters(model).items()):
+        local = components.quantized_local(param)
+        spec = None if local is None else local.quantized_storage.spec
+        if spec is not None and name in with_other_scales:
+            formats[name] = spec.tag, str(spec)
+        elif _MODEL + name in stored and (spec is not None or name in tags):
+            formats[name] = tags.get(name, HIGH_PRECISION), HIGH_PRECISION if spec is None else spec.tag
+    return formats
+
+
+def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
+    """Check that all weights are stored in their live format. `formats`: see `weight_formats`."""
+    for weight, (old, new) in formats.items():
+        if old != new:
+            raise CheckpointError(
+                f"{path} is of another recipe: {weight} is stored as {old} there and as {new} in this model; build the "
+                "model with the checkpoint's recipe, or load with requantize=True"
+            )
 
 
 def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
@@ -110,50 +155,25 @@ def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimi
         )
 
 
-def names_parameters(key: str) -> bool:
-    """Whether an entry of a group names the group's parameters (`state_storage.PARAMETER_ENTRIES`)."""
-    return key.startswith(GROUPS) and key.split(".", 3)[3] in state_storage.PARAMETER_ENTRIES
+def check_groups(
+    path: Path_,
+    saved_values: Mapping[str, Any],
+    live: Mapping[str, Any],
+    optimizer: Optimizer,
+    numbers: ParameterNumbers | None,
+) -> None:
+    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types.
 
-
-def check_groups(path: Path_, stored_values: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the checkpoint's states belong to the optimizer's parameters, in the same order.
-
-    Parameters are compared by name, or by their number if one side has no names. `stored_values`: the checkpoint's
-    values of entries, at least of those that name parameters.
+    `saved_values`: the checkpoint's entries that are not tensors. `live`: the entries of the optimizer's state dict.
     """
-    for number, group in enumerate(groups):
-        params = stored_values.get(f"{GROUPS}{number}.params", ())
-        if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
-            count = len(params) if isinstance(params, list | tuple) else "no list of"
-            raise CheckpointError(
-                f"{path} is of another optimizer: its group {number} has {count} parameters and this one's "
-                f"{len(group['params'])}; build it over the same model, or load the model alone"
-            )
-        names = stored_values.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
-        for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
-            if not component_loading.is_same_name(str(old), new):
-                raise CheckpointError(
-                    f"{path} is of another optimizer: parameter {index} of its group {number} is {str(old)!r:.200} "
-                    f"and this one's {new!r}; pass the same parameters in the same order, or load the model alone"
-                )
-
-
-def check_settings(path: Path_, settings: Mapping[str, Any], live: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Check that a step can run with the checkpoint's group options: each must have the type of the live one.
-
-    `live`: the entries of the optimizer's state dict.
-    """
-    own_names = state_storage.own_settings(optimizer)
-    for key, value in settings.items():
-        if not key.startswith(GROUPS):
-            continue
-        _, _, number, name = key.split(".", 3)
-        setting = optimizer.param_groups[int(number)].get(name, live[key])  # the state dict can differ from the group
-        if not state_storage.can_take(name.partition(".")[0] in own_names, value, setting):
-            raise CheckpointError(
-                f"{path} is of another optimizer, or damaged: its group {number} has {name} = {shown(value)}, and this "
-                f"optimizer has {shown(setting)}; choose another checkpoint, or load the model alone"
-            )
+    own_names = own_settings(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        prefix = f"{GROUPS}{number}."
+        saved = {key.removeprefix(prefix): value for key, value in saved_values.items() if key.startswith(prefix)}
+        # the state dict can differ from the group
+        entries = {**{name: live[prefix + name] for name in saved}, **group}
+        entries |= {} if numbers is None else numbers.groups[number]
+        check_group(f"{path} is of another optimizer: its group {number}", saved, entries, own_names)
 
 
 def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
@@ -210,15 +230,15 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 """Key suffixes of the entries that determine a weight's values."""
 
 
-def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) -> None:
+def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Check that tied weights have equal values in the checkpoint; otherwise a load would lose one of them.
 
-    Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
-    optimizer states are loaded too. They need no check: if the weights were not tied in the checkpoint, the number of
-    states differs.
+    Each rank compares some of the pairs, so the caller must raise errors on all ranks. Parameters of the optimizer need
+    no check: if the weights were not tied in the checkpoint, the number of states differs.
     """
     first_names: dict[nn.Parameter, str] = {}
-    stepped_ids = {id(param) for param in stepped}
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped_ids = {id(param) for group in groups for param in group["params"]}
     pairs = [
         (first_names[param], name)
         for name, param in model.named_parameters(remove_duplicate=False)

@@ -6,7 +6,7 @@ which quantshard rejects. Here the state dict determines which tensors are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,7 @@ from quantshard.errors import CheckpointError
 from quantshard.tensor import component_loading, components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
-BUCKET_BYTES = 2**25
-"""Maximum size of a broadcast, except for a single larger tensor."""
-
 _CALL = "load_from_rank0: "
-_ALIGNMENT = 16  # bytes, a multiple of every dtype's size, so that parts of a bucket can be viewed as any dtype
 
 
 @torch.no_grad()
@@ -33,8 +29,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     """Load rank 0's unsharded state dict into every rank's shards of a model. A collective call of all processes.
 
     Nothing is dequantized: codes, scales, RNG keys, draw counts, amax histories, plain parameters and buffers are
-    copied bit for bit. During the call a rank holds a second copy of its shards, and one bucket of `BUCKET_BYTES` or of
-    the largest tensor.
+    copied bit for bit. During the call a rank holds a second copy of its shards, and one unsharded tensor.
 
     Args:
         model: sharded by `fully_shard`, or unsharded on every rank (under DDP pass its `.module`); not on the meta
@@ -56,10 +51,10 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     sent = state_dict or {} if agreement.rank() == 0 else {}
     live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
     parts = {}
-    for keys in _buckets(description):
-        for key, value in _broadcast(keys, description, state_dict or {}).items():
-            if key in live:
-                parts[key] = _local_part(value, live[key])
+    for key, like in description.items():
+        value = _broadcast(like, sent.get(key))
+        if key in live:
+            parts[key] = _local_part(value, live[key])
     with agreement.writing_into("the model"):
         result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
     elsewhere = component_loading.held_elsewhere(model, description)
@@ -147,35 +142,19 @@ def _check_weights(
             )
 
 
-def _buckets(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Group the keys, in order, into buckets of up to BUCKET_BYTES, or of one larger tensor."""
-    keys: list[str] = []
-    size = 0
-    for key, value in described.items():
-        if keys and size + value.nbytes > BUCKET_BYTES:
-            yield keys
-            keys, size = [], 0
-        keys.append(key)
-        size += value.nbytes
-    if keys:
-        yield keys
-
-
-def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Broadcast rank 0's tensors of these keys; on every rank they are views of one buffer."""
+def _broadcast(like: Tensor, value: Tensor | None) -> Tensor:
+    """Rank 0's tensor, sent as bytes. `like`: its description. `value`: the tensor itself, on rank 0."""
     group = process_groups.world()
     if group is None:
-        return {key: values[key] for key in keys}
-    sizes = [-(-described[key].nbytes // _ALIGNMENT) * _ALIGNMENT for key in keys]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=process_groups.collective_device(group))
-    tensors = {}
-    for key, part in zip(keys, buffer.split(sizes), strict=True):
-        like = described[key]
-        tensors[key] = part[: like.nbytes].view(like.dtype).view(like.shape)
-        if agreement.rank() == 0:
-            tensors[key].copy_(values[key])
-    dist.broadcast(buffer, src=0, group=group)
-    return tensors
+        assert value is not None
+        return value
+    buffer = torch.empty(like.nbytes, dtype=torch.uint8, device=process_groups.collective_device(group))
+    tensor = buffer.view(like.dtype).view(like.shape)
+    if value is not None:
+        tensor.copy_(value)
+    if like.nbytes:
+        dist.broadcast(buffer, src=0, group=group)
+    return tensor
 
 
 def _local_part(value: Tensor, live: Any) -> Tensor:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
+from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement
-from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.numerics.states import MASTER, has_master
 from quantshard.tensor import component_loading, components, requantize
@@ -82,12 +82,11 @@ def _checked(
         raise ConfigurationError(
             f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}"
         )
-    for name, module in model.named_modules():
-        if full and process_groups.expert_axis(module) is not None:
-            raise ConfigurationError(
-                f"high_precision_state_dict(full=True): the experts of {name or type(module).__name__} are on several "
-                "ranks; pass full=False to get each rank's own"
-            )
+    if full and (layers := optimizer_states.expert_layers(model)):
+        raise ConfigurationError(
+            f"high_precision_state_dict(full=True): the experts of {next(iter(layers)) or type(model).__name__} are on "
+            "several ranks; pass full=False to get each rank's own"
+        )
     live = dict(model.state_dict())  # also reshards FSDP2's parameters
     params = components.named_parameters(model)
     components.check_offsets(params.items())

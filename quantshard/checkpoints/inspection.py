@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from quantshard import numerics, sharding
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, report_transfer
+from quantshard.checkpoints.rank_states import RANKS
 from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import EXTRA, RANKS
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag
@@ -143,16 +144,8 @@ def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
         group.shape,
         group_bytes(reader, group),
         len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0,
-        **counted(figures(reader, group) if data and group.format is not None else None, group.wrong),
+        **(figures(reader, group) if data and group.format is not None else {"wrong": group.wrong}),
     )
-
-
-def counted(statistics: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields of a `TensorSummary` that come from its data."""
-    if statistics is None or not statistics.elements:
-        return {"wrong": wrong}
-    fields = {name: getattr(statistics, name) for name in ("zeros", "saturated", "scales")}
-    return {"codes": statistics.elements, **fields, "wrong": (*wrong, *statistics.wrong)}
 
 
 def kind_of(key: str, keys: Container[str]) -> str:
@@ -220,7 +213,7 @@ def verify(path: Path_) -> Verification:
     expect_transfer(sum(sizes))
     for group, size in zip(tensors, sizes, strict=True):
         try:
-            wrong = [*group.wrong, *figures(reader, group).wrong]
+            wrong = figures(reader, group)["wrong"]
         except CheckpointError as error:
             wrong = [*group.wrong, str(error)]
         report_transfer(size)
@@ -349,44 +342,43 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
 # Data
 
 
-@dataclass
-class TensorStatistics:
-    """Statistics of the data of one tensor.
+def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
+    """The fields of a `TensorSummary` that come from data. A plain tensor is only read, to find out whether it can be.
 
-    `elements`, `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`:
-    smallest and largest scale, multiplied by the second scale if there is one. `wrong`: scales that are not finite, in
-    words.
+    Scales are multiplied by the second scale, if there is one.
     """
-
-    elements: int = 0
-    zeros: int = 0
-    saturated: int = 0
-    scales: tuple[float, float] | None = None
-    wrong: list[str] = field(default_factory=list)
-
-
-def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
-    """Statistics of a tensor's data. A plain tensor is only read, to find out whether it can be."""
-    statistics = TensorStatistics()
-    second_scale = 1.0
     components = {} if group.format is None else {key: group.format.by_name[name] for name, key in group.parts.items()}
+    codes = zeros = saturated = 0
+    low, high, second_scale, wrong = math.inf, 0.0, 1.0, [*group.wrong]
     for key in (*group.others, *group.parts.values()):
         component = components.get(key)
-        if component is not None and component.role is not Role.CODES:
-            second_scale *= _measure(statistics, component, reader, key)
-            continue
-        for _, codes in reader.pieces(key):
-            if component is not None and codes.dtype == component.encoding.storage:
-                elements, zeros, saturated = count_codes(codes, component.encoding)
-                statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
-                statistics.saturated += saturated
-    if group.format is not None and group.shape is not None and statistics.elements and not group.wrong:
-        padding = statistics.elements - len(group.format.copies) * math.prod(group.shape)
-        # padding consists of zero codes
-        statistics.elements, statistics.zeros = statistics.elements - padding, statistics.zeros - padding
-    if statistics.scales is not None:
-        statistics.scales = (statistics.scales[0] * second_scale, statistics.scales[1] * second_scale)
-    return statistics
+        for _, part in reader.pieces(key):
+            if component is None or part.dtype != component.encoding.storage or not part.numel():
+                continue
+            if component.role is Role.CODES:
+                counts = count_codes(part, component.encoding)
+                codes, zeros, saturated = codes + counts[0], zeros + counts[1], saturated + counts[2]
+                continue
+            values = numerics.decode(part, component.encoding)
+            if bad := int((~values.isfinite() | (values < 0)).sum()):
+                wrong.append(f"{key}: {bad} of {values.numel()} {component.role.value} entries are not finite")
+            elif component.role is Role.SCALE:
+                low, high = min(low, float(values.min())), max(high, float(values.max()))
+            else:
+                second_scale = float(values.max()) / _largest_product(component)
+    if not codes:
+        return {"wrong": tuple(wrong)}
+    if group.format is not None and group.shape is not None and not group.wrong:
+        padding = codes - len(group.format.copies) * math.prod(group.shape)
+        codes, zeros = codes - padding, zeros - padding  # padding consists of zero codes
+    scales = (low * second_scale, high * second_scale) if low <= high else None
+    return {"codes": codes, "zeros": zeros, "saturated": saturated, "scales": scales, "wrong": tuple(wrong)}
+
+
+def _largest_product(amax: Component) -> float:
+    """The largest product of a scale and a code, by which an amax is divided to become a scale."""
+    copy = next(copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == amax)
+    return copy.scale.encoding.max * copy.codes.encoding.max
 
 
 def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
@@ -406,26 +398,3 @@ def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
             saturated += int((counts * (values < encoding.max).logical_not().sum(1)).sum())
         elements += part.numel() * per_byte
     return elements, zeros, saturated
-
-
-def _measure(statistics: TensorStatistics, component: Component, reader: SafeReader, key: str) -> float:
-    """Record the range of a scale, or return the factor of a second scale."""
-    factor = 1.0
-    for _, encoded in reader.pieces(key):
-        if encoded.dtype != component.encoding.storage or not encoded.numel():
-            continue
-        values = numerics.decode(encoded, component.encoding)
-        bad = int((~values.isfinite() | (values < 0)).sum())
-        if bad:
-            statistics.wrong.append(f"{key}: {bad} of {values.numel()} {component.role.value} entries are not finite")
-        elif component.role is Role.SCALE:
-            low, high = float(values.min()), float(values.max())
-            previous = statistics.scales or (low, high)
-            statistics.scales = (min(previous[0], low), max(previous[1], high))
-        else:
-            factor = float(values.max())
-    if component.role is not Role.AMAX:
-        return 1.0
-    # the amax becomes a scale when it is divided by the largest product of a scale and a code
-    copy = next(copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == component)
-    return factor / (copy.scale.encoding.max * copy.codes.encoding.max)

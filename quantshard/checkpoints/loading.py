@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard import numerics, private_torch, state_storage
-from quantshard.checkpoints import conversions, fit, optimizer_states
-from quantshard.checkpoints.conversions import HIGH_PRECISION, ParameterConversion, RequantizedWarning, StateConversion
+from quantshard import private_torch
+from quantshard.checkpoints import conversions, fit, optimizer_states, rank_states
+from quantshard.checkpoints.conversions import ParameterConversion, RequantizedWarning, StateConversion
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.disk.store import Path_, why
+from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader, decoded, empty, warn_without_manifest
-from quantshard.checkpoints.saving import EXTRA, RANDOM, keys_by_rank
+from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader, empty
+from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, warn_user
-from quantshard.tensor import component_loading, components
+from quantshard.optimizers.loading import PARAMETER_ENTRIES, as_setting
+from quantshard.tensor import components
 
 _TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
@@ -57,9 +58,9 @@ def load(
         The saved `extra` entries.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
-            every rank. The model and the optimizer are unchanged, unless the message says that the model is partly
-            loaded (no manifest, a failing disk).
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. The model and
+            the optimizer are unchanged, unless the message says that the model is partly loaded (no manifest, a failing
+            disk).
         ConfigurationError, UnsupportedOperationError: see `save`.
     """
     extra, _, _ = load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify))
@@ -68,10 +69,7 @@ def load(
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The arguments of `checkpoints.load`.
-
-    `objects`: objects with a state per rank, by name; see `Manager(state=)`.
-    """
+    """The arguments of `checkpoints.load`. `objects`: the objects of `Manager(state=)`, by name."""
 
     path: Path_
     model: nn.Module
@@ -102,17 +100,13 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The action of a load for each entry. Keys are the checkpoint's keys.
+    """The action of a load for each entry, by the checkpoint's keys.
 
     Args:
         state_dicts: state dicts of the model and the optimizer, which share memory with them where they can.
         paths: the path of each entry in `state_dicts`.
-        targets: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs.
-            Other values are replaced by objects.
-        extra_targets: the caller's entries by name: an empty tensor, or None for an object.
+        targets: entries to read as they are stored: tensors in place, with a cast if the dtype differs.
         settings: the new values of the optimizer's entries that are not tensors.
-        weight_conversions: the parameters to requantize, with both formats and the source of their values.
-        state_conversions: the optimizer states that this optimizer stores in another dtype.
         ignored_keys: keys of either side that are not read: the results of conversions, and entries that keep their
             live value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
@@ -123,7 +117,6 @@ class LoadPlan:
     state_dicts: dict[str, Any]
     paths: Mapping[str, Sequence[str | int]]
     targets: Mapping[str, Any]
-    extra_targets: Mapping[str, Tensor | None]
     settings: Mapping[str, Any]
     weight_conversions: list[ParameterConversion]
     state_conversions: list[StateConversion]
@@ -139,8 +132,12 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
     """
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
-    if plan.reader.manifest is None:
-        warn_without_manifest(request.path)
+    if plan.reader.manifest is None and agreement.rank() == 0:
+        warn_user(
+            f"{request.path} has no {MANIFEST}: its files may be damaged or from several saves; `quantshard verify "
+            f"{request.path}` checks what it can, and checkpoints.save writes a manifest",
+            NoManifestWarning,
+        )
     with agreement.writing_into("the model"):
         extra = _apply(plan)
     converted = ""
@@ -180,32 +177,11 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     reader = SafeReader(request.path)
     if request.verify:
         reader.check_files()
-    entries = reader.entries
-    params = components.named_parameters(request.model)
-    names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params}
-    tag_keys = [
-        key
-        for key, name in names.items()
-        if f"model.{name}" in entries and getattr(entries.get(key), "size", None) == _TAG_SIZE
-    ]
+    entries, params = reader.entries, components.named_parameters(request.model)
+    names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
+    tag_keys = [key for key in names if getattr(entries.get(key), "size", None) == _TAG_SIZE]
     tags = {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
-    return CheckpointContents(reader, tags, _other_scales(params, reader, tags))
-
-
-def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mapping[str, str]) -> list[str]:
-    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
-
-    Only the values show the difference, so scales must be read. Each rank reads some of them.
-    """
-    weight_names = {
-        f"model.{name}{suffix}": name
-        for name, param in params.items()
-        for suffix in component_loading.power_of_two_scales(param)
-        if tags.get(name) == components.storage_of(param).spec.tag
-    }
-    float32 = [key for key in sorted(weight_names) if conversions.dtype_of(reader.entries.get(key)) == torch.float32]
-    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
-    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+    return CheckpointContents(reader, tags, fit.other_scales(reader, params, tags))
 
 
 # Planning
@@ -218,10 +194,17 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     if optimizer is not None:
         optimizer_states.check_members("load", request.model, optimizer)
         state_dicts["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, request.numbers)
-    weight_conversions = _weight_conversions(request, contents, state_dicts["model"])
-    state_conversions = []
+    formats = fit.weight_formats(
+        request.model, reader.entries, contents.format_tags, contents.weights_with_other_scales
+    )
+    weight_conversions, state_conversions = [], []
     if request.requantize:
+        weight_conversions = conversions.parameter_conversions(
+            reader, request.model, optimizer, request.numbers, formats, request.lossy
+        )
         state_conversions = conversions.state_conversions(reader, optimizer, request.numbers)
+    else:
+        fit.check_recipe(request.path, formats)
     live, paths = private_torch.flatten_state_dict(state_dicts)
     other_ranks_keys = fit.keys_of_other_ranks(reader.entries, request.model, request.numbers)
     stored = {
@@ -239,8 +222,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(request.path, stored, live, optimizer)
-    params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
-    fit.check_ties(reader, request.model, params)
+    fit.check_ties(reader, request.model, optimizer)
     object_keys, settings = _settings(request, reader, live)
     return LoadPlan(
         request,
@@ -248,55 +230,12 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
         state_dicts,
         paths,
         targets={key: value for key, value in live.items() if key not in object_keys},
-        extra_targets={
-            key.removeprefix(f"{EXTRA}."): empty(entry)
-            for key, entry in reader.entries.items()
-            if key.startswith(f"{EXTRA}.")
-        },
         settings=settings,
         weight_conversions=weight_conversions,
         state_conversions=state_conversions,
         ignored_keys=ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
-        rank_states=_rank_states(request, reader),
+        rank_states=rank_states.states_to_load(reader, request.objects) if request.objects else {},
     )
-
-
-def _weight_conversions(
-    request: LoadRequest, contents: CheckpointContents, live: Mapping[str, Tensor]
-) -> list[ParameterConversion]:
-    """The parameters to convert. Without `requantize` there are none, and another format is an error."""
-    formats = _formats(contents, request.model, live)
-    if not request.requantize:
-        for weight, (old, new) in formats.items():
-            if old != new:
-                raise CheckpointError(
-                    f"{request.path} is of another recipe: {weight} is stored as {old} there and as {new} in this "
-                    "model; build the model with the checkpoint's recipe, or load with requantize=True"
-                )
-        return []
-    try:
-        return conversions.parameter_conversions(
-            contents.reader, request.model, request.optimizer, request.numbers, formats, request.lossy
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{request.path}: {error}") from None
-
-
-def _formats(contents: CheckpointContents, model: nn.Module, live: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
-    suffix, formats = components.FORMAT_SUFFIX, {}
-    live_formats = {
-        key.removesuffix(suffix): components.read_format_tag(live[key]) for key in live if key.endswith(suffix)
-    }
-    for name in sorted({*contents.format_tags, *live_formats}):
-        # a weight on one side only belongs to another model, which `fit.check_model` reports
-        if f"model.{name}" in contents.reader.entries and name in live:
-            formats[name] = contents.format_tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
-    params = components.named_parameters(model) if contents.weights_with_other_scales else {}
-    for name in contents.weights_with_other_scales:
-        spec = components.storage_of(params[name]).spec
-        formats[name] = spec.tag, str(spec)
-    return formats
 
 
 def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
@@ -304,41 +243,18 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
 
     The groups keep their parameters.
     """
-    optimizer, entries = request.optimizer, reader.entries
-    if optimizer is None:
+    if request.optimizer is None:
         return set(), {}
+    entries = reader.entries
     keys = [key for key in live if key.startswith("optimizer.") and isinstance(entries[key], BytesStorageMetadata)]
     objects = reader.read(keys)
-    groups = optimizer.param_groups if request.numbers is None else request.numbers.groups
-    fit.check_groups(request.path, objects, groups)
-    settings = {key: value for key, value in objects.items() if not fit.names_parameters(key)}
-    fit.check_settings(request.path, settings, live, optimizer)
-    return {*objects}, {key: state_storage.as_setting(value, live[key]) for key, value in settings.items()}
-
-
-def _rank_states(request: LoadRequest, reader: SafeReader) -> dict[str, tuple[str, Any]]:
-    """The key and the state that each of this rank's objects loads, by the object's name.
-
-    If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded, on every
-    rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
-    """
-    if not request.objects:
-        return {}
-    by_rank = keys_by_rank(reader.entries)
-    skipped = {RANDOM} if len(by_rank) == 1 and agreement.rank_count() > 1 else set()
-    if len(by_rank) == agreement.rank_count():
-        rank = str(agreement.rank())
-        by_rank = {rank: by_rank.get(rank, {})}
-    keys = [key for keys_by_name in by_rank.values() for key in keys_by_name.values()]
-    for key in keys:
-        if conversions.dtype_of(reader.entries[key]) != torch.uint8:
-            raise CheckpointError(f"{request.path} is damaged: {key} is not a tensor of bytes; choose another")
-    values, states = reader.read(keys), {}
-    for name in request.objects:
-        candidates = [names[name] for names in by_rank.values() if name in names and name not in skipped]
-        if candidates and all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
-            states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
-    return states
+    fit.check_groups(request.path, objects, live, request.optimizer, request.numbers)
+    settings = {
+        key: as_setting(value, live[key])
+        for key, value in objects.items()
+        if not key.startswith(optimizer_states.GROUPS) or key.split(".", 3)[3] not in PARAMETER_ENTRIES
+    }
+    return {*objects}, settings
 
 
 # Applying
@@ -346,9 +262,10 @@ def _rank_states(request: LoadRequest, reader: SafeReader) -> dict[str, tuple[st
 
 def _apply(plan: LoadPlan) -> dict[str, Any]:
     """Carry out a plan, and return the caller's entries. A collective call."""
+    extra = {key: empty(entry) for key, entry in plan.reader.entries.items() if key.startswith(f"{EXTRA}.")}
+    values = {**plan.targets, **extra}
     # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
     # requantized weights does the same, and checks its values on all ranks before it writes weights.
-    values = {**plan.targets, **{f"{EXTRA}.{name}": target for name, target in plan.extra_targets.items()}}
     plan.reader.read_into(values)
     objects = {key: values[key] for key, target in plan.targets.items() if values[key] is not target}
     for key, value in {**plan.settings, **objects}.items():
@@ -359,7 +276,7 @@ def _apply(plan: LoadPlan) -> dict[str, Any]:
         conversions.write_states(plan.reader, plan.state_conversions, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
-    return {name: values[f"{EXTRA}.{name}"] for name in plan.extra_targets}
+    return {key.removeprefix(f"{EXTRA}."): values[key] for key in extra}
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
@@ -384,8 +301,5 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
     seed_master: Any = getattr(request.optimizer, "seed_master", None)
     for conversion, master in masters:
         seed_master(conversion.param, master)
-    for name, (key, state) in plan.rank_states.items():
-        try:
-            request.objects[name].load_state_dict(state)
-        except Exception as error:  # user code can raise anything, and the other ranks wait
-            raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error
+    if plan.rank_states:
+        rank_states.load_states(request.objects, plan.rank_states)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.checkpoints import loading, saving
+from quantshard.checkpoints import loading, rank_states, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError
@@ -117,7 +117,7 @@ class Manager:
         if async_ == "process" and world() is None:
             raise ConfigurationError('async_ = "process" needs a process group; take "thread" in a single process')
         self.directory, self.keep_last, self.keep_every, self.async_ = directory, keep_last, keep_every, async_
-        self.state = saving.with_generators(state or {})
+        self.state = rank_states.with_generators(state or {})
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: PendingSave | None = None
@@ -135,7 +135,7 @@ class Manager:
     def _own(self) -> None:
         try:
             self._owner = Ownership(self._store, self._folder)
-            commit.finish_replacements(self._folder)
+            commit.clean(self._folder)
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
 
@@ -177,8 +177,8 @@ class Manager:
         self.wait()
         if self.async_ == "process":
             wait_for_process(Manager._by_process)
-        state = saving.checkpoint_state(model, optimizer, extra)
-        state[saving.RANKS] = agreement.run_on_all_ranks(lambda: saving.rank_states(self.state))
+        state = saving.checkpoint_state(model, optimizer, extra or {})
+        state[rank_states.RANKS] = agreement.run_on_all_ranks(lambda: rank_states.rank_states(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**saving.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMet
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quantshard import limits, private_torch, state_storage
+from quantshard import limits, private_torch
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.modules.grouped_linear import GroupedLinear
+from quantshard.optimizers.loading import PARAMETER_ENTRIES, own_settings
 from quantshard.tensor import components
 
 STATES = "optimizer.state."
@@ -38,6 +40,7 @@ GROUPS = "optimizer.param_groups."
 
 Entries = Mapping[str, STORAGE_TYPES]
 Group = Mapping[str, Any]
+V = TypeVar("V")
 
 
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -81,37 +84,37 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     """
     # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
     state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
-    _add_entries_of_others(state["param_groups"], stored, state_storage.own_settings(optimizer))
+    _add_entries_of_others(state["param_groups"], stored, own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
     if allocates(optimizer):
         return state
-    by_number = _by_number(stored)
-    without_states = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
+    stored_states = by_number(stored)
+    without_states = {number for number in state["state"] if isinstance(number, int)} - stored_states.keys()
     state["state"] = {key: value for key, value in state["state"].items() if key not in without_states}
     numbered = enumerate((param, group) for group in optimizer.param_groups for param in group["params"])
     for number, (param, group) in numbered:
-        stored_state = by_number.get(number, {})
+        stored_state = stored_states.get(number, {})
         if not _covers(state["state"].get(number, {}), stored_state):
             state["state"][number] = _new_state(optimizer, group, param, stored_state)
     return state
 
 
-def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_settings: set[str]) -> None:
+def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_names: set[str]) -> None:
     """Add placeholders for group entries of other code than the optimizer, e.g. a scheduler's `initial_lr`."""
     for key, entry in stored.items():
         number, _, name = key.removeprefix(GROUPS).partition(".")
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
             continue
         is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
-        if is_value and name not in own_settings | {*state_storage.PARAMETER_ENTRIES}:
+        if is_value and name not in own_names | {*PARAMETER_ENTRIES}:
             groups[int(number)].setdefault(name, None)
 
 
-def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:
-    """The checkpoint's state entries by parameter number and state name."""
-    states: dict[int, dict[str, STORAGE_TYPES]] = {}
-    for key, entry in stored.items():
+def by_number(entries: Mapping[str, V]) -> dict[int | None, dict[str, V]]:
+    """The optimizer's states among the entries of a checkpoint, by parameter number and state name."""
+    states: dict[int | None, dict[str, V]] = {}
+    for key, entry in entries.items():
         number, _, name = key.removeprefix(STATES).partition(".")
         if key.startswith(STATES) and number.isdecimal():
             states.setdefault(int(number), {})[name] = entry
@@ -152,7 +155,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
     """The state after a first step; {} if this optimizer cannot run a step on its own."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         return {}  # a step of the inner optimizer would change the model
-    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in state_storage.PARAMETER_ENTRIES}
+    settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in PARAMETER_ENTRIES}
     probe = nn.Parameter(components.zeros_like(param, param.dtype))
     probe.grad = components.zeros_like(param, param.dtype)
     device = private_torch.local_tensor(param).device
@@ -184,6 +187,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
 # Numbers of parameters
 
 
+def expert_layers(model: nn.Module) -> dict[str, GroupedLinear]:
+    """The layers whose experts are on several ranks, by the prefix of their keys."""
+    return {
+        f"{components.canonical_name(name)}." if name else "": module
+        for name, module in model.named_modules()
+        if isinstance(module, GroupedLinear) and process_groups.expert_axis(module) is not None
+    }
+
+
 @dataclass(frozen=True)
 class ParameterNumbers:
     """The parameter numbers of an optimizer, under expert parallelism.
@@ -204,12 +216,7 @@ class ParameterNumbers:
         Refused are optimizers that create their states in the first step, parameters that are not the model's, and
         experts of a layer that are not in one group, in the order of one process.
         """
-        # only a `GroupedLinear`, which cannot be imported here, has an expert axis
-        layers = {
-            f"{components.canonical_name(name)}." if name else "": module
-            for name, module in model.named_modules()
-            if process_groups.expert_axis(module) is not None
-        }
+        layers = expert_layers(model)
         if not layers:
             return None
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
@@ -224,7 +231,7 @@ class ParameterNumbers:
             is_in_order = [name for name in all_names if name in local_set] == local_names
             is_split = any(name in number_of for names in names_by_group for name in names)  # e.g. a group per expert
             if not allocates(optimizer) or not is_in_order or is_split:
-                raise _refused(optimizer)
+                raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
             numbers += [number_of[name] for name in local_names]
             name_entry = {"param_names": all_names} if "param_names" in group else {}
             groups.append({"params": list(number_of.values()), **name_entry})
@@ -243,7 +250,7 @@ class ParameterNumbers:
         states = {local_index[number]: value for number, value in state["state"].items()}
         groups, first = [], 0
         for live_group, stored_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            entries = {key: live_group[key] for key in state_storage.PARAMETER_ENTRIES if key in live_group}
+            entries = {key: live_group[key] for key in PARAMETER_ENTRIES if key in live_group}
             entries["params"] = list(range(first, first + len(live_group["params"])))
             first += len(live_group["params"])
             groups.append({**stored_group, **entries})
@@ -262,11 +269,7 @@ def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> N
     They differ e.g. if one rank's experts of a layer are all frozen.
     """
     if optimizer is not None and len({*digests}) > 1:
-        raise _refused(optimizer)
-
-
-def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
-    return UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
+        raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
@@ -277,7 +280,7 @@ def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int
     }
 
 
-def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:
+def _of_all_ranks(names: Iterable[str], layers: Mapping[str, GroupedLinear]) -> Iterator[str]:
     """Insert the names of other ranks' experts into this rank's parameter names, in the order of one process."""
 
     def owner(name: str) -> str:

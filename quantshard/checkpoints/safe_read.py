@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,10 +33,9 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement, manifest
-from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, DamagedError, read_metadata
+from quantshard.checkpoints.disk.manifest import METADATA_FILE, DamagedError, read_metadata
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
-from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
+from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable
 
 T = TypeVar("T")
 
@@ -175,6 +175,11 @@ def empty(entry: STORAGE_TYPES) -> Tensor | None:
     return None
 
 
+def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
+    """The dtype of a stored tensor; None for another entry."""
+    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+
+
 class NoManifestWarning(UserWarning):
     """A checkpoint without a manifest is loaded, so its files cannot be verified to be of one save."""
 
@@ -197,12 +202,8 @@ class SafeReader(FileSystemReader):
         self.path = path  # type: ignore[assignment]
         self.manifest = manifest.read_manifest(path)
         self.metadata = read_metadata(path, self.manifest, packed)
+        self.entries: dict[str, STORAGE_TYPES] = self.metadata.state_dict_metadata
         self.objects: dict[str, Any] = {}
-
-    @property
-    def entries(self) -> dict[str, STORAGE_TYPES]:
-        """The metadata of each entry."""
-        return self.metadata.state_dict_metadata
 
     def read_metadata(self) -> Metadata:
         """Return the metadata. DCP's keywords are not supported: ranks have no metadata of their own."""
@@ -244,18 +245,17 @@ class SafeReader(FileSystemReader):
             CheckpointError: a rank ran out of memory, or was lost or interrupted.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        is_local = no_dist or process_groups.world() is None
+        is_local = no_dist or not dist.is_initialized()
         try:
             private_torch.load_checkpoint(state, storage_reader=self, planner=planner, no_dist=is_local)
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            if isinstance(error, CheckpointException):
-                agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
+            agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
             raise self._load_error(error) from error
         state.update(self.objects)
         self.objects.clear()
 
     def _load_error(self, error: BaseException) -> CheckpointError:
-        reason = agreement.first_failure(error)
+        reason = agreement.words(error)
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
             return CheckpointError(f"{self.path} cannot be read, because memory is exhausted: {reason}")
@@ -336,13 +336,3 @@ class SafeReader(FileSystemReader):
 def _writer(name: str) -> tuple[list[int], str]:
     """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
     return [int(number) for number in re.findall("[0-9]+", name)], name
-
-
-def warn_without_manifest(path: Path_) -> None:
-    """Warn on rank 0 that a checkpoint has no manifest."""
-    if agreement.rank() == 0:
-        warn_user(
-            f"{path} has no {MANIFEST}: its files may be damaged or from several saves; `quantshard verify {path}` "
-            "checks what it can, and checkpoints.save writes a manifest",
-            NoManifestWarning,
-        )

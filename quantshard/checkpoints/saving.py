@@ -1,16 +1,14 @@
 """Saves a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
 
 `save` does the same as state dicts and `dcp.save`, but checks everything first, before a file is overwritten. The
-caller's own entries are plain data, equal on all ranks. The Manager also saves states that each rank has on its own.
+caller's own entries are plain data, equal on all ranks.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
@@ -26,17 +23,13 @@ from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
+from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.safe_read import checked_entry
-from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, RankMismatchError
 from quantshard.tensor import components
 
 EXTRA = "extra"
 """Prefix of the keys of the caller's entries."""
-
-RANKS, RANDOM = "ranks", "random"
-"""Prefix of the keys of rank states, and the name of the RNG states among them."""
 
 
 def save(
@@ -56,12 +49,11 @@ def save(
             bytes, None, lists, tuples, sets and dicts, which can contain unsharded tensors).
 
     Raises:
-        CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
-            every rank.
+        CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written.
         ConfigurationError, UnsupportedOperationError: the model, the optimizer or an entry of `extra` cannot be saved.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
     """
-    state = checkpoint_state(model, optimizer, extra)
+    state = checkpoint_state(model, optimizer, extra or {})
     target = agreement.from_rank0(lambda: commit.prepare_target(path))
     writer = CommitWriter(target, facts_of(model, extra or {}))
     with commit.abandoned_if_it_fails(target):
@@ -69,24 +61,31 @@ def save(
 
 
 def checkpoint_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The entries of a checkpoint: the state dicts of model and optimizer, and `extra`. A collective call.
 
     The state dicts hold the live tensors, not copies.
     """
     components.check_offsets(model.named_parameters())
-    state = {"model": agreement.run_on_all_ranks(model.state_dict), EXTRA: checked_extra(extra)}
-    if optimizer is None:
-        return state
 
-    def optimizer_state() -> tuple[dict[str, Any], str | None]:
+    def state_of_rank() -> tuple[dict[str, Any], ParameterNumbers | None]:
+        state = {"model": model.state_dict(), EXTRA: readable(extra)}
+        if optimizer is None:
+            return state, None
         optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
-        return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
+        return {**state, "optimizer": optimizer_states.saved(optimizer, numbers)}, numbers
 
-    (state["optimizer"], _), digests = agreement.exchange_results(optimizer_state, lambda result: result[1])
-    check_alike(digests, optimizer)
+    (state, _), digests = agreement.exchange_results(
+        state_of_rank,
+        lambda result: (
+            {key: digest(value) for key, value in result[0][EXTRA].items()},
+            None if result[1] is None else result[1].digest,
+        ),
+    )
+    check_equal([extra_digests for extra_digests, _ in digests])
+    optimizer_states.check_alike([digest_of_names for _, digest_of_names in digests], optimizer)
     return state
 
 
@@ -112,18 +111,13 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
 
     If the write fails or a rank is interrupted, every rank raises.
     """
-    alone = process_groups.world() is None
+    alone = not dist.is_initialized()
     try:
         private_torch.save_checkpoint(
-            state,
-            storage_writer=writer,
-            planner=ExtraSavePlanner(),
-            process_group=group,
-            no_dist=alone,
+            state, storage_writer=writer, planner=ExtraSavePlanner(), process_group=group, no_dist=alone
         )
     except (CheckpointException, OSError, RuntimeError) as error:  # RuntimeError: a rank is gone
-        if isinstance(error, CheckpointException):
-            agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
+        agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
         kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
         raise kind(commit.save_failure(writer.target.path, error)) from error
 
@@ -131,35 +125,35 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
 # The caller's entries
 
 
-def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entries as they will be read: live tensors, and copies of everything else. A collective call.
+def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries as they will be read: live tensors, and copies of everything else.
 
     Each entry is stored whole under `extra.KEY`: a tensor as a tensor, anything else, even if nested, as one object.
     """
+    entries: dict[str, Any] = {}
+    for key, value in extra.items():
+        if type(key) is not str:
+            raise ConfigurationError(
+                f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings"
+            )
+        if not isinstance(value, Tensor):
+            entries[key] = checked_entry(f"extra[{key!r}]", value)[1]
+            continue
+        # Whether a tensor can be read depends on its kind only, so check an empty one.
+        checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
+        entries[key] = value if isinstance(value, DTensor) else value.resolve_conj().resolve_neg()
+    return entries
 
-    def readable() -> tuple[dict[str, Any], dict[str, bytes]]:
-        items = {key: _read_again(key, value) for key, value in (extra or {}).items()}
-        return items, {key: digest(value) for key, value in items.items()}
 
-    (items, _), (first, *other_digests) = agreement.exchange_results(readable, lambda result: result[1])
-    for rank, rank_digests in enumerate(other_digests, 1):
-        differing = [key for key in sorted({*first, *rank_digests}) if first.get(key) != rank_digests.get(key)]
+def check_equal(digests: Sequence[Mapping[str, bytes]]) -> None:
+    """Check that the digests of all ranks' entries are equal."""
+    for rank, rank_digests in enumerate(digests):
+        differing = [key for key, _ in sorted({*digests[0].items()} ^ {*rank_digests.items()})]
         if differing:
             raise RankMismatchError(
                 f"extra[{differing[0]!r}] is not the same on rank {rank} as on rank 0; save what is equal on all "
                 "ranks, and what each has for itself through Manager(state=)"
             )
-    return items
-
-
-def _read_again(key: object, value: Any) -> Any:
-    if type(key) is not str:
-        raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings")
-    # Whether a tensor can be read depends on its kind only, so check an empty one.
-    if isinstance(value, Tensor):
-        checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
-        return value if isinstance(value, DTensor) else value.resolve_conj().resolve_neg()
-    return checked_entry(f"extra[{key!r}]", value)[1]
 
 
 def digest(value: Any) -> bytes:
@@ -194,65 +188,3 @@ class ExtraSavePlanner(DefaultSavePlanner):
         for key, value in state_dict.get(EXTRA, {}).items():
             self.state_dict[f"{EXTRA}.{key}"] = value
             self.mappings[f"{EXTRA}.{key}"] = (EXTRA, key)
-
-
-# States of single ranks
-
-
-class RandomGenerators:
-    """The random generators of this process: torch's on the CPU and its GPU, Python's and NumPy's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The RNG states, in plain types."""
-        name, keys, *rest = np.random.get_state(legacy=True)
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": (str(name), [int(key) for key in keys], *(x.item() if hasattr(x, "item") else x for x in rest)),
-        }
-        return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the RNG states. A generator without a state keeps its own."""
-        name, keys, position, *rest = state_dict["numpy"]
-        if not 0 <= position <= len(keys):  # NumPy would read out of bounds
-            raise ValueError(f"position {position} is not within NumPy's {len(keys)} keys")
-        torch.set_rng_state(state_dict["torch"])
-        random.setstate(state_dict["python"])
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, *rest))
-        if "cuda" in state_dict and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state_dict["cuda"])
-
-
-def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """The caller's objects and the random generators, by name. Names must be identifiers."""
-    for name, value in objects.items():
-        if not name.isidentifier() or name == RANDOM:
-            raise ConfigurationError(f"state: {name!r} cannot be the name of an entry; take an identifier that is free")
-        if not isinstance(value, Stateful):
-            raise ConfigurationError(f"state: {name!r} is a {type(value).__name__}, which has no state_dict to save")
-    return {RANDOM: RandomGenerators(), **objects}
-
-
-def rank_states(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    """The states of this rank's objects, to be stored under `ranks.RANK.NAME`.
-
-    Each state is one uint8 tensor that holds a torch.save file, so DCP and `load` read it without executing code.
-    """
-    return {str(agreement.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
-
-
-def _packed(name: str, state: Any) -> Tensor:
-    content, _ = checked_entry(f"the state of {name!r}", state)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def keys_by_rank(stored: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The keys of a checkpoint's rank states: {rank: {name: key}}."""
-    result: dict[str, dict[str, str]] = {}
-    for key in stored:
-        head, _, tail = key.partition(".")
-        rank, _, name = tail.partition(".")
-        if head == RANKS and rank.isdecimal() and name:
-            result.setdefault(rank, {})[name] = key
-    return result

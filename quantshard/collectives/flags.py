@@ -38,19 +38,19 @@ class MismatchRecord:
 
     A mismatch on a CPU is raised by the next `check`, on a GPU by the next one that waits, and in a captured CUDA graph
     by the first one after an `add` outside a capture, or by `settle`. No rank may raise while others wait for it, so
-    there is a `check` before every collective.
+    there is a `check` before every collective. `flags`: what was recorded, by device.
     """
 
     def __init__(self, message: str) -> None:
         self._message = message
-        self._found: dict[torch.device, Tensor] = {}
+        self.flags: dict[torch.device, Tensor] = {}
         self._sent: list[PendingFlag] = []
         self._is_captured = False
 
     def add(self, differs: Tensor) -> None:
         """Record a bool scalar that is equal on all ranks concerned."""
         is_capturing = kernel_dispatch.is_capturing()
-        flag = self._found.get(differs.device)
+        flag = self.flags.get(differs.device)
         if flag is None:
             if is_capturing:  # a graph's memory has no value before the first replay
                 raise ConfigurationError(
@@ -58,7 +58,7 @@ class MismatchRecord:
                     "capture"
                 )
             with torch.inference_mode(False):
-                flag = self._found[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)
+                flag = self.flags[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)
         flag.logical_or_(differs)
         if is_capturing:
             self._is_captured = True
@@ -85,11 +85,11 @@ class MismatchRecord:
     def settle(self) -> None:
         """Raise if any flag was ever true, including replays of captured graphs. Waits for the device."""
         self.check()
-        if self._is_captured and not kernel_dispatch.is_capturing() and any(map(bool, self._found.values())):
+        if self._is_captured and not kernel_dispatch.is_capturing() and any(map(bool, self.flags.values())):
             self._raise()
 
     def _raise(self) -> None:
-        for flag in self._found.values():
+        for flag in self.flags.values():
             flag.zero_()
         self._sent.clear()
         raise RankMismatchError(self._message)

@@ -92,9 +92,8 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
-        low, high = numerics.random_words(int(first.quantized_storage.state[RNG_KEY]), 0, SEED_STREAM, (1, 2))[
-            0
-        ].tolist()
+        key = int(first.quantized_storage.state[RNG_KEY])
+        low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
         seed = int(high << 32 | low) - (1 << 63)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
     if len(groups) <= 1 and not any(map(process_groups.is_expert_parallel, params)):

@@ -1,8 +1,11 @@
-"""Loading of optimizer states: copied into the live tensors without casts, or refused with the option that differs."""
+"""Loading of optimizer states: copied into the live tensors without casts, or refused with the option that differs.
+
+Also which parameter groups an optimizer takes; `checkpoints.load` checks groups of any optimizer by the same rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -10,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from quantshard import private_torch, state_storage
-from quantshard.errors import CheckpointError
-from quantshard.foreign import shown
+from quantshard import private_torch
+from quantshard.errors import CheckpointError, shown
 from quantshard.optimizers.state import layout
 from quantshard.tensor import component_loading
 
@@ -31,11 +33,11 @@ def with_hooks(
     def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:
         before, after = private_torch.load_hooks(self)
         state_dict = dict(state_dict)
-        for hook in before:
+        for hook in [*before.values()]:
             returned = hook(self, state_dict)
             state_dict = state_dict if returned is None else returned
         load_state_dict(self, state_dict)
-        for hook in after:
+        for hook in [*after.values()]:
             hook(self)
 
     return hooked
@@ -45,7 +47,14 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
     """Load a state dict into an optimizer's live states and groups. Return whether this rank's states changed."""
     # dcp_to_torch_save turns the integer keys of "state" into strings.
     groups, states = state_dict["param_groups"], state_dict["state"]
-    _check_groups(groups, optimizer)
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer state has {len(groups)} groups, this optimizer {len(optimizer.param_groups)}; build it "
+            "over the same model"
+        )
+    own_names = own_settings(optimizer)
+    for number, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        check_group(f"the optimizer state is of another optimizer: its group {number}", saved_group, group, own_names)
     entries = [
         (param, optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
         for saved_group, group in zip(groups, optimizer.param_groups, strict=True)
@@ -83,39 +92,6 @@ def _copy(live: Tensor, value: Tensor, is_known: bool) -> bool:
     return not torch.equal(before, live)
 
 
-def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    live_groups, settings = optimizer.param_groups, state_storage.own_settings(optimizer)
-    saved_sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, live_groups))
-    if saved_sizes != own_sizes:
-        raise CheckpointError(
-            f"the optimizer state has groups of {saved_sizes} parameters, this optimizer {own_sizes}; build it over "
-            "the same model"
-        )
-    for saved_group, group in zip(saved, live_groups, strict=True):
-        saved_names, names = saved_group.get("param_names"), group.get("param_names")
-        if saved_names is not None and names is not None and not _is_matched_by_name(saved_group):
-            for index, (saved_name, name) in enumerate(zip(saved_names, names, strict=True)):
-                if not component_loading.is_same_name(saved_name, name):
-                    raise CheckpointError(
-                        f"parameter {index} of the optimizer state is {saved_name!r}, of this optimizer {name!r}; pass "
-                        "the same parameters in the same order"
-                    )
-        for key in saved_group.keys() & group.keys() - {*state_storage.PARAMETER_ENTRIES}:
-            if not state_storage.can_take(key in settings, saved_group[key], group[key]):
-                raise CheckpointError(
-                    f"the optimizer state says {key} = {shown(saved_group[key])}, where this optimizer has "
-                    f"{shown(group[key])}; choose another checkpoint"
-                )
-
-
-def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
-    """Return True for a state dict from `set_optimizer_state_dict`, which matches states by parameter names.
-
-    Its list of names then comes from whichever rank saved it, possibly one with other experts.
-    """
-    return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
-
-
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     if live and not loaded:
         raise CheckpointError(
@@ -141,12 +117,90 @@ def _described(value: Any) -> str:
     )
 
 
+# Parameter groups
+
+PARAMETER_ENTRIES = ("params", "param_names")
+"""Entries of an optimizer's group that list its parameters. All other entries are options."""
+
+_LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
+
+
+def own_settings(optimizer: Optimizer) -> set[str]:
+    """Names of the options that the optimizer itself puts into a group; an LR scheduler adds `initial_lr`, say."""
+    return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
+
+
+def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], own_names: Container[str]) -> None:
+    """Check that a saved group has the parameters of a live one, in the same order, and options of the same types.
+
+    Parameters are compared by name, or by their number if one side has no names. `where`: start of the error messages.
+    `own_names`: see `own_settings`.
+    """
+    params = saved.get("params")
+    if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
+        count = len(params) if isinstance(params, list | tuple) else "no list of"
+        raise CheckpointError(
+            f"{where} has {count} parameters and this one's {len(group['params'])}; build it over the same model, or "
+            "load the model alone"
+        )
+    names = () if _is_matched_by_name(saved) else saved.get("param_names") or ()
+    for index, (old, new) in enumerate(zip(names, group.get("param_names") or (), strict=False)):
+        if not component_loading.is_same_name(str(old), new):
+            raise CheckpointError(
+                f"{where} has {str(old)!r:.200} as parameter {index} and this one's {new!r}; pass the same parameters "
+                "in the same order, or load the model alone"
+            )
+    for name in saved.keys() & group.keys() - {*PARAMETER_ENTRIES}:
+        if not can_take(name.partition(".")[0] in own_names, saved[name], group[name]):
+            raise CheckpointError(
+                f"{where} has {name} = {shown(saved[name])}, and this optimizer has {shown(group[name])}; choose "
+                "another checkpoint, or load the model alone"
+            )
+
+
+def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
+    """Return True for a state dict from `set_optimizer_state_dict`, which matches states by parameter names.
+
+    Its list of names then comes from whichever rank saved it, possibly one with other experts.
+    """
+    return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
+
+
+def can_take(is_own: bool, saved: Any, own: Any) -> bool:
+    """Whether a saved option can replace this optimizer's `own`, which it has the type of.
+
+    Any value replaces None, and an option that the optimizer did not add itself (`is_own` is False), except numbers.
+    """
+    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
+
+
+def _is_like(saved: Any, own: Any) -> bool:
+    if own is None:
+        return True
+    if saved is None:
+        return isinstance(own, bool | str)
+    if isinstance(own, tuple | list):
+        is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
+        return is_list and all(_is_like(saved_item, own_item) for saved_item, own_item in zip(saved, own, strict=True))
+    if isinstance(own, bool | int | float | Tensor):
+        if isinstance(saved, Tensor):
+            return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
+        return isinstance(saved, float) or (isinstance(saved, int) and abs(saved) <= _LARGEST_INTEGER)
+    return type(saved) is type(own)
+
+
+def as_setting(saved: Any, own: Any) -> Any:
+    """Convert a saved option to the form of `own`: a one-element tensor becomes a number where `own` is a number."""
+    is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
+    return saved.item() if is_number and saved.numel() == 1 else saved
+
+
 def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Copy the entries of a saved group. Tensors are copied in place, because a captured step reads their addresses."""
     for key, value in saved.items():
-        if key in state_storage.PARAMETER_ENTRIES:
+        if key in PARAMETER_ENTRIES:
             continue
-        value, live = state_storage.as_setting(value, group.get(key)), group.get(key)
+        value, live = as_setting(value, group.get(key)), group.get(key)
         if isinstance(live, Tensor):
             live.copy_(value.reshape(live.shape)) if isinstance(value, Tensor) else live.fill_(value)
         elif isinstance(live, tuple) and isinstance(value, list):  # set_optimizer_state_dict(full_state_dict=True)

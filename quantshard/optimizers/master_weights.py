@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import kernel_dispatch, private_torch, state_storage
+from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
+from quantshard.optimizers import loading
 from quantshard.optimizers.base import (
     SWITCHES,
     ParameterOptimizer,
@@ -169,7 +170,7 @@ class MasterWeights(ParameterOptimizer):
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         """Build an inner optimizer for one tensor with a group's settings."""
-        settings = {k: v for k, v in group.items() if k not in (*state_storage.PARAMETER_ENTRIES, *self._own_entries)}
+        settings = {k: v for k, v in group.items() if k not in (*loading.PARAMETER_ENTRIES, *self._own_entries)}
         return self._make([{**settings, "params": [tensor]}])
 
     def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -278,7 +278,8 @@ class QuantizedWeight(QuantizedState):
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
         assert requantization is not None
-        requantization.commit(values, None if draw is None else parameter_state.rounding_words(self.storage))
+        words = None if draw is None else parameter_state.rounding_words(self.storage.state, self.storage.shard)
+        requantization.commit(values, words)
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,10 +60,8 @@ def end_checkpoint_process() -> None:
         _executor._CHECKPOINT_PROCESS = None  # the destructor stops the process and waits
 
 
-def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Hooks registered on an optimizer's `load_state_dict`: (pre-hooks, post-hooks)."""
-    before = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
-    return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
+load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+"""Hooks registered on an optimizer's `load_state_dict`: dicts of (pre-hooks, post-hooks)."""
 
 
 def first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], probe: nn.Parameter) -> dict[str, Any]:

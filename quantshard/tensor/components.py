@@ -47,7 +47,8 @@ def storage_of(param: Tensor) -> QuantizedStorage:
 def canonical_name(name: str) -> str:
     """A module's or parameter's name as in the keys of the model's state dict, without the parts that
     `checkpoint_wrapper` inserts."""
-    return private_torch.without_wrappers(name)
+    # only wrappers insert parts that start with an underscore
+    return private_torch.without_wrappers(name) if "._" in f".{name}" else name
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -27,13 +27,13 @@ def sharded(_: object) -> list[str]:
         before = torch.optim.AdamW(model.parameters())
         fully_shard(model)
         with pytest.raises(QuantshardError) as refused:
-            saving.checkpoint_state(model, before)
+            saving.checkpoint_state(model, before, {})
         said.append(str(refused.value))
-        saving.checkpoint_state(model, torch.optim.AdamW(model.parameters()))
+        saving.checkpoint_state(model, torch.optim.AdamW(model.parameters()), {})
         masters = [nn.Parameter(each.detach().clone()) for each in nn.Linear(32, 7).parameters()]
         by_hand = torch.optim.AdamW(masters)
         by_hand.param_groups[0]["params"] = []  # as of a rank without parameters
-        saving.checkpoint_state(model, by_hand)
+        saving.checkpoint_state(model, by_hand, {})
     return said
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from quantshard.checkpoints import Manager, load, save, saving
+from quantshard.checkpoints import Manager, load, rank_states, save
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.rank_states import RandomGenerators
 from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import RandomGenerators
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
 from tests.checkpoints.small import built, written
@@ -63,7 +63,7 @@ def test_forged_states_of_a_rank(tmp_path: Path, forgery: str) -> None:
     mark = tmp_path / "ran"
     model, optimizer = built("mxfp8")
     with Manager(tmp_path / "run") as manager:
-        with mock.patch.object(saving, "_packed", lambda name, state: make(mark)):
+        with mock.patch.object(rank_states, "_packed", lambda name, state: make(mark)):
             manager.save(1, model, optimizer)
         before = repr(RandomGenerators().state_dict())
         with pytest.raises(CheckpointError, match=said) as raised:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from quantshard import Linear, private_torch, quantized_model_init
-from quantshard.checkpoints import from_rank0, load_from_rank0
+from quantshard.checkpoints import load_from_rank0
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 from tests.distributed.models import RECIPES, Case, batch, build, mesh_of, sha
@@ -39,8 +39,6 @@ RUNS = [
     ((2, 2), REPLICATED[-1:]),
     *(pytest.param(mesh, [*RECIPES], marks=pytest.mark.exhaustive) for mesh in ((1,), (2,), (3,), (2, 2))),
 ]
-BUCKET = 1000
-"""Bytes: some tensors are larger, others go together."""
 
 
 def held(model: nn.Module) -> dict[str, str]:
@@ -71,7 +69,7 @@ def trained_on(mesh: tuple[int, ...], recipes: list[str]) -> dict[str, list[str]
             _sent.append(buffer.numel())
             return _real(buffer, *args, **kwargs)
 
-        with mock.patch.object(from_rank0, "BUCKET_BYTES", BUCKET), mock.patch.object(dist, "broadcast", counted):
+        with mock.patch.object(dist, "broadcast", counted):
             result = load_from_rank0(target.model, on_rank_0(saved["model"]))
         set_optimizer_state_dict(
             target.model,
@@ -83,8 +81,8 @@ def trained_on(mesh: tuple[int, ...], recipes: list[str]) -> dict[str, list[str]
         largest = max(value.nbytes for value in source.model.state_dict().values())
         if source.train(1) != target.train(1) or differing(target.held(), source.held()):
             wrong[recipe].append("trains on differently")
-        if len(sent) < 4 or max(sent) > max(largest + 16, 2 * BUCKET):
-            wrong[recipe].append(f"buckets of {sent} bytes")
+        if len(sent) < 4 or max(sent) > largest:
+            wrong[recipe].append(f"broadcasts of {sent} bytes")
     return wrong
 
 

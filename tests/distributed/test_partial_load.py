@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints
-from quantshard.checkpoints import high_precision, saving
+from quantshard.checkpoints import high_precision, rank_states
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.manager import Manager
 from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader
@@ -167,7 +167,7 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
         ),
         "restore": (
             lambda run: restoring.restore(run.model, run.optimizer),
-            (saving.RandomGenerators, "load_state_dict"),
+            (rank_states.RandomGenerators, "load_state_dict"),
             case,
         ),
         "load_from_rank0": (

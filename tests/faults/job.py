@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
-from quantshard.checkpoints import loading, manager, saving
-from quantshard.checkpoints.disk import commit, manifest, store
+from quantshard.checkpoints import loading, manager, rank_states, saving
+from quantshard.checkpoints.disk import checksums, commit, manifest, store
 from quantshard.checkpoints.manager import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.forked import forked_savers
@@ -82,11 +82,11 @@ class Fault:
 POINTS: dict[str, tuple[Any, str, str]] = {
     "step: before the optimizer": (FusedAdam, "step", "before"),
     "step: after the optimizer": (FusedAdam, "step", "after"),
-    "staging: what each rank has": (saving, "rank_states", "after"),
+    "staging: what each rank has": (rank_states, "rank_states", "after"),
     "staging: before the copy": (Stager, "stage", "before"),
     "staging: after the copy": (Stager, "stage", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),
-    "writing: in a file": (commit._DigestingFile, "write", "half"),
+    "writing: in a file": (checksums.ChecksumFile, "write", "half"),
     "writing: the data are there": (commit.CommitWriter, "write_data", "after"),
     "writing: the metadata are there": (commit.CommitWriter, "_check", "before"),
     "writing: in the manifest": (store.LocalStore, "write", "half"),

@@ -3,15 +3,10 @@
 If directories can be renamed, all ranks write into a hidden directory next to the target. The coordinator adds
 `.metadata` and `manifest.json`, makes everything durable, and renames the directory. Otherwise the files are written in
 place: first an empty manifest, which marks the checkpoint as incomplete, and last the manifest itself, which commits.
-
-Each rank computes the checksums of its files while it writes them. So a save reads nothing, and the checksums also
-reveal damage on the way to the disk.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import multiprocessing
 import os
 import re
@@ -24,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -33,24 +27,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk.checksums import ChecksumStore
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import (
-    FsspecStore,
-    LocalStore,
-    Path_,
-    Store,
-    expect_transfer,
-    locate,
-    report_transfer,
-    why,
-)
+from quantshard.checkpoints.disk.store import FsspecStore, LocalStore, Path_, Store, expect_transfer, locate, why
 from quantshard.errors import CheckpointError, warn_user
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
 _CHECKPOINT_FILE = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
-_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,11 +87,10 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
     """Check that a checkpoint can be written to `path`, and remove the files of killed saves. On the coordinator."""
     try:
         store, store_path = locate(path)
-        finish_replacements(store.parent(store_path))
+        clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
         _check_place(path, replace)
         if store.renames:
             store.make(store.parent(store_path))
-            clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
         else:
             if store.exists(store_path):
                 _remove_folder(store, store_path)
@@ -131,31 +115,27 @@ def _check_place(path: Path_, replace: bool) -> None:
         raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
 
 
-def finish_replacements(folder: Path_) -> None:
-    """Give new checkpoints their names where a save was killed between the two renames of `put_in_place`.
+def clean(folder: Path_, only: str = "") -> None:
+    """Finish the renames of killed saves in a folder, and remove what else they left there.
 
-    The replaced checkpoint is hidden then, and the new one complete, but hidden too.
+    `only`: the name of the checkpoint whose saves count.
     """
     store, store_path = locate(folder)
     if not isinstance(store, LocalStore):
         return
-    names = set(store.names(store_path))
-    for name in names:
+    names = store.names(store_path)
+    visible = set(names)
+    for name in names:  # sorted, so the old checkpoint comes before the new one
         match = _HIDDEN.fullmatch(name)
-        if match and match["kind"] == "old" and match["name"] not in names:
-            new = name.removesuffix("old") + "tmp"
-            if new in names:
-                os.rename(store.join(store_path, new), store.join(store_path, match["name"]))
-
-
-def clean(folder: Path_, only: str = "") -> None:
-    """Remove what killed saves left in a folder. `only`: the name of the checkpoint whose saves count."""
-    store, store_path = locate(folder)
-    for name in store.names(store_path):
-        match = _HIDDEN.fullmatch(name)
-        if match and only in ("", match["name"]):
-            with suppress(OSError):  # harmless if it stays
-                store.remove(store.join(store_path, name))
+        if match is None or only not in ("", match["name"]):
+            continue
+        new = name.removesuffix("old") + "tmp"
+        if match["kind"] == "old" and match["name"] not in visible and new in visible:
+            # killed between the two renames of `put_in_place`: the new checkpoint is complete
+            store.rename(store.join(store_path, new), store.join(store_path, match["name"]))
+            visible.add(match["name"])
+        with suppress(OSError):  # harmless if it stays, or has its name now
+            store.remove(store.join(store_path, name))
 
 
 def clean_in_place(paths: Iterable[str]) -> None:
@@ -243,12 +223,11 @@ class CommitWriter(FileSystemWriter):
     """
 
     def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
-        store = target.store
-        super().__init__(target.written_in, sync_files=store.renames)
+        super().__init__(target.written_in, sync_files=False)  # each file is synced when it is closed
         self.target, self.facts = target, dict(facts)
-        self.recorder = _DigestingStore(store)
+        self.recorder = ChecksumStore(target.store)
         self.fs = cast(FileSystem, self.recorder)
-        self.path = cast(Path, store.init_path(target.written_in))
+        self.path = cast(Path, target.store.init_path(target.written_in))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Their checksums are sent to the coordinator with the results."""
@@ -281,10 +260,7 @@ class CommitWriter(FileSystemWriter):
         store, folder = self.recorder.store, self.target.written_in
         for name, entry in files.items():
             path = store.join(folder, name)
-            try:
-                size: int | None = store.size(path)
-            except FileNotFoundError:
-                size = None
+            size = store.size(path) if store.is_file(path) else None
             if size != entry.bytes:
                 raise CheckpointError(
                     f"{path} was written with {entry.bytes} bytes, and the first rank sees {size}; save to a directory "
@@ -324,93 +300,3 @@ def put_in_place(store: LocalStore, target: SaveTarget) -> None:
     if is_replaced:
         with suppress(OSError):  # harmless if it stays; the next save removes it
             store.remove(old)
-
-
-class _DigestingStore:
-    """A store that records the checksum of each file written through it, by name."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.digests: dict[str, FileEntry] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "store":  # while it is unpickled in the process that saves
-            raise AttributeError(name)
-        return getattr(self.store, name)
-
-    @contextmanager
-    def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """Open a file for the duration of the context."""
-        file: _DigestingFile | None = None
-        try:
-            with self.store.create_stream(path, mode) as stream:
-                if mode != "wb":
-                    yield stream
-                    return
-                file = _DigestingFile(stream)
-                writer = _Writer(file, _BUFFER_BYTES)
-                try:
-                    yield writer
-                    writer.close()
-                finally:
-                    file.abandon()
-        except Exception as error:
-            # torch.save replaces the errors of a file
-            cause = error if file is None or file.failure is None else file.failure
-            if not isinstance(cause, OSError):
-                raise
-            raise OSError(cause.errno or errno.EIO, why(cause), os.fspath(path)) from cause
-        self.digests[os.path.basename(path)] = FileEntry(file.length, file.digest.hexdigest())
-
-    def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file and its checksum entry."""
-        self.store.rename(path, new_path)
-        self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
-
-
-class _Writer(io.BufferedWriter):
-    """A buffer whose descriptor can be synced: DCP does so before it closes the file."""
-
-    def fileno(self) -> int:
-        self.flush()
-        return super().fileno()
-
-
-class _DigestingFile(io.RawIOBase):
-    """A file that computes the checksum of the bytes written to it."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.length, self.digest = stream, 0, xxhash.xxh3_128()
-        self.failure: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        """Write all bytes."""
-        try:
-            self.stream.write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-        self.digest.update(data)
-        size = memoryview(data).nbytes
-        self.length += size
-        report_transfer(size)
-        return size
-
-    def tell(self) -> int:
-        return self.length
-
-    def fileno(self) -> int:
-        self.stream.flush()
-        return int(self.stream.fileno())
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self.stream.close()
-
-    def abandon(self) -> None:
-        """Close without writing what is still buffered."""
-        super().close()

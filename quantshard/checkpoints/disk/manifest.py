@@ -1,8 +1,7 @@
 """The two files that describe a checkpoint: quantshard's `manifest.json` and DCP's `.metadata`.
 
-`manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. So it also marks
-a complete checkpoint in stores that cannot rename folders. Checkpoints of plain `dcp.save` have no manifest, and can be
-loaded too.
+`manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. Checkpoints of
+plain `dcp.save` have no manifest, and can be loaded too.
 
     {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
      "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
@@ -40,20 +39,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from quantshard import private_torch
-from quantshard.checkpoints.disk.store import (
-    Path_,
-    expect_transfer,
-    is_inside,
-    locate,
-    report_transfer,
-    why,
-)
+from quantshard.checkpoints.disk.store import Path_, expect_transfer, is_inside, locate, report_transfer, why
 from quantshard.errors import CheckpointError, QuantshardError, printable
-from quantshard.foreign import FILE_BYTES, json_object
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
 """The version of manifests that are written and read."""
+
+MANIFEST_BYTES, METADATA_BYTES = 16 << 20, 256 << 20
+"""Maximum bytes of the two files: they have about 90 bytes per file, and 140 per chunk of a tensor."""
 
 _AT_ONCE = 1 << 22  # bytes read at a time
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -93,11 +87,6 @@ class Manifest:
     recipe: str | None = None
     zero_centered: list[str] | None = None
 
-    @property
-    def bytes(self) -> int:
-        """The total length of all files."""
-        return sum(entry.bytes for entry in self.files.values())
-
     def to_json(self) -> str:
         """The text of `manifest.json`."""
         content = {"quantshard": VERSION, **asdict(self)}
@@ -109,7 +98,12 @@ class Manifest:
         """Parse the text of a manifest, which must be of this version. `where`: its path, for errors."""
         if not text:
             raise DamagedError(f"{where} is empty: the save has not ended; choose another checkpoint")
-        content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", DamagedError)
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{where} is damaged: it is not JSON: {why(error)}") from None
+        if not isinstance(content, dict):
+            raise DamagedError(f"{where} is damaged: it is not a JSON object")
         version = content.get("quantshard")
         if version != VERSION:
             raise DamagedError(
@@ -177,7 +171,7 @@ def read_manifest(path: Path_) -> Manifest | None:
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
-        text = store.read(file, FILE_BYTES["manifest"]).decode("utf-8")
+        text = store.read(file, MANIFEST_BYTES).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -204,7 +198,7 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
     if manifest is None:
         return []
     if contents:
-        expect_transfer(manifest.bytes)
+        expect_transfer(sum(entry.bytes for entry in manifest.files.values()))
     store, folder = locate(path)
     results = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
     lines = [wrong for wrong in results if wrong]
@@ -240,25 +234,9 @@ def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) 
 # Metadata of DCP
 
 
-_DCP = "torch.distributed.checkpoint."
-_CLASSES: Mapping[str, Any] = {
-    f"{_DCP}metadata.{kind.__name__}": kind
-    for kind in (
-        Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
-    )
-}  # fmt: skip
-"""The public classes of DCP's metadata by full name, except TensorProperties."""
-
-_CALLS = {
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
-    "torch.serialization._get_layout",
-    *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
-}
-"""Other names in DCP's metadata. A call of one becomes the tuple of its arguments."""
-
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_NO_TENSORS = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"torch\.(q\w+|u?int[1-7])", name)}
-"""Dtypes that a plain copy of a tensor does not support: quantized integers, and integers below 8 bits."""
+_MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 62
+_EMPTY_EXTENT = 1 << 24
+"""Upper bound on the product of the nonzero dims of a tensor without elements."""
 
 _OPCODES = frozenset(
     "PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
@@ -267,9 +245,9 @@ _OPCODES = frozenset(
 )
 """The pickle opcodes in DCP's metadata. Some others request memory that the file does not fill."""
 
-_MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 62
-_EMPTY_EXTENT = 1 << 24
-"""Upper bound on the product of the nonzero dims of a tensor without elements."""
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_NO_TENSORS = {dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"torch\.(q\w+|u?int[1-7])", name)}
+"""Dtypes that a plain copy of a tensor does not support: quantized integers, and integers below 8 bits."""
 
 
 class _Properties:
@@ -279,28 +257,43 @@ class _Properties:
         self.values = values
 
 
+_DCP = "torch.distributed.checkpoint."
+_CLASSES: Mapping[str, type] = {
+    **{
+        f"{_DCP}metadata.{kind.__name__}": kind
+        for kind in (
+            Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
+        )
+    },
+    f"{_DCP}metadata.TensorProperties": _Properties,
+}  # fmt: skip
+_CALLS = {
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+    *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
+}
+"""The classes and functions in DCP's metadata. A call of a function becomes the tuple of its arguments."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles `.metadata`. It creates plain values and instances of DCP's classes, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # A pickle can set attributes of what is returned, so all classes and functions are new ones.
         full_name = f"{module}.{name}"
         if full_name in _CLASSES:
             return _factory(_CLASSES[full_name])
         if full_name == f"{_DCP}filesystem._StorageInfo":
             return _factory(type(private_torch.storage_info("", 0, 0)))  # raises if this PyTorch has no such class
-        if full_name == f"{_DCP}metadata.TensorProperties":
-            return _factory(_Properties)
-        if full_name in _DTYPES:
-            return _DTYPES[full_name]
-        if full_name == "torch.Size":
-            return torch.Size
         if full_name in _CALLS:
             return lambda *args: args
+        if full_name in _DTYPES or full_name == "torch.Size":
+            return _DTYPES.get(full_name, torch.Size)
         raise CheckpointError(f"it names {printable(full_name[:120])}, which no checkpoint needs; nothing was run")
 
 
 def _factory(kind: type) -> type:
-    """A stand-in whose calls create instances of `kind`, so that a pickle cannot set attributes of `kind` itself."""
+    """A class whose calls create instances of `kind`."""
     return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
 
 
@@ -312,7 +305,7 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "
     try:
-        content = store.read(store.join(folder, METADATA_FILE), FILE_BYTES["metadata"])
+        content = store.read(store.join(folder, METADATA_FILE), METADATA_BYTES)
         entry = None if described is None else described.files.get(METADATA_FILE)
         if described is not None and (entry is None or (entry.bytes, entry.xxh3_128) != digest(content)):
             raise CheckpointError(f"it is damaged: it is not the file that {MANIFEST} describes")
@@ -415,13 +408,11 @@ def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> 
     store, folder = locate(path)
     sizes = {}
     for name in sorted({location.relative_path for location in metadata.storage_data.values()}):
-        problem = None
-        if described is not None and name not in described.files:
-            problem = f"{MANIFEST} does not name its file {name}"
-        elif described is not None:
-            problem = wrong_file(path, name, described.files[name], contents=False)
-        if problem is not None:
-            raise CheckpointError(problem)
+        if described is not None:
+            if name not in described.files:
+                raise CheckpointError(f"{MANIFEST} does not name its file {name}")
+            if problem := wrong_file(path, name, described.files[name], contents=False):
+                raise CheckpointError(problem)
         try:
             sizes[name] = store.size(store.join(folder, name))
         except OSError as error:

@@ -21,9 +21,8 @@ from datetime import datetime, timezone
 
 from filelock import BaseFileLock, FileLock
 
-from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, open_regular, why
 from quantshard.errors import CheckpointError
-from quantshard.foreign import open_regular
 
 if sys.platform != "win32":
     import fcntl

@@ -13,21 +13,72 @@ import io
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.core import url_to_fs
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import open_regular, regular_content, regular_size
 
 Path_ = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
+
+
+# Regular files
+
+_BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
+"""Target of a link in the Hugging Face cache: from snapshots/REVISION/FILE to blobs/HASH."""
+
+
+def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
+
+    `limit`: maximum bytes. `follow`: follow links, as for a path that the user named.
+    """
+    real_path, size = _regular(path, follow)
+    if limit is not None and size > limit:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", path)
+    no_follow = 0 if follow else getattr(os, "O_NOFOLLOW", 0)  # the file could have been replaced by a link
+    return open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
+
+
+def regular_size(path: Path_, *, follow: bool = False) -> int:
+    """Return the length of a regular file; see `open_regular`."""
+    return _regular(path, follow)[1]
+
+
+def _regular(path: Path_, follow: bool) -> tuple[str, int]:
+    """Return the path at which to open a regular file, and its length."""
+    real_path = os.fspath(path) if follow else _blob(os.fspath(path)) or os.fspath(path)
+    status = os.stat(real_path, follow_symlinks=follow)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed here", path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file but a pipe, a device or a socket", path)
+    return real_path, status.st_size
+
+
+def _blob(place: str) -> str | None:
+    """Return the file that a link in the Hugging Face hub cache stands for, or None for all other paths."""
+    if not os.path.islink(place):
+        return None
+    match = _BLOB.fullmatch(os.readlink(place).replace(os.sep, "/"))
+    snapshots = os.path.dirname(os.path.dirname(os.path.abspath(place)))
+    if match is None or os.path.basename(snapshots) != "snapshots":
+        return None
+    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+    return None if os.path.islink(blobs) else os.path.join(blobs, match[1])
+
+
+# Stores
 
 
 class LocalStore(FileSystem):
@@ -70,7 +121,8 @@ class LocalStore(FileSystem):
 
     def read(self, path: Path_, limit: int) -> bytes:
         """The content of a regular file of at most `limit` bytes."""
-        return regular_content(path, limit)
+        with open_regular(path, limit=limit) as file:
+            return file.read(limit)
 
     def read_range(self, path: Path_, start: int, stop: int) -> bytes:
         """The bytes of a regular file from `start` up to `stop`, or to its end."""
@@ -310,22 +362,15 @@ def _local_path(path: Path_) -> str | None:
 # Progress in bytes
 
 
-class TransferWatch(Protocol):
-    """A receiver of progress, called from any thread."""
-
-    def expect(self, count: int) -> None:
-        """Add bytes that are about to be moved, as far as known."""
-
-    def moved(self, count: int) -> None:
-        """Add bytes that were moved."""
-
-
-_watches: list[TransferWatch] = []
+_watches: list[Any] = []
 
 
 @contextmanager
-def watch_transfers(watch: TransferWatch) -> Iterator[None]:
-    """Report the bytes moved by any thread of this process to `watch`, for the duration of the context."""
+def watch_transfers(watch: Any) -> Iterator[None]:
+    """Report the bytes moved by this process to `watch`, for the duration of the context.
+
+    Any thread calls `watch.expect(count)` before and `watch.moved(count)` after bytes are moved.
+    """
     _watches.append(watch)
     try:
         yield

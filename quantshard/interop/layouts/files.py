@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantshard import foreign
 from quantshard.checkpoints.disk.manifest import is_shape
-from quantshard.checkpoints.disk.store import expect_transfer, is_inside, report_transfer, why
+from quantshard.checkpoints.disk.store import expect_transfer, is_inside, regular_size, report_transfer, why
 from quantshard.errors import CheckpointError
 from quantshard.foreign import FILE_BYTES
 
@@ -165,7 +165,7 @@ class SafetensorsFiles:
     def _describe(self, file: str) -> None:
         try:
             # opening a pipe would block
-            foreign.regular_size(self.folder / file, follow=self._follows)
+            regular_size(self.folder / file, follow=self._follows)
             reader = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             slices = {name: reader.get_slice(name) for name in reader.keys()}
             headers = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

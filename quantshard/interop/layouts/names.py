@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from quantshard.errors import ConfigurationError
-from quantshard.foreign import FILE_BYTES, read_toml, shown
+from quantshard.errors import ConfigurationError, shown
+from quantshard.foreign import FILE_BYTES, read_toml
 from quantshard.interop.layouts.conversion import RowRun, whole_run
 
 ORDERS: Final = ("interleaved", "stacked")

@@ -19,8 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from quantshard.errors import CheckpointError, ConfigurationError, meant
-from quantshard.foreign import shown
+from quantshard.errors import CheckpointError, ConfigurationError, meant, shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Encoding, Format, Orientation, Scaling
 from quantshard.recipe import NAMES, QuantSpec, format_of_tag, resolve
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.disk.store import local, why
+from quantshard.checkpoints.disk.store import local, open_regular, why
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import FieldReader, open_regular
+from quantshard.foreign import FieldReader
 from quantshard.formats import ALL, Format, Orientation
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun

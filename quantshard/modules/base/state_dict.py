@@ -42,7 +42,8 @@ def component_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 def save_weights(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """Put the components of all weights in the place of the weights, and detach the module's other entries."""
-    MISMATCHES.settle()
+    if MISMATCHES.flags:
+        MISMATCHES.settle()
     if not keep_vars:
         params = module.named_parameters(recurse=False, remove_duplicate=False)
         # without the placeholders of `component_buffers`

@@ -14,9 +14,8 @@ from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.manifest import FileEntry
-from quantshard.checkpoints.disk.store import is_taken, local, locate
+from quantshard.checkpoints.disk.store import LocalStore, is_taken, local, locate
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import regular_content
 from quantshard.interop import layouts, transformer_engine
 from quantshard.interop.layouts import Names, names
 from quantshard.interop.layouts.files import SafetensorsFiles, companions, copied_lines, read_layout_json
@@ -169,7 +168,7 @@ def _copy_beside(folder: Path, out: str) -> list[str]:
     """Copy configuration and tokenizer next to the weights, and add them to the manifest. Returns a report."""
     paths, entries = companions(folder, CONFIGURATION), {}
     for path in paths:
-        content = regular_content(path, _LONGEST)
+        content = LocalStore().read(path, _LONGEST)
         _write_beside(out, path.name, content)
         entries[path.name] = FileEntry(*manifest.digest(content))
     current = manifest.read_manifest(out)

@@ -15,7 +15,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantshard import foreign
+from quantshard.checkpoints.disk import store
 from quantshard.foreign import tomllib
 from quantshard.tools.trainer import launch, run_dir
 from quantshard.tools.trainer.restarts import differences
@@ -160,7 +160,7 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     secret.write_text("password: " + "1" * 76533)
     text = (run.parent / "text").read_text()
     opened: list[str] = []
-    before = foreign.open_regular
+    before = store.open_regular
     monkeypatch.setattr(
         "quantshard.tools.trainer.data.corpus.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
     )

@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quantshard.checkpoints.disk.store import open_regular
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer.data.shards import (
     TOKEN_DTYPES,

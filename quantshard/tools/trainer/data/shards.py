@@ -26,8 +26,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from quantshard import foreign
 from quantshard.checkpoints.disk import ownership
+from quantshard.checkpoints.disk.store import open_regular, regular_size
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import FILE_BYTES, open_regular, regular_size
+from quantshard.foreign import FILE_BYTES
 from quantshard.tools.terminal import outputs, screen
 from quantshard.tools.trainer.data.sources import INDEX, DataSource, TextOptions, texts, unreadable
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantshard import foreign
-from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular, shown
+from quantshard.checkpoints.disk.store import open_regular
+from quantshard.errors import ConfigurationError, shown
 from quantshard.tools.terminal import screen
 
 LINE_BYTES = 32 << 20

@@ -14,8 +14,8 @@ from torch import nn
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk.commit import is_complete
-from quantshard.errors import ConfigurationError, meant
-from quantshard.foreign import FieldReader, shown
+from quantshard.errors import ConfigurationError, meant, shown
+from quantshard.foreign import FieldReader
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
 from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
