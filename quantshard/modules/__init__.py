@@ -10,6 +10,7 @@ from quantshard.modules.graphs.step_graph import StepGraph
 from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP
 from quantshard.modules.linear import Linear
+from quantshard.modules.linear_cross_entropy import linear_cross_entropy
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.quantize import quantize_
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
@@ -33,6 +34,7 @@ __all__ = [
     "capturable_",
     "checkpoint",
     "dispatch_tokens",
+    "linear_cross_entropy",
     "make_graphed_callables",
     "quantize_",
     "quantized_model_init",

@@ -297,7 +297,8 @@ class _TokenLosses(torch.autograd.Function):
         # factor of each row's probabilities
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
-        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, grad_entropy, out)
+        of_entropy = grad_entropy.expand(len(logits))
+        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)
