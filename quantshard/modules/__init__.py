@@ -2,6 +2,7 @@
 
 from quantshard.distributed.experts import Dispatch, dispatch_tokens
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
+from quantshard.modules.chunked_loss import linear_cross_entropy
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.graphs.callables import make_graphed_callables
@@ -10,7 +11,6 @@ from quantshard.modules.graphs.step_graph import StepGraph
 from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_mlp import LayerNormLinear, LayerNormMLP
 from quantshard.modules.linear import Linear
-from quantshard.modules.linear_cross_entropy import linear_cross_entropy
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.quantize import quantize_
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb

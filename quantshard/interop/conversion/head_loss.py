@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, warn_once
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.modules.linear_cross_entropy import linear_cross_entropy
+from quantshard.modules.chunked_loss import DESCRIPTION, linear_cross_entropy
 
 AUTO, CHUNKED, MODEL = LOSSES = ("auto", "chunked", "model")
 """Values of `loss=`: chunked where possible, chunked or an error, and the model's own loss."""
@@ -53,12 +53,14 @@ def set_loss(model: nn.Module, loss: Loss) -> str:
         return ""
     if reason and loss != AUTO:
         raise ConfigurationError(f"convert(loss={loss!r}): the model cannot have a chunked loss: {reason}")
-    if reason:
-        return f"loss: the model's own ({reason})"
+    description = f"loss: the model's own ({reason})" if reason else "loss: in chunks of tokens, without all logits"
     for owner in owners:
+        setattr(owner, DESCRIPTION, description)
+        if reason:
+            continue
         owner.get_output_embeddings().__class__ = LossLinear  # type: ignore[operator]
         owner.loss_function = ChunkedLoss(dict(loss) if isinstance(loss, Mapping) else {})  # type: ignore[assignment]
-    return "loss: in chunks of tokens, without all logits"
+    return description
 
 
 def unset_loss(model: nn.Module) -> None:
@@ -66,16 +68,19 @@ def unset_loss(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "_loss_function", None), ChunkedLoss):
             del module._loss_function
+        vars(module).pop(DESCRIPTION, None)
         if type(module) is LossLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def defer_logits(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Let the head of a model defer its logits in this pass, if it is a training pass with labels."""
-    if isinstance(getattr(model, "_loss_function", None), ChunkedLoss):
+    loss_function = getattr(model, "_loss_function", None)
+    if isinstance(loss_function, ChunkedLoss):
         head = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(head, LossLinear):
-            head.defers = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
+            defers = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
+            head.defers = loss_function.expects_deferred = defers
 
 
 def _library_loss() -> Any:
@@ -189,11 +194,16 @@ def _computed(value: Any) -> Any:
     return {key: _computed(entry) for key, entry in value.items()} if type(value) is dict else value
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChunkedLoss:
-    """Replaces transformers' ForCausalLMLoss. `options`: label_smoothing and z_loss of `linear_cross_entropy`."""
+    """Replaces transformers' ForCausalLMLoss.
 
-    options: dict[str, float] = field(default_factory=dict)
+    options: label_smoothing and z_loss of `linear_cross_entropy`.
+    expects_deferred: whether the head defers the logits of the running forward.
+    """
+
+    options: dict[str, float]
+    expects_deferred: bool = False
 
     def __call__(
         self,
@@ -214,7 +224,7 @@ class ChunkedLoss:
             if loss is not None:
                 return loss
             logits = logits.tensor()
-        elif torch.is_grad_enabled():
+        elif self.expects_deferred:
             _warn_of_logits()
         logits = logits.float().view(-1, vocab_size)
         shift_labels = shift_labels.view(-1).to(logits.device)

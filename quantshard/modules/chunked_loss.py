@@ -31,6 +31,9 @@ the weight."""
 ROWS: Final = 128
 """Chunks have a multiple of this number of tokens, for the tiles of GEMMs."""
 
+DESCRIPTION: Final = "quantshard_loss"
+"""Attribute of a converted model: how its loss is computed, for reports."""
+
 REDUCTIONS: Final = ("mean", "sum", "none")
 
 
@@ -157,7 +160,7 @@ def _loss_and_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses, log(Z) of each token, and `Gradients`."""
-    head = _Head(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
+    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
     losses, log_z, gradients = head.computed(head.is_valid.float(), needs)
     return (losses.sum(), log_z, *gradients)
 
@@ -182,7 +185,7 @@ def _token_losses(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and log(Z) of each token."""
-    head = _Head(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
+    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
     return head.computed(None, [False] * 3)[:2]
 
 
@@ -209,7 +212,7 @@ def _token_gradients(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `Gradients` of the losses' sum weighted by `grad_losses`."""
-    head = _Head(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
+    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
     return tuple(head.computed(grad_losses.where(head.is_valid, 0.0), needs, log_z)[2])
 
 
@@ -259,7 +262,7 @@ _token_losses.register_autograd(_recomputed_gradients, setup_context=_keep_input
 # Computation
 
 
-class _Head(NamedTuple):
+class ChunkedHead(NamedTuple):
     """A linear layer with its inputs and labels; fields as in `linear_cross_entropy`, of local shards."""
 
     hidden: Tensor
