@@ -12,7 +12,7 @@ Another number of tokens can change the chunks, and with them the last bits of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ def _mean(total: Tensor, count: Tensor) -> Tensor:
 def _autocast(hidden: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
     """Cast as torch.autocast casts the inputs of a linear layer."""
     kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return hidden, *parameters
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x is None else x.to(dtype) for x in (hidden, *parameters))
@@ -257,6 +257,22 @@ def _recomputed_gradients(ctx: Any, grad_losses: Tensor | None, grad_log_z: Any)
 
 _loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 _token_losses.register_autograd(_recomputed_gradients, setup_context=_keep_inputs)
+
+
+OPERATORS: Final = frozenset(
+    (
+        torch.ops.quantshard.linear_cross_entropy_sum.default,
+        torch.ops.quantshard.linear_cross_entropy.default,
+        torch.ops.quantshard.linear_cross_entropy_backward.default,
+    )
+)
+
+
+def logits_bytes(args: Sequence[Any]) -> int:
+    """Compute the size of the logits of a chunk from the arguments of one of `OPERATORS`."""
+    hidden, weight = [x for x in args if isinstance(x, Tensor) and x.ndim == 2][:2]
+    first = next(_chunks(len(hidden), len(weight)), slice(0))
+    return int(first.stop) * len(weight) * weight.itemsize
 
 
 # Computation
