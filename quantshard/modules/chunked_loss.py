@@ -12,7 +12,7 @@ Another number of tokens can change the chunks, and with them the last bits of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -95,9 +95,9 @@ def linear_cross_entropy(
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     is_valid = labels != ignore_index
     if reduction != "none" and any(needs):
-        total, log_z, *_ = _loss_and_gradients(*arguments, needs)
+        total, log_z, *_ = _OPS.linear_cross_entropy_sum.default(*arguments, needs)
     else:
-        losses, log_z = _token_losses(*arguments)
+        losses, log_z = _OPS.linear_cross_entropy.default(*arguments)
         total = losses.view(shape) if reduction == "none" else losses.sum()
     z_losses = torch.where(is_valid, z_loss * log_z.detach().square(), 0.0)
     z_total = z_losses.view(shape) if reduction == "none" else z_losses.sum()
@@ -142,83 +142,24 @@ def _local_shards(
     return hidden, weight.to_local(), local_bias, first, mesh.get_group().group_name
 
 
-# Operators: opaque to torch.compile, which would trace every chunk
+# Operators, opaque to torch.compile, which would trace every chunk. The first arguments are the fields of ChunkedHead.
+
+_FIELDS = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float label_smoothing, float z_loss, "
+    "SymInt vocabulary, SymInt first, str group"
+)
 
 
-@torch.library.custom_op("quantshard::linear_cross_entropy_sum", mutates_args=())
-def _loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    vocabulary: int,
-    first: int,
-    group: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _sum_and_gradients(*args: Any) -> tuple[Tensor, ...]:
     """Return the sum of the losses, log(Z) of each token, and `Gradients`."""
-    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
-    losses, log_z, gradients = head.computed(head.is_valid.float(), needs)
+    head = ChunkedHead(*args[:-1])
+    losses, log_z, gradients = head.computed(head.is_valid.float(), args[-1])
     return (losses.sum(), log_z, *gradients)
 
 
-@_loss_and_gradients.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _sum_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     log_z = hidden.new_empty(len(hidden), dtype=torch.float32)
     return (log_z.new_empty(()), log_z, *_empty_gradients(hidden, weight, bias, rest[-1]))
-
-
-@torch.library.custom_op("quantshard::linear_cross_entropy", mutates_args=())
-def _token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    vocabulary: int,
-    first: int,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss and log(Z) of each token."""
-    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
-    return head.computed(None, [False] * 3)[:2]
-
-
-@_token_losses.register_fake
-def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-    return losses, torch.empty_like(losses)
-
-
-@torch.library.custom_op("quantshard::linear_cross_entropy_backward", mutates_args=())
-def _token_gradients(
-    grad_losses: Tensor,
-    log_z: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    vocabulary: int,
-    first: int,
-    group: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `Gradients` of the losses' sum weighted by `grad_losses`."""
-    head = ChunkedHead(hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
-    return tuple(head.computed(grad_losses.where(head.is_valid, 0.0), needs, log_z)[2])
-
-
-@_token_gradients.register_fake
-def _(grad_losses: Tensor, log_z: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Gradients:
-    return tuple(_empty_gradients(hidden, weight, bias, rest[-1]))  # type: ignore[return-value]
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -238,6 +179,16 @@ def _scaled_gradients(ctx: Any, grad_total: Tensor | None, *unused: Any) -> tupl
     return (*grads, *[None] * ctx.rest)
 
 
+def _token_losses(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the loss and log(Z) of each token."""
+    return ChunkedHead(*args).computed(None, [False] * 3)[:2]
+
+
+def _token_shapes(hidden: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    losses = hidden.new_empty(len(hidden), dtype=torch.float32)
+    return losses, torch.empty_like(losses)
+
+
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], *inputs[:4])
@@ -248,22 +199,49 @@ def _recomputed_gradients(ctx: Any, grad_losses: Tensor | None, grad_log_z: Any)
     unused = [None] * (1 + len(ctx.options))
     if grad_losses is None:
         return (None, None, None, *unused)
-    log_z, hidden, weight, bias, labels = ctx.saved_tensors
+    log_z, *inputs = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
-    grads = _token_gradients(grad_losses, log_z, hidden, weight, bias, labels, *ctx.options, needs)
-    inputs = (hidden, weight, bias)
-    return (*[g.to(x.dtype) if n else None for g, x, n in zip(grads, inputs, needs, strict=True)], *unused)
+    grads = _OPS.linear_cross_entropy_backward.default(*inputs, *ctx.options, grad_losses, log_z, needs)
+    return (*[g.to(x.dtype) if n else None for g, x, n in zip(grads, inputs[:3], needs, strict=True)], *unused)
 
 
-_loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
-_token_losses.register_autograd(_recomputed_gradients, setup_context=_keep_inputs)
+def _token_gradients(*args: Any) -> tuple[Tensor, ...]:
+    """Return `Gradients` of the losses' sum weighted by the gradient of each loss."""
+    *fields, grad_losses, log_z, needs = args
+    head = ChunkedHead(*fields)
+    return tuple(head.computed(grad_losses.where(head.is_valid, 0.0), needs, log_z)[2])
 
 
+def _gradient_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(_empty_gradients(hidden, weight, bias, rest[-1]))
+
+
+def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(hidden: Tensor, *args: Any) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return body(hidden, *args)
+
+    return run
+
+
+_NAME = "quantshard::linear_cross_entropy"
+for _name, _more, _results, _body, _shapes in (
+    (f"{_NAME}_sum", ", bool[] needs", 5, _sum_and_gradients, _sum_shapes),
+    (_NAME, "", 2, _token_losses, _token_shapes),
+    (f"{_NAME}_backward", ", Tensor grad_losses, Tensor log_z, bool[] needs", 3, _token_gradients, _gradient_shapes),
+):
+    torch.library.define(_name, f"({_FIELDS}{_more}) -> ({', '.join(['Tensor'] * _results)})")
+    torch.library.impl(_name, "default", _without_autocast(_body))
+    torch.library.register_fake(_name, _shapes)
+torch.library.register_autograd(f"{_NAME}_sum", _scaled_gradients, setup_context=_keep_gradients)
+torch.library.register_autograd(_NAME, _recomputed_gradients, setup_context=_keep_inputs)
+
+_OPS: Final = torch.ops.quantshard
 OPERATORS: Final = frozenset(
     (
-        torch.ops.quantshard.linear_cross_entropy_sum.default,
-        torch.ops.quantshard.linear_cross_entropy.default,
-        torch.ops.quantshard.linear_cross_entropy_backward.default,
+        _OPS.linear_cross_entropy_sum.default,
+        _OPS.linear_cross_entropy.default,
+        _OPS.linear_cross_entropy_backward.default,
     )
 )
 
@@ -306,12 +284,6 @@ class ChunkedHead(NamedTuple):
             needs: which gradients.
             log_z: a former result; the losses are then not computed.
         """
-        with torch.autocast(self.hidden.device.type, enabled=False):
-            return self._computed(factors, needs, log_z)
-
-    def _computed(
-        self, factors: Tensor | None, needs: list[bool], log_z: Tensor | None
-    ) -> tuple[Tensor, Tensor, Gradients]:
         hidden, weight = self.hidden, self.weight
         columns = self.labels - self.first
         is_local = (columns >= 0) & (columns < len(weight)) & self.is_valid
