@@ -67,7 +67,7 @@ def update_tile(tile, region, entry, gradients, groups, settings, GRAD: tl.const
         direction = ks.load_plain(tl.load(gradient_row + ks.DIRECTION), tile, tl.bfloat16, CONFIG)
         master = formulas.muon(master, direction, group_settings)
     else:
-        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, CONFIG.bounded)
+        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, CONFIG.bound)
     key = random_key(entry, gradients, groups, 0, False)  # both states share it
     random_bits = ks.state_random_bits(key, tile, FIRST if FIRST.stochastic else SECOND, CONFIG)
     measure(state1, entry, ks.STATE1, tile, region, FIRST, CONFIG)
@@ -120,7 +120,9 @@ def step_kernel(
         return
     region, row, end, col = tiles_of(entry, CONFIG)
     operands = (entry, gradients, groups, settings)
-    if CONFIG.high:
+    if CONFIG.only_raises:
+        raise_amax(row, end, col, region, operands, GRAD, CONFIG)
+    elif CONFIG.high:
         update_high(row, end, col, region, operands, GRAD, CONFIG)
     else:
         update_low(row, end, col, region, operands, GRAD, CONFIG)
@@ -157,6 +159,50 @@ def even_bfloat16(x):
     """
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def raise_amax(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.constexpr):
+    """Measure the amax of the new weights, for passes that do nothing else.
+
+    Nearly all weights are much smaller than the largest, so most tiles need nothing but their masters.
+    """
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    ROWS: tl.constexpr = CONFIG.rows
+    entry, gradients, groups, settings = operands
+    while row < end:
+        tile = ks.tile_at(row, col, region, CONFIG)
+        if can_raise(tile, region, entry, settings, CONFIG):
+            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+            measure(x, entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+        row += ROWS
+
+
+@triton.jit
+def can_raise(tile, region, entry, settings, CONFIG: tl.constexpr):
+    """Return True if the new weights of a tile may exceed the amax that other tiles have measured so far.
+
+    A step moves a weight by at most a learning rate times the largest update, which is 1 for Lion. If Adam bounds
+    ratios, twice what exact moments give covers rounding, also of subnormal moments.
+    """
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    if MASTER_STATE.kind != ks.ABSENT:
+        x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+    else:
+        x = ks.read_state(entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+    amax = tl.max(tl.max(ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, 4, FOURS=CONFIG.aligned), 1), 0)
+    group_settings = settings + tl.load(entry + ks.GROUP_ROW) * ks.SETTINGS_COLUMNS
+    lr, decay = tl.load(group_settings + formulas.LR), tl.load(group_settings + formulas.DECAY)
+    if CONFIG.algorithm == ks.ADAM:
+        largest_update = tl.load(group_settings + formulas.MOST)
+    else:
+        largest_update = 1.0
+    slot = ks.slot_of(entry, ks.WEIGHT)
+    # volatile, because other multiprocessors raise it: an old value is right, but skips fewer tiles
+    measured = ks.pointer(slot.new_second if WEIGHT_STATE.measures_second else slot.measured, tl.float32, False)
+    bound = amax * (1.0001 + lr * decay) + 1.0001 * lr * largest_update
+    return (bound <= tl.load(measured, volatile=True)) == 0  # also if one of them is NaN
 
 
 @triton.jit
