@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,10 +138,18 @@ class DeferredLogits:
     def __init__(self, head: LossLinear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
         self._head, self._hidden, self._dtype = head, hidden, dtype
         self._logits: Tensor | None = None
+        self._changes = -1 if torch.compiler.is_compiling() else private_torch.in_place_changes(head.weight)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits, which does not compute them."""
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
 
     def tensor(self) -> Tensor:
         """Return the logits, which become a part of the autograd graph."""
         if self._logits is None:
+            if self._changes >= 0 and self._changes != private_torch.in_place_changes(self._head.weight):
+                raise RuntimeError("output.logits: the head's weight has changed; read them before backward")
             with torch.enable_grad():
                 logits = self._head(self._hidden)
                 self._logits = logits if self._dtype is None else logits.to(self._dtype)
@@ -156,9 +164,11 @@ class DeferredLogits:
 
     def float(self) -> DeferredLogits:
         """Convert to float32, still deferred; the loss is float32 in any case."""
-        return (
-            DeferredLogits(self._head, self._hidden, torch.float32) if self._logits is None else self.tensor().float()
-        )  # type: ignore[return-value]
+        if self._logits is not None:
+            return self._logits.float()  # type: ignore[return-value]
+        other = DeferredLogits(self._head, self._hidden, torch.float32)
+        other._changes = self._changes
+        return other
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -220,12 +230,17 @@ class ChunkedLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
         if isinstance(logits, DeferredLogits):
             options = {**self.options, "ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
-            loss = logits.loss(shift_labels, options) if logits._head.out_features == vocab_size else None
+            loss = logits.loss(shift_labels, options) if logits.shape[-1] == vocab_size else None
             if loss is not None:
                 return loss
             logits = logits.tensor()
-        elif self.expects_deferred:
+        if self.expects_deferred:
             _warn_of_logits()
+        if not self.options:
+            loss = _library_loss()(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
+            )
+            return cast(Tensor, loss)
         logits = logits.float().view(-1, vocab_size)
         shift_labels = shift_labels.view(-1).to(logits.device)
         smoothing = self.options.get("label_smoothing", 0.0)

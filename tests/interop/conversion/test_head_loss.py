@@ -102,6 +102,11 @@ def test_logits_are_computed_when_something_reads_them() -> None:
     assert torch.equal(torch.cat([logits, expected]), torch.cat([expected, expected]))
     F.cross_entropy(logits.view(-1, 101), TOKENS.flatten()).backward()
     assert model.lm_head.weight.grad is not None
+    later = model(input_ids=TOKENS, labels=LABELS).logits
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="before backward"):
+        later.float().argmax(-1)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -111,6 +116,11 @@ def test_compiled_in_one_graph(chunked: bool) -> None:
     model.compile(fullgraph=True, backend="aot_eager")
     assert_alike(trained(model), expected)
     assert isinstance(model(input_ids=TOKENS, labels=LABELS).logits, DeferredLogits) == chunked
+    with torch.no_grad():
+        evaluated = model.eval()(input_ids=TOKENS, labels=LABELS)
+    assert type(evaluated.logits) is Tensor and torch.equal(
+        evaluated.loss, ForCausalLMLoss(evaluated.logits, LABELS, 101)
+    )
 
 
 @pytest.mark.parametrize(
