@@ -173,8 +173,8 @@ def _scaled_gradients(ctx: Any, grad_total: Tensor | None, *unused: Any) -> tupl
         return (None,) * (3 + ctx.rest)
     # read in float32 and written rounded, without a scaled copy in float32
     grads = [
-        torch.mul(grad, grad_total, out=torch.empty_like(grad, dtype=dtype)) if needed else None
-        for grad, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
+        torch.mul(grad, grad_total, out=torch.empty_like(grad, dtype=dtype)) if is_required else None
+        for grad, dtype, is_required in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     ]
     return (*grads, *[None] * ctx.rest)
 
@@ -295,17 +295,18 @@ class ChunkedHead(NamedTuple):
             logits = F.linear(hidden[rows], weight, self.bias)
             if not has_log_z:
                 entropies[rows], log_z[rows] = self._cross_entropies(logits, columns[rows], is_local[rows])
-            if factors is None:
-                continue
-            row_factors = factors[rows] * (1 + 2 * self.z_loss * log_z[rows])
-            of_targets = factors[rows] * (1 - self.label_smoothing) * is_local[rows]
-            kernel_dispatch.logits_gradient(logits, columns[rows], log_z[rows], row_factors, of_targets, logits)
-            if needs[0]:
-                _add_product(gradients.hidden[rows], logits, weight, is_first=True)
-            if needs[1]:
-                _add_product(gradients.weight, logits.t(), hidden[rows], is_first=number == 0)
-            if needs[2]:
-                gradients.bias.add_(logits.sum(0, dtype=gradients.bias.dtype))
+            if factors is not None:
+                row_factors = factors[rows] * (1 + 2 * self.z_loss * log_z[rows])
+                of_targets = factors[rows] * (1 - self.label_smoothing) * is_local[rows]
+                kernel_dispatch.logits_gradient(logits, columns[rows], log_z[rows], row_factors, of_targets, logits)
+                if needs[0]:
+                    _add_product(gradients.hidden[rows], logits, weight, is_first=True)
+                if needs[1]:
+                    _add_product(gradients.weight, logits.t(), hidden[rows], is_first=number == 0)
+                if needs[2]:
+                    gradients.bias.add_(logits.sum(0, dtype=gradients.bias.dtype))
+            # free them before the next chunk is allocated
+            del logits
         losses = entropies
         if self.label_smoothing:
             losses = self._smoothed(entropies, log_z, factors, gradients, needs)
@@ -365,8 +366,8 @@ def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs:
     """Allocate gradients; only that of the bias starts at 0."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     results = [
-        torch.empty(x.shape if needed and x is not None else 0, dtype=dtype, device=hidden.device)
-        for x, needed in zip((hidden, weight, bias), needs, strict=True)
+        torch.empty(x.shape if is_required and x is not None else 0, dtype=dtype, device=hidden.device)
+        for x, is_required in zip((hidden, weight, bias), needs, strict=True)
     ]
     results[2].zero_()
     if len(hidden) == 0:

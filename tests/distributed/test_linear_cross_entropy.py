@@ -94,6 +94,7 @@ def of_a_model(loss: str, sharding: str, tied: bool) -> tuple[Tensor, dict[str, 
             fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh)
     output = model(input_ids=tokens, labels=tokens)
+    assert output.logits.argmax(-1).shape == tokens.shape
     output.loss.backward()
     grads = {name: param.grad for name, param in model.named_parameters() if "lm_head" in name or "embed" in name}
     full = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}

@@ -29,6 +29,9 @@ AUTO, CHUNKED, MODEL = LOSSES = ("auto", "chunked", "model")
 OPTIONS: Final = frozenset(("label_smoothing", "z_loss"))
 """Keys of a mapping as `loss=`."""
 
+_LOSS_FUNCTION: Final = "_loss_function"
+"""Attribute of transformers models that their property `loss_function` sets."""
+
 SCALES: Final = "final_logit_softcapping logits_soft_cap logits_scaling logit_scale lm_head_multiplier".split()
 """Entries of configurations by which models change their logits before the loss."""
 
@@ -66,8 +69,8 @@ def set_loss(model: nn.Module, loss: Loss) -> str:
 def unset_loss(model: nn.Module) -> None:
     """Undo `set_loss`."""
     for module in model.modules():
-        if isinstance(getattr(module, "_loss_function", None), ChunkedLoss):
-            del module._loss_function
+        if isinstance(getattr(module, _LOSS_FUNCTION, None), ChunkedLoss):
+            delattr(module, _LOSS_FUNCTION)
         vars(module).pop(DESCRIPTION, None)
         if type(module) is LossLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -75,7 +78,7 @@ def unset_loss(model: nn.Module) -> None:
 
 def defer_logits(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Let the head of a model defer its logits in this pass, if it is a training pass with labels."""
-    loss_function = getattr(model, "_loss_function", None)
+    loss_function = getattr(model, _LOSS_FUNCTION, None)
     if isinstance(loss_function, ChunkedLoss):
         head = model.get_output_embeddings()  # type: ignore[operator]
         if isinstance(head, LossLinear):
@@ -118,11 +121,11 @@ class LossLinear(nn.Linear):
             return DeferredLogits(self, hidden)
         return super().__call__(hidden, **loss_arguments)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Compute logits; with `labels`, the loss (`linear_cross_entropy`)."""
         if labels is None:
-            return super().forward(hidden)
-        loss: Tensor = linear_cross_entropy(hidden, self.weight, labels, self.bias, **options)
+            return super().forward(input)
+        loss: Tensor = linear_cross_entropy(input, self.weight, labels, self.bias, **options)
         if isinstance(self.weight, DTensor):
             # hooks of tensor parallelism expect a DTensor
             return DTensor.from_local(loss, self.weight.device_mesh, [Replicate()], run_check=False)
@@ -166,9 +169,9 @@ class DeferredLogits:
         """Convert to float32, still deferred; the loss is float32 in any case."""
         if self._logits is not None:
             return self._logits.float()  # type: ignore[return-value]
-        other = DeferredLogits(self._head, self._hidden, torch.float32)
-        other._changes = self._changes
-        return other
+        logits = DeferredLogits(self._head, self._hidden, torch.float32)
+        logits._changes = self._changes
+        return logits
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

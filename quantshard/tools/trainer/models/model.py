@@ -191,9 +191,9 @@ def losses(model: nn.Module, tokens: Tensor, targets: Tensor, z_loss: float = 0.
     fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
     """
     if isinstance(model, LanguageModel) and tokens.numel() * model.vocabulary > chunked_loss.LOGITS_AT_ONCE:
-        total, added = model(tokens, targets, z_loss)
+        total, z_part = model(tokens, targets, z_loss)
         # the gradient of both comes through `total`
-        return TokenLosses(total - added, added / z_loss if z_loss else added)
+        return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
     return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
 
 
