@@ -25,8 +25,8 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.errors import ConfigurationError
 
 LOGITS_AT_ONCE: Final = 1 << 28
-"""The most logits of a chunk: 512 MiB in bfloat16. Smaller chunks cost time, because each adds to the whole gradient of
-the weight."""
+"""The most logits of a chunk (512 MiB in bfloat16), or as many as the weight has elements, if these are more: rounding
+the weight's gradient takes this memory too. Smaller chunks cost time, because each adds to the whole gradient."""
 
 ROWS: Final = 128
 """Chunks have a multiple of this number of tokens, for the tiles of GEMMs."""
@@ -249,7 +249,7 @@ OPERATORS: Final = frozenset(
 def logits_bytes(args: Sequence[Any]) -> int:
     """Compute the size of the logits of a chunk from the arguments of one of `OPERATORS`."""
     hidden, weight = [x for x in args if isinstance(x, Tensor) and x.ndim == 2][:2]
-    first = next(_chunks(len(hidden), len(weight)), slice(0))
+    first = next(_chunks(hidden, len(weight)), slice(0))
     return int(first.stop) * len(weight) * weight.itemsize
 
 
@@ -291,7 +291,7 @@ class ChunkedHead(NamedTuple):
         entropies = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_log_z, log_z = log_z is not None, torch.empty_like(entropies) if log_z is None else log_z
         gradients = _empty_gradients(hidden, weight, self.bias, needs)
-        for number, rows in enumerate(_chunks(len(hidden), self.vocabulary)):
+        for number, rows in enumerate(_chunks(hidden, self.vocabulary)):
             logits = F.linear(hidden[rows], weight, self.bias)
             if not has_log_z:
                 entropies[rows], log_z[rows] = self._cross_entropies(logits, columns[rows], is_local[rows])
@@ -355,9 +355,10 @@ class ChunkedHead(NamedTuple):
         return (1 - self.label_smoothing) * entropies + self.label_smoothing * log_z - share * mean_logits.float()
 
 
-def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+def _chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
     """Divide tokens into nearly equal chunks."""
-    count = -(tokens // -max(1, LOGITS_AT_ONCE // vocabulary))
+    tokens, features = hidden.shape
+    count = -(tokens // -max(1, LOGITS_AT_ONCE // vocabulary, features))
     size = -(-(tokens // -max(1, count)) // -ROWS) * ROWS
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size or 1))
 
