@@ -1,6 +1,6 @@
 """An output head and its loss, forward and backward: ms, memory and errors of several implementations.
 
-    python benchmarks/linear_cross_entropy.py [--shapes llama-1b,qwen3-8b] [--names ours,logits,...] [--jsonl FILE]
+    python benchmarks/linear_cross_entropy.py [--shapes llama-1b,qwen3-8b] [--names ours,logits,...] [--at-once N] [--jsonl FILE]
 
 "logits" is F.linear and F.cross_entropy of float32 logits, as in transformers; "torch" is
 torch.nn.functional.linear_cross_entropy (torch 2.13), "liger" Liger's fused kernel, "cce" Cut Cross-Entropy with its
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import quantshard as qs
+from quantshard.modules import chunked_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -126,10 +127,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama-1b,qwen3-8b")
     parser.add_argument("--names", default=",".join(IMPLEMENTATIONS))
+    parser.add_argument("--at-once", type=int, help="LOGITS_AT_ONCE of ours, if above the weight's size")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jsonl", help="a file that each row is appended to")
     options = parser.parse_args()
+    chunked_loss.LOGITS_AT_ONCE = options.at_once or chunked_loss.LOGITS_AT_ONCE  # type: ignore[misc]
     print("| shape | implementation | ms | peak GiB | error of loss | of grad hidden | of grad weight |")
     print("|---|---|---|---|---|---|---|")
     for shape in options.shapes.split(","):

@@ -24,9 +24,12 @@ from torch.nn import functional as F
 from quantshard import kernel_dispatch, private_torch
 from quantshard.errors import ConfigurationError
 
-LOGITS_AT_ONCE: Final = 1 << 28
-"""The most logits of a chunk (512 MiB in bfloat16), or as many as the weight has elements, if these are more: rounding
-the weight's gradient takes this memory too. Smaller chunks cost time, because each adds to the whole gradient."""
+LOGITS_AT_ONCE: Final = 1 << 27
+"""The most logits of a chunk: 256 MiB in bfloat16.
+
+If the weight is trained and larger, a chunk has as many logits as the weight has elements: rounding its gradient takes
+this memory too, and each chunk adds to the whole gradient.
+"""
 
 ROWS: Final = 128
 """Chunks have a multiple of this number of tokens, for the tiles of GEMMs."""
@@ -249,7 +252,8 @@ OPERATORS: Final = frozenset(
 def logits_bytes(args: Sequence[Any]) -> int:
     """Compute the size of the logits of a chunk from the arguments of one of `OPERATORS`."""
     hidden, weight = [x for x in args if isinstance(x, Tensor) and x.ndim == 2][:2]
-    first = next(_chunks(hidden, len(weight)), slice(0))
+    trains_weight = isinstance(args[-1], list) and args[-1][1]
+    first = next(_chunks(hidden, len(weight), trains_weight), slice(0))
     return int(first.stop) * len(weight) * weight.itemsize
 
 
@@ -291,7 +295,7 @@ class ChunkedHead(NamedTuple):
         entropies = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_log_z, log_z = log_z is not None, torch.empty_like(entropies) if log_z is None else log_z
         gradients = _empty_gradients(hidden, weight, self.bias, needs)
-        for number, rows in enumerate(_chunks(hidden, self.vocabulary)):
+        for number, rows in enumerate(_chunks(hidden, self.vocabulary, needs[1])):
             logits = F.linear(hidden[rows], weight, self.bias)
             if not has_log_z:
                 entropies[rows], log_z[rows] = self._cross_entropies(logits, columns[rows], is_local[rows])
@@ -355,10 +359,10 @@ class ChunkedHead(NamedTuple):
         return (1 - self.label_smoothing) * entropies + self.label_smoothing * log_z - share * mean_logits.float()
 
 
-def _chunks(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+def _chunks(hidden: Tensor, vocabulary: int, trains_weight: bool) -> Iterator[slice]:
     """Divide tokens into nearly equal chunks."""
     tokens, features = hidden.shape
-    count = -(tokens // -max(1, LOGITS_AT_ONCE // vocabulary, features))
+    count = -(tokens // -max(1, LOGITS_AT_ONCE // vocabulary, features * trains_weight))
     size = -(-(tokens // -max(1, count)) // -ROWS) * ROWS
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size or 1))
 
