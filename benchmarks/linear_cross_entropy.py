@@ -1,6 +1,7 @@
 """An output head and its loss, forward and backward: ms, memory and errors of several implementations.
 
-    python benchmarks/linear_cross_entropy.py [--shapes llama-1b,qwen3-8b] [--names ours,logits,...] [--at-once N] [--jsonl FILE]
+    python benchmarks/linear_cross_entropy.py [--shapes llama-1b,qwen3-8b] [--names ours,logits,...] [--at-once N]
+        [--jsonl FILE]
 
 "logits" is F.linear and F.cross_entropy of float32 logits, as in transformers; "torch" is
 torch.nn.functional.linear_cross_entropy (torch 2.13), "liger" Liger's fused kernel, "cce" Cut Cross-Entropy with its
