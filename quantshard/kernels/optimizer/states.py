@@ -57,7 +57,7 @@ class StepKernelConfig(NamedTuple):
     blocks are higher than a tile, so a program updates all its chunks before it quantizes one. `rereads`: it then
     rereads the new values from the float32 masters, which frees registers for another program on the multiprocessor;
     otherwise it keeps them. `bound`: a `numerics.adam.Bound`. `algorithm`: an `Algorithm`. `states`: its number of
-    states. `only_raises`: the pass only raises the amax of the weight: see `step.can_raise`.
+    states. `only_raises`: the pass only raises the amax of the weight: see `step.raise_amax`.
     """
 
     rows: int
