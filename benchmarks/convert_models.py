@@ -1,14 +1,14 @@
 """Models of transformers, converted: ms a step and peak memory beside BF16 and torchao's convert_to_float8_training.
 
     python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,block fused,...]
-        [--runs eager,compiled,graph,compiled graph] [--jsonl FILE]
+        [--runs eager,compiled,graph,compiled graph] [--loss auto] [--jsonl FILE]
 
 Models have the shapes of Llama-3.2-1B and Qwen3-8B and random weights. A step is forward, loss, backward and optimizer:
 fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam(preset="lean8")` for ours. "host" is the
 time in which the host has launched a step. Layers are compiled one by one, so that one graph serves all; activations of
 every layer are recomputed where the table says so. Each variant has a fresh process. A recipe with " fused" behind it
 is `convert(modules="fused")`. A graph is a `StepGraph` of the whole step. "compiled later": graphs compiled after the
-second step.
+second step. `--loss model` keeps the loss of transformers, on all logits at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ WARMUP = 6
 """Steps before the first that is timed: compilation, tuning, allocation."""
 
 
-def build(subject: Subject, variant: str, device: str) -> nn.Module:
+def build(subject: Subject, variant: str, device: str, loss: str = "auto") -> nn.Module:
     """The model, its linear layers converted as the variant says."""
     import transformers
 
@@ -94,7 +94,7 @@ def build(subject: Subject, variant: str, device: str) -> nn.Module:
         convert_to_float8_training(model, config=found, module_filter_fn=lambda _, name: "lm_head" not in name)
     elif variant != "bf16":
         recipe, _, fused = variant.partition(" ")
-        qs.convert(model, recipe, modules=fused or "linear")
+        qs.convert(model, recipe, modules=fused or "linear", loss=loss)
     if subject.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "preserve_rng_state": False})  # there is no dropout, and graphs cannot ask
@@ -110,10 +110,10 @@ def optimizer_of(model: nn.Module, variant: str, capturable: bool) -> torch.opti
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=device.type == "cuda", capturable=capturable)
 
 
-def measure(subject: Subject, variant: str, run: str, steps: int, device: str) -> Steps:
+def measure(subject: Subject, variant: str, run: str, steps: int, device: str, loss: str = "auto") -> Steps:
     """Median milliseconds of a step and of its host time; peak GiB; seconds until the first step ended; graphs that
     were compiled after it; the losses."""
-    model = build(subject, variant, device)
+    model = build(subject, variant, device, loss)
     is_graph = "graph" in run
     if "compiled" in run:
         for layer in model.model.layers:
@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--variants", default=",".join([*PEERS, *OURS]))
     parser.add_argument("--runs", default="eager,compiled,graph,compiled graph")
+    parser.add_argument("--loss", default="auto", help="convert(loss=...)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, help="fewer layers, to try it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -198,7 +199,7 @@ def main() -> int:
         subject = MODELS[model]
         if asked.layers:
             subject = replace(subject, sizes={**subject.sizes, "num_hidden_layers": asked.layers})
-        found = measure(subject, variant, run, asked.steps, asked.device)
+        found = measure(subject, variant, run, asked.steps, asked.device, asked.loss)
         print(json.dumps({"model": model, "variant": variant, "run": run, **found}))
         return 0
     rows = []
@@ -207,6 +208,7 @@ def main() -> int:
             for variant in asked.variants.split(","):
                 gc.collect()
                 given = ["--one", f"{model},{variant},{run}", "--steps", str(asked.steps), "--device", asked.device]
+                given += ["--loss", asked.loss]
                 given += ["--layers", str(asked.layers)] if asked.layers else []
                 done = subprocess.run(
                     [sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True, check=False

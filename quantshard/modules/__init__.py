@@ -2,6 +2,7 @@
 
 from quantshard.distributed.experts import Dispatch, dispatch_tokens
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention
+from quantshard.modules.chunked_loss import linear_cross_entropy
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.graphs.callables import make_graphed_callables
@@ -33,6 +34,7 @@ __all__ = [
     "capturable_",
     "checkpoint",
     "dispatch_tokens",
+    "linear_cross_entropy",
     "make_graphed_callables",
     "quantize_",
     "quantized_model_init",

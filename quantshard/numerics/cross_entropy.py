@@ -29,21 +29,21 @@ def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def logits_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """factors[n] * p[n, v] - of_entropy * (v == targets[n]), where p is the softmax, rounded once to the logits' dtype.
+    """factors[n] * p[n, v] - of_entropy[n] * (v == targets[n]), p: the softmax; rounded once to the logits' dtype.
 
     Args:
         logits: [N, V], floating point.
         targets: int64 [N].
         log_z: the second result of `cross_entropies`.
         factors: float32 [N].
-        of_entropy: float32 scalar.
+        of_entropy: float32 [N].
         out: contiguous output; the logits themselves are allowed.
     """
     grad, target_columns, columns = torch.empty_like(logits) if out is None else out, targets[:, None], log_z[:, None]
     p = (logits.gather(1, target_columns).float() - columns).exp_()
     for rows in _at_once(logits):
         torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=grad[rows])
-    return grad.scatter_(1, target_columns, (p * factors[:, None] - of_entropy).to(grad.dtype))
+    return grad.scatter_(1, target_columns, (p * factors[:, None] - of_entropy[:, None]).to(grad.dtype))
 
 
 def _of_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

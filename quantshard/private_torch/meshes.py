@@ -13,6 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard.errors import ConfigurationError
+from quantshard.private_torch.lookup import private_name
+
+_resolve_group = private_name(
+    "torch.distributed.distributed_c10d._resolve_process_group", "linear_cross_entropy of a sharded vocabulary"
+)
 
 
 def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -28,6 +33,12 @@ def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGrou
     Reducing over them one after the other reduces over all ranks that the axes span.
     """
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group with this name, for operators, which take no groups as arguments."""
+    group: dist.ProcessGroup = _resolve_group(name)
+    return group
 
 
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:

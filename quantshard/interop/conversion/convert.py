@@ -19,6 +19,8 @@ from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion import fusion
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.fusion import FusedLayers, UnfusedLayers
+from quantshard.interop.conversion.head_loss import AUTO as AUTO_LOSS
+from quantshard.interop.conversion.head_loss import Loss, check_loss, set_loss, unset_loss
 from quantshard.interop.conversion.linear import (
     ConvertedLinear,
     empty_linear,
@@ -87,6 +89,7 @@ class ConversionReport:
     left: tuple[LeftLayer, ...]
     fused: tuple[FusedLayers, ...] = ()
     unfused: tuple[UnfusedLayers, ...] = ()
+    loss: str = ""
 
     @property
     def bytes_before(self) -> int:
@@ -126,6 +129,7 @@ class ConversionReport:
             lines.append(f"not fused: {len(self.unfused)}")
             reasons = [(layers.name, layers.reason) for layers in self.unfused]
             lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(reasons)]
+        lines += [self.loss] if self.loss else []
         return "\n".join(lines)
 
 
@@ -138,6 +142,7 @@ def convert(
     autocast: bool = True,
     preserve_high_precision_init_val: bool = False,
     activation_storage: str = HIGH_PRECISION,
+    loss: Loss = AUTO_LOSS,
 ) -> ConversionReport:
     """Quantize the weights of a model's linear layers in place; parameter names do not change.
 
@@ -166,6 +171,9 @@ def convert(
             later. Otherwise masters start from the quantized values.
         activation_storage: how fused MLPs store gate and up for backward: "high_precision" or "fp8"; see
             `LayerNormMLP`.
+        loss: "auto" computes the loss of transformers models in chunks of tokens (`linear_cross_entropy`), if it is
+            transformers' ForCausalLMLoss of the head's outputs; "chunked" raises if it is not; "model" leaves it. A
+            dict, such as {"label_smoothing": 0.1, "z_loss": 1e-4}, is "chunked" with these options.
 
     Returns:
         A printable report of converted and unconverted layers, with reasons and sizes.
@@ -177,6 +185,7 @@ def convert(
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
+    check_loss("convert", loss)
     check_model(model, "convert")
     layer_choices = choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
@@ -217,9 +226,8 @@ def convert(
     # free each layer once it is replaced, so that both models are never in memory at once
     while built:
         converted.append(_exchange(places, *built.pop(0), keep))
-    if modules == "linear":
-        return ConversionReport(tuple(converted), unconverted)
-    return ConversionReport(tuple(converted), unconverted, *fusion.fuse(model, mlps, activation_storage))
+    fused = fusion.fuse(model, mlps, activation_storage) if modules == "fused" else ((), ())
+    return ConversionReport(tuple(converted), unconverted, *fused, set_loss(model, loss))
 
 
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
@@ -260,6 +268,7 @@ def revert(model: nn.Module) -> int:
             "revert cannot replace the model itself; call it on the model that contains this layer"
         )
     fusion.unfuse(model)
+    unset_loss(model)
     places = places_of(model)
     plain_weights: dict[int, Tensor] = {}
     for module in layers:

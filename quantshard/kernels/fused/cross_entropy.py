@@ -60,7 +60,7 @@ def logits_gradient_kernel(
     inside = j < cols
     x = ql.widen(tl.load(x_ptr + row * x_row + j.to(tl.int64) * x_col, mask=inside, other=0.0))
     gradient = tl.exp(x - tl.load(log_z_ptr + row)) * tl.load(factors_ptr + row)
-    gradient = tl.where(j == tl.load(targets_ptr + row), gradient - tl.load(of_entropy_ptr), gradient)
+    gradient = tl.where(j == tl.load(targets_ptr + row), gradient - tl.load(of_entropy_ptr + row), gradient)
     tl.store(out_ptr + row * cols + j, ql.narrow(gradient, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -85,7 +85,8 @@ def logits_gradient(
         rows, cols = logits.shape
         launch_kernel(
             logits_gradient_kernel, (rows, triton.cdiv(cols, COLS)), logits.device,
-            logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy, result,
+            logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy.contiguous(),
+            result,
             COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return result

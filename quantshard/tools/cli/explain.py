@@ -254,7 +254,9 @@ def _step(
         batch,
         seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
-        loss=lambda model, tokens, targets: trained_loss(model, losses(model, tokens, targets), settings),
+        loss=lambda model, tokens, targets: trained_loss(
+            model, losses(model, tokens, targets, settings.z_loss), settings
+        ),
         checkpoint_activations=recompute,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,

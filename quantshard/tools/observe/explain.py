@@ -22,6 +22,7 @@ from quantshard import recipe as recipes
 from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
 from quantshard.gemm import predictions
+from quantshard.modules.chunked_loss import DESCRIPTION
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
 from quantshard.sharding import Shard
@@ -60,6 +61,7 @@ def explain(
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)
     rows, names, optimized, attention = [], dict[Tensor, str](), 0, []
+    losses = {text: None for module in model.modules() if (text := getattr(module, DESCRIPTION, ""))}
     first_param = next(model.parameters(), None)
     for prefix, module in model.named_modules():
         if first_param is not None and hasattr(module, "describe_backend"):
@@ -76,7 +78,7 @@ def explain(
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         _warn_of_differences(names, optimizer)
-    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES, attention)
+    report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES, attention, losses)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
     return report

@@ -38,6 +38,8 @@ class Report:
     totals: Totals
     attention: tuple[str, ...] = ()
     """Attention backends that run without mask and dropout, each with its modules."""
+    loss: tuple[str, ...] = ()
+    """How converted transformers models compute their loss."""
     memory: StepMemory | None = None
     """Peak memory of a training step, if `plan` was called with a step."""
     parameter: ParameterBytes | None = None
@@ -46,12 +48,18 @@ class Report:
     """Whether rows stand for several parameters and are printed without details."""
 
     @classmethod
-    def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
-        """Build a report from rows and from (module name, attention backend) pairs."""
+    def of(
+        cls,
+        rows: list[Row],
+        bf16_optimizer_bytes: int,
+        attention: Iterable[tuple[str, str]] = (),
+        loss: Iterable[str] = (),
+    ) -> Report:
+        """Build a report from rows, (module name, attention backend) pairs and descriptions of losses."""
         summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
-        return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(rows))
+        return cls(tuple(rows), totals, tuple(_merged(attention)), tuple(loss), parameter=ParameterBytes.of(rows))
 
     def summary(self) -> Report:
         """Return this report with similar parameters united in one row: `layers.{0-31}.{q,k}_proj.weight x64`.
@@ -76,7 +84,7 @@ class Report:
         """Return the rows and totals as a dict that JSON can represent."""
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
-        texts = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
+        texts = {name: list(getattr(self, name)) for name in ("attention", "loss", "fallbacks", "warnings")}
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
         parameter = self.parameter
         per_parameter = {} if parameter is None else {"parameter": asdict(parameter) | {"together": parameter.together}}
@@ -142,7 +150,7 @@ def _render(report: Report, is_wide: bool) -> Group:
     columns = texts | numbers
     cells = ([row.name, *(text(row) for text in columns.values())] for row in report.rows)
     parts.append(plain_table(["parameter", *columns], cells, texts=1 + len(texts), edge=False))
-    parts += [Text(printable(text)) for text in (*_details(report), *report.attention)]
+    parts += [Text(printable(text)) for text in (*_details(report), *report.attention, *report.loss)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
     parts += [Text(printable(f"{EMULATED}: {reason}; right numbers, slower than BF16")) for reason in reasons]
     other_fallbacks = (text for text in report.fallbacks if f": {EMULATED}: " not in text)

@@ -3,7 +3,7 @@
 Forward and backward run on the meta device while their memory is counted. Modules take their GPU path
 (`gemm.described_gpu`), so allocations match a GPU for quantshard's modules, converted models and plain PyTorch.
 Temporaries inside GPU operations are not seen, except for attention's backward, which accumulates gradients of queries
-in float32.
+in float32, and for the chunks of logits in a chunked loss.
 
 Not counted: the CUDA context and NCCL buffers, which are outside PyTorch's allocator; cuBLAS workspaces, up to 32 MiB;
 fragmentation of the allocator. `RESERVE` is the share of memory that `plan` sets aside for them.

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantshard import private_torch
+from quantshard.modules import chunked_loss
 from quantshard.sharding import ceil_div
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -96,9 +97,9 @@ class MemoryTimeline:
         if function is _aten._local_scalar_dense.default and args[0] in self._conditions:
             return True
         if function is _aten._scaled_dot_product_flash_attention_backward.default:
-            # Bytes that the operation allocates and frees internally.
-            size, moment = args[1].numel() * _SUM_BYTES, self.now + 1
-            self.allocations.append(Allocation(size, moment, moment + 1, self.kind))
+            self._add_scratch(args[1].numel() * _SUM_BYTES)
+        elif function in chunked_loss.OPERATORS:
+            self._add_scratch(chunked_loss.logits_bytes(args))
         out = (_scaled_product if function is _aten._scaled_mm_v2.default else function)(*args, **kwargs)
         self.now += 1
         for tensor in tensors_in(out):
@@ -106,6 +107,10 @@ class MemoryTimeline:
         if function is _aten.all.default:
             self._conditions[out] = True
         return out
+
+    def _add_scratch(self, size: int) -> None:
+        """Record bytes that the next operation allocates and frees internally."""
+        self.allocations.append(Allocation(size, self.now + 1, self.now + 2, self.kind))
 
     def tick(self) -> int:
         """Advance by a moment without an operation, so that what has been freed no longer counts."""

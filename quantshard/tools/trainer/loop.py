@@ -203,7 +203,7 @@ class Trainer:
         parts = batch.chunk(settings.parts(self.axes))
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            losses = models.losses(self.model, part[:, :-1], part[:, 1:])
+            losses = models.losses(self.model, part[:, :-1], part[:, 1:], settings.z_loss)
             (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
             total += (losses.cross_entropy.detach() / len(parts)).double()
         return total

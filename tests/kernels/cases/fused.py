@@ -360,17 +360,14 @@ def cross_entropy_case(x: Tensor) -> KernelCase:
     logits = random_like(x, 0) * 4
     rows, cols = logits.shape
     targets = torch.arange(rows, device=x.device) * 7 % cols
-    factors, entropy_factor = (
-        random_like(x, 1, (rows,)).float(),
-        torch.full((), 0.5, dtype=torch.float32, device=x.device),
-    )
+    factors, entropy_factors = random_like(x, 1, (rows,)).float(), random_like(x, 2, (rows,)).float()
     exact = logits.double()
     log_z32 = exact.logsumexp(-1).float()
 
     def launch() -> list[Tensor | None]:
         return [
             *ke.cross_entropies(logits, targets),
-            ke.logits_gradient(logits, targets, log_z32, factors, entropy_factor),
+            ke.logits_gradient(logits, targets, log_z32, factors, entropy_factors),
         ]
 
     def oracle() -> list[Expected]:
@@ -379,7 +376,9 @@ def cross_entropy_case(x: Tensor) -> KernelCase:
         error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U
         bounds = [Bound(value, error + 2 * U * value.abs()) for value in (log_z - target_logits, log_z)]
         z, factor = exact - log_z32.double()[:, None], factors.double()[:, None]
-        gradient = z.exp() * factor - 0.5 * (torch.arange(cols, device=x.device) == targets[:, None])
+        gradient = z.exp() * factor - entropy_factors.double()[:, None] * (
+            torch.arange(cols, device=x.device) == targets[:, None]
+        )
         error_of_gradient = (2 * z.abs() + 6) * U * factor.abs() * z.exp()
         return [*bounds, Bound(gradient, error_of_gradient + U * gradient.abs() + TINY * factor.abs())]
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
+from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import cross_entropy
 from quantshard.tools.trainer.data import VOCABULARY
@@ -286,6 +287,28 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
     bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         models.token_losses(bounded, targets, True).cross_entropy.backward()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder_with_many_logits_has_the_losses_of_fewer_at_a_time(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of head or table is a sum of products of other chunks: within a few roundings of bfloat16."""
+    settings = replace(SMALL, tied=tied, z_loss=0.01, recipe="bf16")
+    model = build(settings)
+    tokens = torch.randint(VOCABULARY, (10, 33), generator=torch.Generator().manual_seed(0))
+    results = []
+    for at_once in (chunked_loss.LOGITS_AT_ONCE, 128 * VOCABULARY):
+        monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", at_once)
+        model.zero_grad()
+        losses = models.losses(model, tokens[:, :-1], tokens[:, 1:], settings.z_loss)
+        models.trained_loss(model, losses, settings).backward()
+        weight = model.embedding.weight if model.head is None else model.head.weight
+        results.append((losses.cross_entropy.item(), losses.z_loss.item(), weight.grad.float()))
+    (entropy, z_loss, grad), (chunked_entropy, chunked_z_loss, chunked_grad) = results
+    assert chunked_entropy == pytest.approx(entropy, rel=1e-5)
+    assert chunked_z_loss == pytest.approx(z_loss, rel=1e-5)
+    assert (chunked_grad - grad).norm() <= 2**-7 * grad.norm()
 
 
 PARTS = {

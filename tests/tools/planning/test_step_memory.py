@@ -207,16 +207,21 @@ def test_a_converted_model_with_its_own_loss() -> None:
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=1000, attn_implementation="sdpa",
     )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    qs.convert(model, "current")
-    short, long = (
-        qs.plan(model, {"dp_shard": 2}, layers=model.model.layers, step=qs.TrainingStep(batch, 512 // batch)).memory
-        for batch in (2, 1)
-    )
-    assert short is not None and long is not None and short.highest.phase == "backward"
+
+    def planned(batch: int, loss: str) -> Any:
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        qs.convert(model, "current", loss=loss)
+        step = qs.TrainingStep(batch, 512 // batch)
+        return qs.plan(model, {"dp_shard": 2}, layers=model.model.layers, step=step).memory
+
+    short, long, chunked = planned(2, "model"), planned(1, "model"), planned(2, "chunked")
+    assert short.highest.phase == "backward"
     logits = 512 * 1000 * 4
     assert 2 * logits <= short.highest.bytes["head and loss"] < 6 * logits
+    # one chunk of logits in bfloat16, and gradients of weight and hidden states in float32
+    expected = logits // 2 + 1000 * 128 * 4 + 512 * 128 * 4
+    assert expected <= chunked.highest.bytes["head and loss"] < 1.5 * expected
     # attention on a GPU does not keep what it multiplies for each pair of tokens
     assert long.highest.bytes["activations"] == pytest.approx(short.highest.bytes["activations"], rel=0.01)
 

@@ -35,6 +35,7 @@ from quantshard.modules import (
     RotaryPositionEmbedding,
     TransformerLayer,
     autocast,
+    linear_cross_entropy,
     quantize_,
     quantized_model_init,
 )
@@ -74,8 +75,16 @@ class Embedding(QuantizedModule):
         return cast(Tensor, self._locals(("weight",))[0])
 
 
+class OutputHead(Linear):
+    """High-precision linear layer that returns logits."""
+
+    def table(self) -> Tensor:
+        """Return the gathered weight."""
+        return cast(Tensor, self._local("weight"))
+
+
 class LanguageModel(nn.Module):
-    """Decoder that returns logits of the next token.
+    """Decoder that returns logits of the next token, or the loss.
 
     Built on `device`; on "meta", `reset_parameters` of its modules fills the parameters later, sharded or not.
 
@@ -108,7 +117,7 @@ class LanguageModel(nn.Module):
             recipes = [_recipe_by_part(recipe, f"layers.{number}") for number in range(settings.layers)]
         else:
             recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
-        vocabulary = vocabulary or settings.vocabulary or VOCABULARY
+        self.vocabulary = vocabulary = vocabulary or settings.vocabulary or VOCABULARY
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
@@ -139,17 +148,20 @@ class LanguageModel(nn.Module):
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
-                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+                self.head = OutputHead(
+                    hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh
+                )
 
     @property
     def batch_multiple(self) -> int:
         """The divisor that the number of sequences of a batch must have."""
         return self.tp.size if self.sequence_parallel else 1
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, z_loss: float = 0.0) -> Any:
         """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
 
-        All ranks of a tensor-parallel group pass the same tokens and get the same logits.
+        With `targets`, return the mean loss with z-loss, and the z-loss, without the logits of all tokens. All ranks of
+        a tensor-parallel group pass the same tokens and get the same results.
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
@@ -165,6 +177,9 @@ class LanguageModel(nn.Module):
         x = self.norm(x)
         if self.sequence_parallel:
             x = tensor_parallel.join_rows(x, self.tp)
+        if targets is not None:
+            weight = (self.embedding if self.head is None else self.head).table()
+            return linear_cross_entropy(x, weight, targets, z_loss=z_loss, return_z_loss=True)
         return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:

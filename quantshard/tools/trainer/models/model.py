@@ -22,6 +22,7 @@ from quantshard import kernel_dispatch, numerics
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
 from quantshard.interop.conversion.convert import ConversionReport
+from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
@@ -183,9 +184,16 @@ def batch_multiple(model: nn.Module) -> int:
     return model.batch_multiple if isinstance(model, LanguageModel) else 1
 
 
-def losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> TokenLosses:
-    """Compute the losses of a training pass. Nothing else uses the logits of the built-in decoder, so backward
-    overwrites them with their gradient to save memory."""
+def losses(model: nn.Module, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> TokenLosses:
+    """Compute the losses of a training pass; `z_loss`: the factor by which `trained_loss` adds the z-loss.
+
+    The built-in decoder computes more logits than one chunk of `linear_cross_entropy` chunk by chunk. If there are
+    fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
+    """
+    if isinstance(model, LanguageModel) and tokens.numel() * model.vocabulary > chunked_loss.LOGITS_AT_ONCE:
+        total, z_part = model(tokens, targets, z_loss)
+        # the gradient of both comes through `total`
+        return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
     return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
 
 
@@ -297,7 +305,8 @@ class _TokenLosses(torch.autograd.Function):
         # factor of each row's probabilities
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
-        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, grad_entropy, out)
+        of_entropy = grad_entropy.expand(len(logits))
+        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)

@@ -1,0 +1,265 @@
+"""The loss of converted transformers models, computed without the logits of all tokens.
+
+A transformers model calls `self.lm_head` and passes the result to `self.loss_function`. In a training pass with labels,
+the head returns `DeferredLogits`, and the loss function calls the head again, as a module (so FSDP2's hooks run), which
+then returns the loss. Any other use of the logits computes them; a model that scales its logits before the loss takes
+this way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
+
+from quantshard import private_torch
+from quantshard.errors import ConfigurationError, warn_once
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.modules.chunked_loss import DESCRIPTION, linear_cross_entropy
+
+AUTO, CHUNKED, MODEL = LOSSES = ("auto", "chunked", "model")
+"""Values of `loss=`: chunked where possible, chunked or an error, and the model's own loss."""
+
+OPTIONS: Final = frozenset(("label_smoothing", "z_loss"))
+"""Keys of a mapping as `loss=`."""
+
+_LOSS_FUNCTION: Final = "_loss_function"
+"""Attribute of transformers models that their property `loss_function` sets."""
+
+SCALES: Final = "final_logit_softcapping logits_soft_cap logits_scaling logit_scale lm_head_multiplier".split()
+"""Entries of configurations by which models change their logits before the loss."""
+
+Loss = str | Mapping[str, float]
+
+
+def check_loss(function: str, loss: Loss) -> None:
+    """Check an argument `loss=`."""
+    is_known = loss.keys() <= OPTIONS if isinstance(loss, Mapping) else loss in LOSSES
+    if not is_known:
+        raise ConfigurationError(
+            f"{function}(loss={loss!r}): choose one of: {', '.join(LOSSES)}, or a dict of {', '.join(sorted(OPTIONS))}"
+        )
+
+
+def set_loss(model: nn.Module, loss: Loss) -> str:
+    """Make the transformers models in `model` compute their loss in chunks; return a line for the report, or ""."""
+    owners = [module for module in model.modules() if _computes_losses(module)]
+    reasons = ["it is no transformers model with an output head"] if not owners else [_unfit(owner) for owner in owners]
+    reason = next(filter(None, reasons), "")
+    if loss == MODEL or (loss == AUTO and not owners):
+        return ""
+    if reason and loss != AUTO:
+        raise ConfigurationError(f"convert(loss={loss!r}): the model cannot have a chunked loss: {reason}")
+    description = f"loss: the model's own ({reason})" if reason else "loss: in chunks of tokens, without all logits"
+    for owner in owners:
+        setattr(owner, DESCRIPTION, description)
+        if reason:
+            continue
+        owner.get_output_embeddings().__class__ = LossLinear  # type: ignore[operator]
+        owner.loss_function = ChunkedLoss(dict(loss) if isinstance(loss, Mapping) else {})  # type: ignore[assignment]
+    return description
+
+
+def unset_loss(model: nn.Module) -> None:
+    """Undo `set_loss`."""
+    for module in model.modules():
+        if isinstance(getattr(module, _LOSS_FUNCTION, None), ChunkedLoss):
+            delattr(module, _LOSS_FUNCTION)
+        vars(module).pop(DESCRIPTION, None)
+        if type(module) is LossLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def defer_logits(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Let the head of a model defer its logits in this pass, if it is a training pass with labels."""
+    loss_function = getattr(model, _LOSS_FUNCTION, None)
+    if isinstance(loss_function, ChunkedLoss):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(head, LossLinear):
+            defers = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
+            head.defers = loss_function.expects_deferred = defers
+
+
+def _library_loss() -> Any:
+    return getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
+
+
+def _computes_losses(module: nn.Module) -> bool:
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(module, kind) and module.get_output_embeddings() is not None
+
+
+def _unfit(model: Any) -> str:
+    """Return why a model with an output head cannot have a chunked loss, or ""."""
+    head = model.get_output_embeddings()
+    if model.loss_function is not _library_loss():
+        return "its loss is not transformers' ForCausalLMLoss"
+    if isinstance(head, ConvertedLinear):
+        return "its head is quantized"
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return f"its head is a {type(head).__name__} or has its own forward"
+    scale = next((name for name in SCALES if getattr(model.config, name, None) is not None), None)
+    return f"it changes its logits by {scale}" if scale else ""
+
+
+class LossLinear(nn.Linear):
+    """An output head that can defer its logits, and compute the loss."""
+
+    defers: bool = False
+    """Whether the next call returns `DeferredLogits`."""
+
+    def __call__(self, hidden: Tensor, **loss_arguments: Any) -> Any:
+        if self.defers:
+            # forward and its hooks run when the logits or the loss are computed
+            self.defers = False
+            return DeferredLogits(self, hidden)
+        return super().__call__(hidden, **loss_arguments)
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """Compute logits; with `labels`, the loss (`linear_cross_entropy`)."""
+        if labels is None:
+            return super().forward(input)
+        loss: Tensor = linear_cross_entropy(input, self.weight, labels, self.bias, **options)
+        if isinstance(self.weight, DTensor):
+            # hooks of tensor parallelism expect a DTensor
+            return DTensor.from_local(loss, self.weight.device_mesh, [Replicate()], run_check=False)
+        return loss
+
+
+class DeferredLogits:
+    """Logits that are computed when something reads them, by any method or function of a tensor.
+
+    Read them before the optimizer's step and, under FSDP2, before backward.
+    """
+
+    def __init__(self, head: LossLinear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
+        self._head, self._hidden, self._dtype = head, hidden, dtype
+        self._logits: Tensor | None = None
+        self._changes = -1 if torch.compiler.is_compiling() else private_torch.in_place_changes(head.weight)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits, which does not compute them."""
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+
+    def tensor(self) -> Tensor:
+        """Return the logits, which become a part of the autograd graph."""
+        if self._logits is None:
+            if self._changes >= 0 and self._changes != private_torch.in_place_changes(self._head.weight):
+                raise RuntimeError("output.logits: the head's weight has changed; read them before backward")
+            with torch.enable_grad():
+                logits = self._head(self._hidden)
+                self._logits = logits if self._dtype is None else logits.to(self._dtype)
+        return self._logits
+
+    def loss(self, labels: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+        """Compute the loss of labels that are shifted; None if these logits were changed or have another shape."""
+        if self._logits is not None or labels.shape != self._hidden.shape[:-1]:
+            return None
+        loss: Tensor = self._head(self._hidden, labels=labels, **options)
+        return loss
+
+    def float(self) -> DeferredLogits:
+        """Convert to float32, still deferred; the loss is float32 in any case."""
+        if self._logits is not None:
+            return self._logits.float()  # type: ignore[return-value]
+        logits = DeferredLogits(self._head, self._hidden, torch.float32)
+        logits._changes = self._changes
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # copies and pickles look for hooks before the fields exist
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_computed(args), **_computed(kwargs or {}))
+
+
+def _operator(name: str) -> Any:
+    def operate(self: DeferredLogits, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*_computed(args))
+
+    return operate
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow matmul rmatmul neg abs lt le gt ge eq ne "
+    "getitem setitem len iter bool invert and or"
+).split():
+    setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _computed(value: Any) -> Any:
+    """Replace deferred logits by tensors, in lists, tuples and dicts too."""
+    if isinstance(value, DeferredLogits):
+        return value.tensor()
+    if type(value) in (list, tuple):
+        return type(value)(_computed(entry) for entry in value)
+    return {key: _computed(entry) for key, entry in value.items()} if type(value) is dict else value
+
+
+@dataclass
+class ChunkedLoss:
+    """Replaces transformers' ForCausalLMLoss.
+
+    options: label_smoothing and z_loss of `linear_cross_entropy`.
+    expects_deferred: whether the head defers the logits of the running forward.
+    """
+
+    options: dict[str, float]
+    expects_deferred: bool = False
+
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: int | Tensor | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        if isinstance(logits, DeferredLogits):
+            options = {**self.options, "ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch}
+            loss = logits.loss(shift_labels, options) if logits.shape[-1] == vocab_size else None
+            if loss is not None:
+                return loss
+            logits = logits.tensor()
+        if self.expects_deferred:
+            _warn_of_logits()
+        if not self.options:
+            loss = _library_loss()(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
+            )
+            return cast(Tensor, loss)
+        logits = logits.float().view(-1, vocab_size)
+        shift_labels = shift_labels.view(-1).to(logits.device)
+        smoothing = self.options.get("label_smoothing", 0.0)
+        losses = F.cross_entropy(
+            logits, shift_labels, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
+        )
+        is_valid = shift_labels != ignore_index
+        if z_loss := self.options.get("z_loss"):
+            losses = losses + z_loss * torch.where(is_valid, logits.logsumexp(-1).square(), 0.0)
+        return losses.sum() / (is_valid.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@private_torch.constant_in_graphs
+def _warn_of_logits() -> None:
+    warn_once(
+        "head loss",
+        "the model changes its logits before the loss, which therefore has the logits of all tokens in memory; "
+        "avoid this warning with convert(loss='model')",
+    )
