@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ def prepared_once() -> Iterator[None]:
     function. The call of a kernel prepares it; a device function finds it so, but for a part that stays as it is.
 
     Besides, of each sum and product of integers it computes whether it overflows, which it would say if `debug` were
-    set, of each value it finds out anew what its type is in NumPy and what the sizes of its shape are, and it calls the
-    function of a reduction for each element.
+    set, of each value it finds out anew what its type is in NumPy and what the sizes of its shape are, for each
+    operation how its operands become of one type, and it calls the function of a reduction for each element.
 
     A mask is of booleans, which the interpreter of Triton 3.9 demands and the earlier ones do not.
     """
@@ -92,8 +91,11 @@ def _by_slices(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What Triton computes of types and shapes, kept; what it is set on, its name, and the function."""
-    core, numpy_of = interpreter.tl.core, cache(interpreter._get_np_dtype)
-    unwrap = core._unwrap_if_constexpr
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    numpy_of, unwrap = cache(interpreter._get_np_dtype), core._unwrap_if_constexpr
+    make_block_type, operands = core.block_type.__init__, semantic.binary_op_type_checking_impl
+    block_types: dict[Any, dict[str, Any]] = {}
+    constants: dict[Any, tuple[Any, ...]] = {}
 
     @cache
     def sizes(*shape: int) -> tuple[Any, Any]:
@@ -109,16 +111,39 @@ def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
     def plain(value):
         return value if type(value) in (int, core.tensor) else unwrap(value)
 
-    def with_element_ty(self, element):
-        new = copy.copy(self)  # the shape is valid
-        new.element_ty, new.name = element, f"<{self.shape}, {element}>"
-        return new
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, *map(plain, shape.values if type(shape) is core.tuple else shape)
+        if key not in block_types:
+            make_block_type(self, element_ty, shape)
+            block_types[key] = vars(self)
+        vars(self).update(block_types[key])
+
+    def of_one_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, division=False):
+        """Tensors of one type are returned as they are, and the block of a number is remembered."""
+        if type(lhs) in (bool, int, float) and type(rhs) is core.tensor:
+            return of_one_type(self, rhs, lhs, rhs_ptr, lhs_ptr, arithmetic, division)[::-1]
+        flags, key = (lhs_ptr, rhs_ptr, arithmetic, division), None
+        if type(lhs) is type(rhs) is core.tensor:
+            is_rounded = division and lhs.dtype.name in ("fp16", "bf16")
+            if lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr() and not is_rounded:
+                return lhs, rhs
+        elif type(lhs) is core.tensor and type(rhs) in (bool, int, float):
+            key = lhs.type.name, type(rhs), rhs, flags
+            if key in constants:
+                *handle, block = constants[key]
+                return lhs, core.tensor(interpreter.TensorHandle(*handle), block)
+        left, right = operands(self, lhs, rhs, *flags)
+        if key is not None and left is lhs:
+            constants[key] = right.handle.data, right.handle.dtype, right.type
+        return left, right
 
     return [
         (core.tensor, "__init__", tensor),
         (interpreter, "_get_np_dtype", numpy_type),
         (core, "_unwrap_if_constexpr", plain),
-        (core.block_type, "with_element_ty", with_element_ty),
+        (core.block_type, "__init__", block_type),
+        (semantic, "binary_op_type_checking_impl", of_one_type),
+        (interpreter.TensorHandle, "__post_init__", lambda self: None),
     ]
 
 

@@ -55,6 +55,7 @@ def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: 
     assert eager.keys() <= found.keys() and all(found[name] == eager[name] for name in eager)
 
 
+@pytest.mark.exhaustive
 def test_rows_are_kept_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An arm that fails has a row; another call measures what is missing, or asked for again."""
     file = tmp_path / "rows.jsonl"
@@ -100,6 +101,7 @@ def doing(mesh: DeviceMesh | None, what: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_ends_them_all() -> None:
     """2 ranks, of which one waits for the other; the next has others, as each has."""
     ranks = Ranks(2, "cpu", doing)

@@ -29,7 +29,9 @@ import time
 parser = argparse.ArgumentParser(prog="python -m tests.bits", description="Compare with the ledger of bits.")
 parser.add_argument("--write", action="store_true", help="record instead of comparing")
 parser.add_argument("--quick", dest="choice", action="store_const", const="quick", help="a sixth of the cells")
-parser.add_argument("--few", dest="choice", action="store_const", const="few", help="each option of the oracle once")
+parser.add_argument(
+    "--few", dest="choice", action="store_const", const="few", help="each recipe and optimizer of the oracle once"
+)
 parser.add_argument("--backend", default="oracle,interpreter", help="oracle, interpreter or gpu, with commas between")
 
 if __name__ == "__main__":

@@ -284,8 +284,8 @@ def quick(cells: list[Cell]) -> list[Cell]:
 
 
 def few(cells: list[Cell]) -> list[Cell]:
-    """Every recipe, every optimizer and every wrapping of the oracle at least once."""
-    axes = [list(RECIPES), list(OPTIMIZERS), list(WRAPPINGS)]
+    """Every recipe and every optimizer of the oracle at least once, on one process and on 2 ranks."""
+    axes = [list(RECIPES), list(OPTIMIZERS), ["alone", "fsdp2"]]
     names = {tuple(axis[turn % len(axis)] for axis in axes) for turn in range(max(map(len, axes)))}
     return [cell for cell in cells if cell[:2] == ("oracle", "dense") and cell[2:] in names]
 

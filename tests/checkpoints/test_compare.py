@@ -28,6 +28,7 @@ from quantshard.checkpoints.comparison import Comparison, compare, largest_diffe
 from quantshard.errors import CheckpointError
 from quantshard.tools.cli import app
 from tests.checkpoints.test_untrusted import change_entry
+from tests.covering import by_turns
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed  # all checkpoints here are written by ranks of the pool, but those of `plain`
@@ -330,8 +331,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("first", [True, False])
+@by_turns(2, damage=list(DAMAGES), first=[True, False])
 def test_damaged_checkpoints_are_one_line(tmp_path, damage, first):
     good = plain(tmp_path / "a", x=torch.ones(100))
     bad = damage(plain(tmp_path / "b", x=torch.ones(100)))

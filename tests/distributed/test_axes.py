@@ -238,7 +238,7 @@ def unequal(one: Any, two: Any, where: str = "") -> list[str]:
     return [] if one == two else [where]
 
 
-SOME = ("delayed", "nvfp4")
+SOME = ("nvfp4",)
 
 
 @pytest.mark.parametrize(

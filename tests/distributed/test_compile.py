@@ -96,10 +96,7 @@ def cells(backend: str) -> Cells:
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
-    return {
-        ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
-        ("linear layers on kernels", 2): ["current"],
-    }
+    return {("a linear layer, gathered once", 3): ["mxfp8 two copies"]}
 
 
 def rest() -> Cells:

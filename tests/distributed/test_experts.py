@@ -45,7 +45,6 @@ MESHES: dict[str, list[Case]] = {
     "ep 2": [Case(recipe, 1, 2) for recipe in ("bf16", "nvfp4")],
     "ep 2, FSDP2 from meta": [Case("mxfp8 two copies", 1, 2, sharded=True, meta=True)],
     "ep 2, recomputed": [Case("nvfp4", 1, 2, sharded=True, recompute=True)],
-    "ep 4": [Case("nvfp4", 1, 4)],
     "dp 2, ep 2, FSDP2": [Case("delayed", 2, 2, sharded=True, meta=True)],
 }
 MORE = {
@@ -53,7 +52,7 @@ MORE = {
     "ep 2, FSDP2 from meta": [Case("delayed", 1, 2, sharded=True, meta=True)],
     "ep 2, recomputed": [Case("delayed", 1, 2, sharded=True, recompute=True)],
     "1 rank, FSDP2": [Case("nvfp4", 1, 1, sharded=True)],
-    "ep 4": [Case(recipe, 1, 4) for recipe in ("current", "delayed")],
+    "ep 4": [Case(recipe, 1, 4) for recipe in ("current", "delayed", "nvfp4")],
     "dp 2, FSDP2": [Case(recipe, 2, 1, sharded=True) for recipe in ("nvfp4", "block")],
     "dp 2, ep 2": [Case(recipe, 2, 2) for recipe in ("nvfp4", "delayed")],
     "dp 2, ep 2, FSDP2": [Case(recipe, 2, 2, sharded=True, meta=True) for recipe in ("nvfp4", "block")],

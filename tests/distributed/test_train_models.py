@@ -240,7 +240,7 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(tokenized, tmp
     """2 processes; then others; then to transformers, which generates text with the tokenizer."""
     run, out, data = tmp_path / "run", tmp_path / "out", tokenized / "corpus.jsonl"
     line = ["train", "--run", run, "--model", tokenized / "llama", "--data", data, "--recipe", "mxfp8"]
-    begun = quantshard(*line, "--nproc-per-node", 2, "--steps", 5, *FLAGS.split())
+    begun = quantshard(*line, "--nproc-per-node", 2, "--steps", 3, *FLAGS.split())
     assert begun.returncode == 0, begun.stderr
     done = RunDir(run).last_complete()[0]
     before = metrics(run)[:done]

@@ -201,7 +201,7 @@ def test_inductor_has_the_same_bits(recipe: str, used: list[str]) -> None:
     ),
 )  # fmt: skip
 def test_of_what_gradients_are_needed(recipe: str, which: tuple[str, ...], used: list[str]) -> None:
-    """Frozen weights, frozen parameters of the normalization, and an input without a gradient; in float32 too."""
+    """Frozen weights, and frozen parameters of the normalization; in float32 too."""
     for frozen in which:
         found = []
         for compiler in (None, aot_eager):
@@ -212,17 +212,23 @@ def test_of_what_gradients_are_needed(recipe: str, which: tuple[str, ...], used:
                 param.requires_grad_(frozen not in key)
             found.append(trained(module, RECIPES[recipe], compiler, steps=1))
         assert not differing(*found), frozen
-    of_weights = []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", "delayed"])
+def test_an_input_needs_no_gradient(recipe: str) -> None:
+    found = []
     for compiler in (None, aot_eager):
         module = build("gated mlp", RECIPES[recipe])
         with qs.autocast(recipe=RECIPES[recipe]):
             y = (module if compiler is None else compiler(module))(data(0).detach())
         y.float().square().sum().backward()
-        of_weights.append({name: param.grad for name, param in module.named_parameters()})
-    assert not differing(*of_weights)
+        found.append({name: param.grad for name, param in module.named_parameters()})
+    assert not differing(*found)
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # without kernels: tests/modules/test_compile.py
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> None:
     module = build("gated mlp", recipe)
     again, results = copy.deepcopy(module), []
@@ -285,7 +291,8 @@ def test_weights_that_differ(how: str, used: list[str]) -> None:
     assert used == ["_run_mlp"], "the eager one"
 
 
-@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.exhaustive), "norm and three linears"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mlp", "norm and three linears"])
 def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
     """Each has a gradient of its own dtype, which is not rounded to that of another."""
     found = []
@@ -328,10 +335,8 @@ def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
 # Activation recomputation
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reentrant"),
-    exhaustive([("delayed", False), ("delayed", True), ("nvfp4", False)], [("delayed", True)]),
-)
+@pytest.mark.exhaustive  # without kernels: tests/modules/test_compile.py
+@pytest.mark.parametrize(("recipe", "reentrant"), [("delayed", False), ("delayed", True), ("nvfp4", False)])
 def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool, used: list[str]) -> None:
     def run(recompute: bool) -> dict[str, Tensor]:
         module = build("norm and linear" if recipe == "nvfp4" else "gated mlp", recipe)

@@ -185,7 +185,7 @@ def test_no_function_is_called_for_each_expert(recipe: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("splits", "recipe"), exhaustive(dict.fromkeys(CASES + FEWER), FEWER[::3]))
+@pytest.mark.parametrize(("splits", "recipe"), exhaustive(dict.fromkeys(CASES + FEWER), FEWER[::6]))
 def test_counts_on_the_device_give_the_same_bits(splits: str, recipe: str, calls: list[int]) -> None:
     """As counts that the host knows: outputs, gradients, histories; also where rows are few for their experts."""
     rule, rows = AT_ONCE[recipe], SPLITS[splits]
@@ -424,7 +424,7 @@ def test_a_gradient_that_is_not_finite_poisons_its_expert_alone(recipe: str) -> 
     ("recipe", "reentrant"),
     exhaustive(
         product(["delayed", "current", "mxfp8"], [True, False]),
-        [("delayed", True), ("current", False)],
+        [("delayed", True)],
     ),
 )
 def test_recomputation_at_once_gives_the_same_bits(recipe: str, reentrant: bool, calls: list[int]) -> None:

@@ -441,6 +441,7 @@ def test_a_structure_of_another_process_is_told() -> None:
         structure_of("0123")
 
 
+@pytest.mark.exhaustive  # of the library alone: tests/tools/cli/test_extra.py
 def test_the_compiler_is_not_imported_until_it_is_used():
     """Every command, and every rank of a run, would take a third longer to start."""
     program = "import sys, quantshard.tools.cli; print([n for n in sys.modules if n.startswith('torch._dynamo')])"

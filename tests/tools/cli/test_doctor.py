@@ -12,6 +12,7 @@ from quantshard import kernel_dispatch, kernels
 from quantshard.gemm import backend
 from quantshard.tools import cli
 from quantshard.tools.cli import doctor
+from tests.interpreter import prepared_once
 from tests.pages import section
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -28,6 +29,8 @@ def interpreted():
     pytest.importorskip("triton")
     if not kernels.INTERPRETED:
         pytest.skip("kernels do not run on this CPU")
+    with prepared_once():
+        yield
 
 
 def run(monkeypatch, capsys, *arguments):

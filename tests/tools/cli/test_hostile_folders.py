@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import threading
@@ -105,6 +106,19 @@ for content in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.parametrize("content", HOSTILE_MODELS.values(), ids=HOSTILE_MODELS)
+def test_a_hostile_configuration_is_refused(content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked whether code may run, and no server for it."""
+
+    seen: list[Any] = []
+    monkeypatch.setattr("builtins.input", lambda *question: seen.append(question) or "y")
+    monkeypatch.setattr(socket.socket, "connect", lambda _, address: seen.append(address))
+    with pytest.raises(ConfigurationError):
+        huggingface.described(content, "config.json", causal=True)
+    assert not seen
+
+
+@pytest.mark.exhaustive
 def test_configurations_neither_run_code_nor_make_requests(requests: list[str]) -> None:
     """With a terminal that answers y."""
     output = on_a_terminal(DESCRIBE, json.dumps([*HOSTILE_MODELS.values()]))
@@ -220,25 +234,29 @@ def in_one_process(folder: Path, version: str, commands: list[list[str]], script
     ],
 )
 def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str, resumes: bool) -> None:
-    """The folder of a run, which also holds texts, is the working directory. `resume` starts two workers there."""
-    run = tmp_path / "run"
-    (tmp_path / "text").write_text("0123456789" * 100)
-    options = "--steps 1 --nproc-per-node 2 --recipe mxfp8 --hidden 64 --heads 2 --layers 1 --seq-length 16"
-    trained = quantshard("train", "--run", run, "--data", tmp_path / "text", "--global-batch", 4, *options.split())
-    assert trained.returncode == 0, trained.stderr
+    """A folder with texts and checkpoints is the working directory; or that of a run too, where `resume` starts two
+    workers."""
+    run, commands = tmp_path / "run", []
+    if resumes:
+        (tmp_path / "text").write_text("0123456789" * 100)
+        options = "--steps 1 --nproc-per-node 2 --recipe mxfp8 --hidden 64 --heads 2 --layers 1 --seq-length 16"
+        trained = quantshard("train", "--run", run, "--data", tmp_path / "text", "--global-batch", 4, *options.split())
+        assert trained.returncode == 0, trained.stderr
+        commands = ["report .", "watch .", "status .", "debug .", "resume . --steps 2", "explain ."]
+    else:
+        run.mkdir()
     shadow(run)
     (run / "text.jsonl").write_text('{"text": "of anybody"}\n' * 100)
     model = models.build("mxfp8")
     checkpoints.save(run / "saved", model, FusedAdam(model.named_parameters()))
     (run / "config").mkdir()
     (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
-    commands = [
-        "report .", "watch .", "status .", "debug .", *["resume . --steps 2"] * resumes,
-        "tokenize text.jsonl --out tokens --shard-size 1KB", "verify saved", "inspect saved",
-        "diff saved saved", "explain .", "export saved --layout plain-fp32 --out exported --config config",
+    commands += [
+        "tokenize text.jsonl --out tokens --shard-size 1KB", "verify saved", "inspect saved", "diff saved saved",
+        "export saved --layout plain-fp32 --out exported --config config",
     ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1 + resumes
+    assert not resumes or len((run / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import fsspec
@@ -22,6 +23,7 @@ from quantshard.tools.report.following import RunWatch
 from quantshard.tools.report.history import RunSource, read_history
 from quantshard.tools.report.page import thinned
 from quantshard.tools.report.records import MOST_SAMPLES, MetricTable, RecordFile, StatisticsReader, number
+from tests.covering import exhaustive
 from tests.tools.report.runs import NAMES, entry, made_run, sampled, write
 
 
@@ -195,8 +197,14 @@ def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
         read_history(run)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
-@pytest.mark.parametrize("line", [b"\n", b"x\n", None], ids=repr)
+@pytest.mark.parametrize(
+    ("line", "name"),
+    exhaustive(
+        product([b"\n", b"x\n", None], ["metrics.jsonl", "starts.jsonl"]),
+        [(b"\n", "metrics.jsonl"), (b"x\n", "starts.jsonl"), (None, "metrics.jsonl")],
+    ),
+    ids=repr,
+)
 def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, line: bytes | None) -> None:
     """4 MB of lines that are no records, or, with None, 20 GB of zeros in a file that has no blocks for them."""
     run = made_run(tmp_path / "run", planned=50)
