@@ -87,7 +87,9 @@ class TensorRegion(NamedTuple):
             trailing = self.global_shape[1:]
             rows = TensorRegion(self.global_shape, (self.origin[0], *(0 for _ in trailing)), (self.shape[0], *trailing))
             bits = rows.random_bits(seed, step, stream, swapped, device)
-            return bits[(..., *(slice(o, o + n) for o, n in zip(self.origin[1:], self.shape[1:], strict=True)))]
+            for dim, (start, size) in enumerate(zip(self.origin[1:], self.shape[1:], strict=True), start=1):
+                bits = bits.narrow(dim, start, size)
+            return bits
         bits = kernel_dispatch.random_words(RandomBits(seed, step, stream, *matrix), device).view(self.shape)
         return numerics.swap_halves(bits) if swapped else bits
 
