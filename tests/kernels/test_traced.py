@@ -64,7 +64,7 @@ def trained(kind: str, recipe: str, backend: str | None, bad: bool = False, reco
     return [y.detach(), x.grad, *[grad for grad in grads if grad is not None]]
 
 
-RECIPES = ("current", "rowwise", "block", "mxfp8", "nvfp4")
+RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 
 
 @pytest.fixture
@@ -90,7 +90,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         [
             *[("linear", recipe, "aot_eager") for recipe in RECIPES],
             *[(kind, "current", "aot_eager") for kind in MODULES if kind != "layer"],
-            ("linear", "current", "inductor"),
+            *[("linear", recipe, "inductor") for recipe in ("current", "delayed", "nvfp4")],
+            ("mlp", "delayed", "aot_eager"),
         ],
     ),
 )
