@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAM
 
 if kernels.USABLE:
     from quantshard.gemm import producers
+    from quantshard.kernels.graph_launch import HostNumber
 
 
 MOST_PLANS: Final = 64
@@ -83,14 +84,27 @@ class LayerPlans:
         return plan
 
 
-class GraphState(Protocol):
-    """State of a layer in a compiled graph, which consists of tensors."""
+@dataclass
+class GraphState:
+    """What replaces amax histories and RNG counters of a layer in a compiled graph (see `operator_state`).
 
-    def scale(self, role: TensorRole, call: LinearContext, weight_index: int) -> DelayedScale:
-        """The scale of a tensor under delayed scaling."""
+    `numbers`: key and stream of the step's weights, int64 [weights, 2] as int32 on the CPU. `draws`: the number of
+    their draws. `first`: index of the layer's first weight. `slots`: (role, weight index) -> slot of a new amax.
+    """
+
+    numbers: Any
+    draws: Any
+    first: int
+    slots: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
 
     def draw(self, weight_index: int) -> tuple[Any, Tensor, Any]:
-        """`LinearState.draw`."""
+        """See `LinearState.draw`. While a graph is traced, key and stream are numbers that its launches read."""
+        row = self.first + weight_index
+        if kernels.tracing.on:
+            low, high, stream = (HostNumber(self.numbers, row, column) for column in range(3))
+            return (low, high), self.draws[row], stream
+        key, stream = self.numbers.view(torch.int64)[row].tolist()
+        return key, self.draws[row], stream
 
 
 @dataclass
@@ -314,7 +328,7 @@ class DelayedScale:
         if spec is None or not spec.scaling.history:
             return None
         if state.graph is not None:
-            return state.graph.scale(role, call, weight_index)
+            return _GraphScale(call.amaxes[role, weight_index], state.graph.slots.get((role, weight_index)))
         return DelayedScale(role, spec, call, state, weight_index)
 
     @cached_property
@@ -354,3 +368,14 @@ class DelayedScale:
         """Record the amax of a matrix in the slot."""
         slot = self.slot(values.device)
         torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)
+
+
+class _GraphScale(DelayedScale):
+    """The same in a compiled graph. `slot`: None if the new amax is not recorded."""
+
+    def __init__(self, amax: Tensor, slot: Tensor | None) -> None:
+        self.amax, self.notes, self._slot = amax, slot is not None, slot
+
+    def slot(self, device: torch.device) -> Tensor:
+        assert self._slot is not None
+        return self._slot

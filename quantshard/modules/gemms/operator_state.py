@@ -10,19 +10,19 @@ Graphs call these operators in the order of the code. No CUDA graph contains the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantshard import kernels, limits, private_torch
+from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm.operands import OperandPlan, OperandUsage
 from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_state import DelayedScale, LayerPlans, LinearState
+from quantshard.modules.gemms.linear_state import DelayedScale, GraphState, LayerPlans, LinearState
 from quantshard.modules.gemms.operator_arguments import (
     LinearModule,
     StepArguments,
@@ -32,9 +32,6 @@ from quantshard.modules.gemms.operator_arguments import (
 )
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor.storage import KEY, QuantizedStorage
-
-if kernels.USABLE:
-    from quantshard.kernels.graph_launch import HostNumber
 
 DelayedTensor = tuple[int, TensorRole, int]
 """A tensor that a pass scales by a past amax: number of the layer, role, and index of the weight in the layer."""
@@ -112,8 +109,8 @@ def _read_state(module: Tensor, key: str, needs: list[bool], after: Tensor | Non
     context.drop_failed_backward()  # entering autocast does this in eager code, but leaves no trace in a graph
     calls = _backward_calls(structure) if backward else _forward_calls(live, structure, module.device)
     amaxes = [_scale(structure, calls, states, tensor).amax for tensor in delayed_tensors(structure, backward)]
-    past = torch.stack(amaxes) if amaxes else torch.empty(0, device=module.device)
-    repeated = torch.tensor(any(call.repeated for call in calls))
+    past = torch.stack(amaxes) if amaxes else torch.empty(0, dtype=torch.float32, device=module.device)
+    repeated = torch.tensor(any(call.repeated for call in calls), device="cpu")
     return [past, repeated, *_drawn(structure, states, needs, module.device)]
 
 
@@ -121,7 +118,7 @@ def _drawn(
     structure: StepStructure, states: list[LinearState], needs: list[bool], device: torch.device
 ) -> list[Tensor]:
     if not draws(structure, bool(needs)):
-        return [torch.empty((0, 4), dtype=torch.int32), torch.empty(0, dtype=torch.int64, device=device)]
+        return [torch.empty((0, 4), dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.int64, device=device)]
     need_weights = structure.by_layer(needs[1:] or [False] * len(structure.weights))
     numbers, role = [], TensorRole.GRAD_OUTPUT if needs else TensorRole.INPUT
     draw_numbers = torch.zeros(len(structure.weights), dtype=torch.int64, device=device)
@@ -135,7 +132,7 @@ def _drawn(
             if any(spec is not None and spec.scaling.stochastic_rounding for spec in (plan.quantized, plan.transposed)):
                 slot.fill_(state.draw(part)[1])
             numbers.append([int(weight[KEY]), state.stream])
-    return [torch.tensor(numbers, dtype=torch.int64).view(torch.int32), draw_numbers]
+    return [torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.int32), draw_numbers]
 
 
 def _live_states(module: LinearModule, structure: StepStructure) -> list[LinearState]:
@@ -243,66 +240,27 @@ _register(
 # In the bodies of operators -------------------------------------------------------------------------------------------
 
 
-class _GraphScale(DelayedScale):
-    """A `DelayedScale` of tensors. `new_amax`: the slot; None if the new amax is not recorded."""
-
-    def __init__(self, amax: Tensor, new_amax: Tensor | None) -> None:
-        self.amax, self.notes, self.new_amax = amax, new_amax is not None, new_amax
-
-    def slot(self, device: torch.device) -> Tensor:
-        assert self.new_amax is not None
-        return self.new_amax
-
-
-@dataclass
-class LayerTensors:
-    """The state of a layer in the body of an operator; see `read_state`.
-
-    `new_amaxes`: (role, index of the weight) -> slot. `numbers`, `draws`: rows of the layer's weights.
-    """
-
-    new_amaxes: dict[tuple[TensorRole, int], Tensor]
-    numbers: Any
-    draws: Any
-    first: int
-
-    def scale(self, role: TensorRole, call: LinearContext, weight_index: int) -> DelayedScale:
-        """Scale by an amax of the call."""
-        return _GraphScale(call.amaxes[role, weight_index], self.new_amaxes.get((role, weight_index)))
-
-    def draw(self, weight_index: int) -> tuple[Any, Tensor, Any]:
-        """Key, number of the draw and stream; while tracing, key and stream as numbers that launches read."""
-        row = self.first + weight_index
-        if kernels.tracing.on:
-            low, high, stream = (HostNumber(self.numbers, row, column) for column in range(3))
-            return (low, high), self.draws[row], stream
-        key, stream = self.numbers.view(torch.int64)[row].tolist()
-        return key, self.draws[row], stream
-
-
 _PLANS: dict[tuple[str, int], LayerPlans] = {}
 
 
 def layers_of(step: StepArguments, backward: bool) -> tuple[list[LinearContext], list[LinearState], list[Tensor]]:
     """Context and state of each layer in the body of an operator, and the slots of new amaxes."""
-    structure, calls = step.structure, _backward_calls(step.structure)
+    structure, calls, slots = step.structure, _backward_calls(step.structure), list[Tensor]()
     past, repeated, numbers, draw_numbers = (*step.state, *[None] * 4)[:4]
-    states: list[LinearState] = []
     # an observer finds a layer by the key tensor of its weight
     live = _live_states(live_module(step.module, structure), structure) if structure.is_observed else None
-    all_tensors, first = [], 0
+    states, first = list[LinearState](), 0
     for index, layer in enumerate(structure.layers):
         calls[index].repeated = live is not None and bool(repeated)
         weights = [{} for _ in layer.weights] if live is None else live[index].weights
         plans = _PLANS.setdefault((step.key, index), LayerPlans())
-        all_tensors.append(LayerTensors({}, numbers, draw_numbers, first))
-        states.append(LinearState(weights, None, None, structure.record, plans=plans, graph=all_tensors[-1]))
+        graph = GraphState(numbers, draw_numbers, first)
+        states.append(LinearState(weights, None, None, structure.record, plans=plans, graph=graph))
         first += len(layer.weights)
-    slots = []
     amaxes = () if past is None else past.unbind()
     for (index, role, part), amax in zip(delayed_tensors(structure, backward), amaxes, strict=True):
         calls[index].amaxes[role, part] = amax
         if structure.record:
             slots.append(torch.zeros((), dtype=torch.float32, device=amax.device))
-            all_tensors[index].new_amaxes[role, part] = slots[-1]
+            states[index].graph.slots[role, part] = slots[-1]
     return calls, states, slots
