@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch, sharding
-from quantshard.errors import UnsupportedOperationError
+from quantshard.errors import RecipeMismatchError, UnsupportedOperationError
 from quantshard.formats import ALL, Orientation
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.activation_storage import HIGH_PRECISION
@@ -153,8 +153,15 @@ _structures: dict[str, StepStructure] = {}
 
 def stored_key(key: str, weights: Sequence[QuantizedTensor]) -> str:
     """Return the key of a structure whose weights are stored as these are."""
+    structure = structure_of(key)
+    for name, weight in zip(structure.weights, weights, strict=True):
+        if structure.recipe.table and weight.quantized_storage.spec != structure.recipe.weight:
+            raise RecipeMismatchError(
+                f"{name} of a compiled layer is stored as {weight.quantized_storage.spec}, but autocast's recipe is "
+                f"{structure.recipe.name!r}; enter autocast with the recipe of the weights"
+            )
     stored = tuple((weight.quantized_storage.spec, weight.quantized_storage.shard) for weight in weights)
-    return _register(replace(structure_of(key), stored=stored))
+    return _register(replace(structure, stored=stored))
 
 
 def _register(structure: StepStructure) -> str:
