@@ -309,7 +309,8 @@ class DelayedScale:
     def __init__(
         self, role: TensorRole, spec: QuantSpec, call: LinearContext, state: LinearState, weight_index: int
     ) -> None:
-        self._role, self._spec, self._call, self._state, self._weight_index = role, spec, call, state, weight_index
+        self._role, self._call, self._state, self._weight_index = role, call, state, weight_index
+        self._most_recent = spec.scaling.most_recent
         infers = state.stage is not None and state.stage.infers
         is_new = (role, weight_index) not in call.amaxes
         self.notes = is_new and state.record and not infers  # compiled layers have `record` from their trace
@@ -337,7 +338,7 @@ class DelayedScale:
         place = self._role, self._weight_index
         amax = self._call.amaxes.get(place)
         if amax is None:
-            amax = self._pass.past(self._histories[0], self._spec.scaling.most_recent, self._queue)
+            amax = self._pass.past(self._histories[0], self._most_recent, self._queue)
             if self._role is not TensorRole.GRAD_OUTPUT:
                 self._call.amaxes[place] = amax
         return amax

@@ -110,7 +110,7 @@ def _read_state(module: Tensor, key: str, needs: list[bool], after: Tensor | Non
     calls = _backward_calls(structure) if backward else _forward_calls(live, structure, module.device)
     amaxes = [_scale(structure, calls, states, tensor).amax for tensor in delayed_tensors(structure, backward)]
     past = torch.stack(amaxes) if amaxes else torch.empty(0, dtype=torch.float32, device=module.device)
-    repeated = torch.tensor([any(call.repeated for call in calls)], device="cpu")
+    repeated = torch.tensor([any(call.repeated for call in calls)], dtype=torch.bool, device="cpu")
     return [past, repeated, *_drawn(structure, states, needs, module.device)]
 
 
