@@ -249,18 +249,18 @@ def layers_of(step: StepArguments, backward: bool) -> tuple[list[LinearContext],
     past, repeated, numbers, draw_numbers = (*step.state, *[None] * 4)[:4]
     # an observer finds a layer by the key tensor of its weight
     live = _live_states(live_module(step.module, structure), structure) if structure.is_observed else None
-    states, first = list[LinearState](), 0
+    states, graphs, first = list[LinearState](), list[GraphState](), 0
     for index, layer in enumerate(structure.layers):
         calls[index].repeated = live is not None and bool(repeated)
         weights = [{} for _ in layer.weights] if live is None else live[index].weights
         plans = _PLANS.setdefault((step.key, index), LayerPlans())
-        graph = GraphState(numbers, draw_numbers, first)
-        states.append(LinearState(weights, None, None, structure.record, plans=plans, graph=graph))
+        graphs.append(GraphState(numbers, draw_numbers, first))
+        states.append(LinearState(weights, None, None, structure.record, plans=plans, graph=graphs[-1]))
         first += len(layer.weights)
     amaxes = () if past is None else past.unbind()
     for (index, role, part), amax in zip(delayed_tensors(structure, backward), amaxes, strict=True):
         calls[index].amaxes[role, part] = amax
         if structure.record:
             slots.append(torch.zeros((), dtype=torch.float32, device=amax.device))
-            states[index].graph.slots[role, part] = slots[-1]
+            graphs[index].slots[role, part] = slots[-1]
     return calls, states, slots

@@ -69,8 +69,8 @@ def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
     step = StepArguments(*arguments)
     calls, states, new_amaxes = operator_state.layers_of(step, False)
     biases, layers = iter(step.biases), []
-    for layer, weights, call, state in zip(step.structure.layers, step.weights(), calls, states, strict=True):
-        added = [None if dtype is None else next(biases) for dtype in layer.biases]
+    for structure, weights, call, state in zip(step.structure.layers, step.weights(), calls, states, strict=True):
+        added = [None if dtype is None else next(biases) for dtype in structure.biases]
         layers.append(PreparedLinear(weights, added, call, state))
     results = body(step, layers)
     tensors = [*results.outputs]
