@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +24,21 @@ NONNEGATIVE = frozenset(spec.role for spec in STATES if spec.nonnegative)
 
 SMALL_EPS = 2.0**-60
 """Smallest eps that keeps updates below a learning rate if v underflows, as for gradients below 1e-21."""
+
+
+class Bound(IntEnum):
+    """How a step is protected from stored moments that rounding has taken out of the range of exact ones.
+
+    With C = `largest_ratio`:
+
+    RATIO: m is first clamped to C sqrt(v), the range of every exact m. For a storage format of m that rounds small
+    values next to large ones up to far too large values, beside a format of v that does not.
+    UPDATE: m c1 / (sqrt(v c2) + eps) is clamped to `Hyperparameters.largest_update`. For other scaled formats of m.
+    """
+
+    NONE = 0
+    RATIO = 1
+    UPDATE = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,12 @@ class Hyperparameters:
         """Upper bound of |m| / sqrt(v) for any gradients; see the function of this name."""
         return largest_ratio(self.beta1, self.beta2)
 
+    @cached_property
+    def largest_update(self) -> Tensor:
+        """2 C c1 / sqrt(c2), twice the largest update that exact moments give: float32 scalar."""
+        correction1, correction2 = self.corrections
+        return 2.0 * self.largest_ratio * correction1 / correction2.double().sqrt().float()
+
 
 def largest_ratio(beta1: float, beta2: float) -> float:
     """C = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), float32; `math.inf` if b1^2 >= b2 and b1 > 0.
@@ -86,7 +108,7 @@ class AdamUpdate(NamedTuple):
 
 
 def adam(
-    grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters, bounded: bool = False
+    grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters, bound: Bound = Bound.NONE
 ) -> AdamUpdate:
     """Compute one Adam step in float32, out of place.
 
@@ -102,16 +124,13 @@ def adam(
     If v is 0 and eps is below `SMALL_EPS`, only weight decay is applied: the gradients were zero or their squares
     underflowed, so the quotient would be NaN or meaningless.
 
-    Args:
-        bounded: first clamp m to C sqrt(v), the range of every exact m (`largest_ratio`). Set it if the storage format
-            of m rounds small values next to large ones up to far too large values, and the format of v does not.
-            Otherwise an update could be thousands of learning rates.
+    Without a `bound` where the formats need one, an update could be thousands of learning rates.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
         grad = grad + h.weight_decay * master
     beta1, beta2 = float32(h.beta1), float32(h.beta2)
-    if bounded:
+    if bound is Bound.RATIO:
         limit = h.largest_ratio * numerics.sqrt(exp_avg_sq)
         exp_avg = torch.where(exp_avg > limit, limit, exp_avg)
         exp_avg = torch.where(exp_avg < -limit, -limit, exp_avg)
@@ -121,6 +140,9 @@ def adam(
     update = (exp_avg * correction1) / (numerics.sqrt(exp_avg_sq * correction2) + h.eps)
     if float32(h.eps) < SMALL_EPS:
         update = torch.where(exp_avg_sq == 0, 0.0, update)
+    if bound is Bound.UPDATE:
+        most = h.largest_update.to(master.device)
+        update = update.clamp(-most, most)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
     return AdamUpdate(master - h.lr * update, exp_avg, exp_avg_sq)

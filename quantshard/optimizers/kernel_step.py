@@ -26,7 +26,7 @@ from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
 from quantshard.numerics import adam
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters, float32
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters, float32
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, WEIGHT, StateSpec
@@ -87,13 +87,13 @@ class KernelStep:
         self,
         work: Sequence[ParameterStep],
         seed: int | None,
-        is_bounded: Callable[[Tensor], bool] | None = None,
+        bound: Callable[[Tensor], Bound] | None = None,
         workspace: Callable[[torch.device], Tensor] | None = None,
     ) -> bool:
         """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
 
-        `seed`: seed of the optimizer's random bits. `is_bounded`: argument `bounded` of `numerics.adam.adam`, by
-        parameter. `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
+        `seed`: seed of the optimizer's random bits. `bound`: argument `bound` of `numerics.adam.adam`, by parameter.
+        `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
         """
         if not self.enabled:
             self._work = work
@@ -106,7 +106,7 @@ class KernelStep:
         addresses = self._current_addresses(work)
         if is_new or addresses != self._addresses:
             self._work, self._addresses = (), []  # in case that a plan cannot be made
-            self._make_plans(work, is_bounded)
+            self._make_plans(work, bound)
             self._work, self._addresses = work, addresses
         if not self._rows:
             return False
@@ -144,7 +144,7 @@ class KernelStep:
         keys = [int(item.storage.state[KEY]) for item in work if item.has_draws and item.storage is not None]
         return [tensor.data_ptr() for tensor in tensors] + keys
 
-    def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
+    def _make_plans(self, work: Sequence[ParameterStep], bound: Callable[[Tensor], Bound] | None) -> None:
         self._captured += [plan.launches for plan in self._plans if plan.launches.is_captured]
         self._plans, self._rows = [], {}
         if not any(kernel_dispatch.has_kernels(item.local) for item in work):
@@ -154,8 +154,8 @@ class KernelStep:
             shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
             self._rows.setdefault((item.group_index, shape), item)
             row = [*self._rows].index((item.group_index, shape))
-            bounded = is_bounded is not None and is_bounded(item.param)
-            if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row, bounded)) is not None:
+            limit = Bound.NONE if bound is None else bound(item.param)
+            if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row, limit)) is not None:
                 by_device.setdefault(item.local.device, {})[index] = parameter
         for device, parameters in by_device.items():
             launches = StepLaunchPlan([*parameters.values()], len(self._rows), device)
@@ -230,7 +230,8 @@ def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tup
     l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
     columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
     if not isinstance(step, Tensor):
-        columns |= dict(zip(("correction1", "correction2"), map(float, settings.corrections), strict=True))
+        corrected = (*settings.corrections, settings.largest_update)
+        columns |= dict(zip(("correction1", "correction2", "most"), map(float, corrected), strict=True))
     return SettingsRow(step, settings.lr, columns, betas=betas, corrects=settings.bias_correction, ema_decay=ema_decay)
 
 
@@ -259,7 +260,7 @@ def _shared(
                 yield grids[number, role, name], state.shared[name]
 
 
-def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | None:
+def _parameter(item: ParameterStep, row: int, bound: Bound) -> StepParameter | None:
     """Describe a parameter for a plan; None if kernels do not support it."""
     states = {**item.targets, WEIGHT: item.weight}
     for_kernels = {role: tensors for role, state in states.items() if (tensors := state.for_kernels()) is not None}
@@ -270,7 +271,7 @@ def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | 
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(
         type(item.group.settings), Algorithm.ADAM
     )
-    return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bounded, algorithm)
+    return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)
 
 
 # Optimizers -------------------------------------------------------------------------------------------------------
@@ -324,12 +325,12 @@ class KernelOptimizer(ElementwiseOptimizer):
     def _kernels(self) -> KernelStep:
         return KernelStep(enabled=type(self).update is type(self).kernel_formula)
 
-    def _is_bounded(self, param: Tensor) -> bool:
-        """Return the argument `bounded` of `numerics.adam.adam` for a parameter."""
-        return False
+    def _bound(self, param: Tensor) -> Bound:
+        """Return the argument `bound` of `numerics.adam.adam` for a parameter."""
+        return Bound.NONE
 
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        if not self._kernels.take(plan.items, self._seed, self._is_bounded):
+        if not self._kernels.take(plan.items, self._seed, self._bound):
             return super()._start_updates(plan)
         flags = self._reduce_flags(plan, FlatMax(), self._kernels.exceeding())
         return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
@@ -345,7 +346,7 @@ class AdamOptimizer(KernelOptimizer):
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
         """Apply `numerics.adam.adam` to one parameter."""
-        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
+        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._bound(param))
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 
     kernel_formula = update
@@ -380,5 +381,7 @@ class AdamOptimizer(KernelOptimizer):
         squares."""
         return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
 
-    def _is_bounded(self, param: Tensor) -> bool:
-        return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None
+    def _bound(self, param: Tensor) -> Bound:
+        if self._states[param][EXP_AVG].storage is None:
+            return Bound.NONE
+        return Bound.RATIO if self._bounds_ratio else Bound.UPDATE

@@ -189,7 +189,7 @@ class Muon(AdamOptimizer):
             return torch.empty(matrices.workspace_size, dtype=torch.bfloat16, device=device)
 
         in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
-        in_kernels.append(self._kernels.take(matrices.others, self._seed, self._is_bounded))
+        in_kernels.append(self._kernels.take(matrices.others, self._seed, self._bound))
         exceeding = None
         if any(in_kernels):
             parts = [(bucket.indices, bucket.kernels.exceeding()) for bucket in matrices.buckets]

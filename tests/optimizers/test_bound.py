@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError
-from quantshard.numerics.adam import Hyperparameters, adam, largest_ratio
+from quantshard.numerics.adam import Bound, Hyperparameters, adam, largest_ratio
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
 
@@ -73,6 +73,7 @@ def test_no_update_is_beyond_the_bound(first, second):
     """
     within = (first, second) in {("fp8", "fp16"), *itertools.product(("fp8", "fp16"), ("bf16", "fp32"))}
     allowed = 1.0 if within else (1 + STEP_OF_CODE[first]) * (4 if second in ("fp16", "fp8") else 1 + 2.0**-7)
+    allowed = min(allowed, 2.0) if first in ("fp8", "fp16") else allowed
     allowed += 1e-5
     turn = (list(DTYPES).index(first) + list(DTYPES).index(second)) % 2
     for number, kind in enumerate(KINDS):
@@ -104,10 +105,26 @@ def test_what_is_within_keeps_its_bits_and_what_is_not_is_brought_to_the_edge():
     grad, master = torch.zeros(1000), torch.zeros(1000)
     for sign in (1, -1):
         inside = adam(grad, master, sign * edge, v, h)
-        assert all(map(torch.equal, adam(grad, master, sign * edge, v, h, bounded=True), inside))
-        assert all(map(torch.equal, adam(grad, master, sign * 2 * edge, v, h, bounded=True), inside))
-    nothing = adam(grad, master, torch.full((1000,), 0.5), torch.zeros(1000), h, bounded=True)
+        assert all(map(torch.equal, adam(grad, master, sign * edge, v, h, Bound.RATIO), inside))
+        assert all(map(torch.equal, adam(grad, master, sign * 2 * edge, v, h, Bound.RATIO), inside))
+    nothing = adam(grad, master, torch.full((1000,), 0.5), torch.zeros(1000), h, Bound.RATIO)
     assert not nothing.exp_avg.any() and not nothing.master.any()
+
+
+def test_updates_beyond_twice_the_largest_exact_one_are_clamped():
+    h = Hyperparameters(5, 1.0, 0.9, 0.999, 1e-8, 0.1, True, True)
+    v = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    m = 1.9 * h.largest_ratio * v.sqrt()
+    grad, master = torch.zeros(1000), torch.ones(1000)
+    for sign in (1, -1):
+        assert all(
+            map(torch.equal, adam(grad, master, sign * m, v, h, Bound.UPDATE), adam(grad, master, sign * m, v, h))
+        )
+        new = adam(grad, master, 4 * sign * m, v, h, Bound.UPDATE)
+        assert torch.equal(new.master, master - (sign * h.largest_update + 0.1 * master))
+        assert torch.equal(new.exp_avg, adam(grad, master, 4 * sign * m, v, h).exp_avg)
+    nan = adam(grad, master, torch.full((1000,), torch.nan), v, h, Bound.UPDATE)
+    assert nan.master.isnan().all()
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -11,7 +11,7 @@ import triton.language as tl
 from quantshard.kernels import language as ql
 from quantshard.kernels.optimizer.stored import SETTINGS
 
-LR, BETA1, REST1, BETA2, REST2, CORRECTION1, CORRECTION2, EPS, L2, DECAY, RATIO, SHARE, KEPT, NESTEROV = (
+LR, BETA1, REST1, BETA2, REST2, CORRECTION1, CORRECTION2, EPS, L2, DECAY, RATIO, MOST, SHARE, KEPT, NESTEROV = (
     tl.constexpr(column) for column in range(len(SETTINGS))
 )
 
@@ -57,15 +57,16 @@ def quotient_by_root(a, b, c):
 
 
 @triton.jit
-def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
-    """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
+def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUND: tl.constexpr):
+    """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside. BOUND: a
+    `numerics.adam.Bound`."""
     lr, beta1, rest1 = tl.load(settings + LR), tl.load(settings + BETA1), tl.load(settings + REST1)
     beta2, rest2 = tl.load(settings + BETA2), tl.load(settings + REST2)
     correction1, correction2 = tl.load(settings + CORRECTION1), tl.load(settings + CORRECTION2)
     eps, l2, decay = tl.load(settings + EPS), tl.load(settings + L2), tl.load(settings + DECAY)
     if l2 != 0:
         grad = grad + l2 * master
-    if BOUNDED:
+    if BOUND == 1:
         limit = tl.load(settings + RATIO) * tl.sqrt_rn(exp_avg_sq)
         exp_avg = tl.where(exp_avg > limit, limit, exp_avg)
         exp_avg = tl.where(exp_avg < -limit, -limit, exp_avg)
@@ -74,6 +75,8 @@ def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
     update = quotient_by_root(exp_avg * correction1, exp_avg_sq * correction2, eps)
     if eps < 2.0**-60:
         update = tl.where(exp_avg_sq == 0, 0.0, update)
+    if BOUND == 2:
+        update = ql.saturate(update, tl.load(settings + MOST))
     if decay != 0:
         update = update + decay * master
     master = master - lr * update

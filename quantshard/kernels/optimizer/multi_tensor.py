@@ -205,10 +205,10 @@ def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECE
 @triton.jit
 def corrections_kernel(
     steps, rates, decays, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
-    CORRECTION: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
+    CORRECTION: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Write into a step's table, for each group: step, lr, the factor of weight decay, 1 / (1 - beta**step) as in
-    `Hyperparameters.corrections`, and `adam.average_share`.
+    `Hyperparameters.corrections`, `Hyperparameters.largest_update`, and `adam.average_share`.
 
     `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and the factor of weight decay. `decays`: float64 [groups,
     3], both betas and the decay of averages. `corrected`: int64 [groups], bias correction flags.
@@ -230,3 +230,7 @@ def corrections_kernel(
         else:
             correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
             tl.store(settings + group * SETTINGS + CORRECTION + index, correction)
+            if index == 0:
+                most = 2.0 * tl.load(settings + group * SETTINGS + RATIO) * correction
+            else:
+                tl.store(settings + group * SETTINGS + MOST, tl.div_rn(most, tl.sqrt_rn(correction)))

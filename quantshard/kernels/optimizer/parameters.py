@@ -23,7 +23,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StepParameter, StoredTensor
+from quantshard.kernels.optimizer.stored import Algorithm, PlainTensor, ScaledTensor, StepParameter, StoredTensor
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateKind
 
 COLS, HEIGHT, LINE = 128, 128, 2048  # columns and total height of a program's tiles; length of a vector's tile
@@ -146,11 +146,21 @@ def step_kernel_config(
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
     chunks = 1 if tile[0] == 1 else HEIGHT * COLS // math.prod(tile)
     is_split = master is not None and master.kind is StateKind.SPLIT
-    return ks.StepKernelConfig(
-        *tile, chunks, aligned, by_four, high, _is_float32(master), p.bounded, p.algorithm.value, len(specs),
+    config = ks.StepKernelConfig(
+        *tile, chunks, aligned, by_four, high, _is_float32(master), p.bound.value, p.algorithm.value, len(specs),
         state1, remaining[0] if remaining else ABSENT, _split(p.weight, writes_states) if is_split else state(MASTER),
         rowwise, weight(Orientation.COLUMNWISE), state(AVERAGE),
     )  # fmt: skip
+    return config._replace(only_raises=not (writes_states or writes_weight) and _only_raises(config))
+
+
+def _only_raises(config: ks.StepKernelConfig) -> bool:
+    """True if a pass that measures amaxes measures the weight's only, and the largest update is known."""
+    weight = config.weight
+    of_tensor = weight.measures_second != (weight.measures and weight.row_all and weight.col_all)
+    others = [state for state in config if isinstance(state, ks.StateConfig) and state is not weight]
+    is_bounded = config.bound > 0 if config.algorithm == Algorithm.ADAM else config.algorithm == Algorithm.LION
+    return of_tensor and is_bounded and not any(state.measures or state.measures_second for state in others)
 
 
 def _tile(p: StepParameter, aligned: bool) -> tuple[int, int]:

@@ -329,7 +329,8 @@ class StepLaunchPlan:
         launch_kernel(
             km.corrections_kernel, (self.rows,), self.device,
             torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
-            ks.GROUP_COLUMNS.value, len(SETTINGS), *map(SETTINGS.index, ("correction1", "share", "kept")),
+            ks.GROUP_COLUMNS.value, len(SETTINGS),
+            *map(SETTINGS.index, ("correction1", "ratio", "most", "share", "kept")),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 

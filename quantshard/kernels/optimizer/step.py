@@ -67,7 +67,7 @@ def update_tile(tile, region, entry, gradients, groups, settings, GRAD: tl.const
         direction = ks.load_plain(tl.load(gradient_row + ks.DIRECTION), tile, tl.bfloat16, CONFIG)
         master = formulas.muon(master, direction, group_settings)
     else:
-        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, CONFIG.bounded)
+        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, CONFIG.bound)
     key = random_key(entry, gradients, groups, 0, False)  # both states share it
     random_bits = ks.state_random_bits(key, tile, FIRST if FIRST.stochastic else SECOND, CONFIG)
     measure(state1, entry, ks.STATE1, tile, region, FIRST, CONFIG)
@@ -120,7 +120,9 @@ def step_kernel(
         return
     region, row, end, col = tiles_of(entry, CONFIG)
     operands = (entry, gradients, groups, settings)
-    if CONFIG.high:
+    if CONFIG.only_raises:
+        raise_amax(row, end, col, region, operands, GRAD, CONFIG)
+    elif CONFIG.high:
         update_high(row, end, col, region, operands, GRAD, CONFIG)
     else:
         update_low(row, end, col, region, operands, GRAD, CONFIG)
@@ -157,6 +159,98 @@ def even_bfloat16(x):
     """
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def raise_amax(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.constexpr):
+    """Measure the amax of the new weights, for passes that do nothing else.
+
+    A step moves a weight by at most a learning rate times the largest update. Nearly all weights are so much smaller
+    than the largest that they cannot exceed it, so most programs need nothing but their codes. The measured amax is a
+    lower bound of the new one, whatever was skipped.
+    """
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    ROWS: tl.constexpr = CONFIG.rows
+    entry, gradients, groups, settings = operands
+    slot = ks.slot_of(entry, ks.WEIGHT)
+    measured = ks.pointer(slot.new_second if WEIGHT_STATE.measures_second else slot.measured, tl.float32, False)
+    before = tl.load(measured, volatile=True)  # volatile, because other multiprocessors raise it
+    low, high = amax_of_program(row, col, region, entry, slot, CONFIG)
+    least, most = amax_after(low, high, entry, settings, CONFIG)
+    if (most < before) == 0:  # also if one of them is NaN
+        tl.atomic_max(ql.as_bits(measured), least.to(tl.int32, bitcast=True), sem="relaxed")
+        while row < end:
+            tile = ks.tile_at(row, col, region, CONFIG)
+            amax = largest(master_amaxes(tile, region, entry, CONFIG))
+            _, most = amax_after(amax, amax, entry, settings, CONFIG)
+            if (most < tl.load(measured, volatile=True)) == 0:
+                x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+                measure(x, entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+            row += ROWS
+
+
+@triton.jit
+def amax_of_program(row, col, region, entry, slot, CONFIG: tl.constexpr):
+    """Lower and upper bound of the amax of a program's weights before the step."""
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    ROWS: tl.constexpr = CONFIG.rows
+    COLS: tl.constexpr = CONFIG.cols
+    CHUNKS: tl.constexpr = CONFIG.chunks
+    element: tl.constexpr = WEIGHT_STATE.rule.element
+    HAS_CODES: tl.constexpr = MASTER_STATE.kind == ks.ABSENT or MASTER_STATE.kind == ks.SPLIT
+    if HAS_CODES and WEIGHT_STATE.measures and element.bits == 8:
+        # the low bytes of a SPLIT master move a weight by half a step of its codes at most
+        codes = tl.zeros((ROWS, COLS), tl.int32)
+        for c in tl.static_range(CHUNKS):
+            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
+            codes = tl.maximum(codes, ks.load_tile(slot.codes, tile, tl.uint8, CONFIG).to(tl.int32) & element.magnitude)
+        code = tl.zeros((1, 1), tl.int32) + tl.max(tl.max(codes, 1), 0)
+        scale = tl.load(ks.pointer(slot.scale, tl.float32, False))
+        low = ql.decode(tl.maximum(code - 1, 0).to(tl.uint8), element) * scale
+        high = ql.decode(tl.minimum(code + 1, element.magnitude).to(tl.uint8), element) * scale
+        return largest(low.to(tl.int32, bitcast=True)), largest(high.to(tl.int32, bitcast=True))
+    else:
+        top = ks.zero_amaxes(CONFIG)
+        for c in tl.static_range(CHUNKS):
+            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
+            top = tl.maximum(top, master_amaxes(tile, region, entry, CONFIG))
+        return largest(top), largest(top)
+
+
+@triton.jit
+def largest(bits):
+    """The largest of a tile of nonnegative float32 bits, as float32."""
+    return tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def master_amaxes(tile, region, entry, CONFIG: tl.constexpr):
+    """The amaxes of each four neighbours of a tile before the step, as bits."""
+    MASTER_STATE: tl.constexpr = CONFIG.master
+    WEIGHT_STATE: tl.constexpr = CONFIG.weight
+    if MASTER_STATE.kind != ks.ABSENT:
+        x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+    else:
+        x = ks.read_state(entry, ks.WEIGHT, tile, region, WEIGHT_STATE, CONFIG)
+    amaxes = ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, 4, FOURS=CONFIG.aligned)
+    return amaxes.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def amax_after(low, high, entry, settings, CONFIG: tl.constexpr):
+    """Bounds of the amax of new weights, given bounds of the amax before the step. The lower bound can be negative.
+
+    The largest update is 1 for Lion. For Adam it is twice what exact moments give, which covers rounding.
+    """
+    group_settings = settings + tl.load(entry + ks.GROUP_ROW) * ks.SETTINGS_COLUMNS
+    lr, decay = tl.load(group_settings + formulas.LR), tl.load(group_settings + formulas.DECAY)
+    if CONFIG.algorithm == ks.ADAM:
+        largest_update = tl.load(group_settings + formulas.MOST)
+    else:
+        largest_update = 1.0
+    shrinks, moves = lr * decay, lr * largest_update * 1.0001
+    return low * (0.9999 - shrinks) - moves, high * (1.0001 + shrinks) + moves
 
 
 @triton.jit

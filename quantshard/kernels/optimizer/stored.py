@@ -82,7 +82,7 @@ class StepParameter:
 
     `stored`: tensors by role; without a master, the weight is read. `group`: number of its row of settings. `stream`:
     the first of its random streams under the optimizer's seed: one per state, the master, and the weight. `rng_key`,
-    `weight_stream`: random bits of a scaled weight without a master. `bounded`: see `numerics.adam.adam`.
+    `weight_stream`: random bits of a scaled weight without a master. `bound`: see `numerics.adam.adam`.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -91,7 +91,7 @@ class StepParameter:
     stream: int = 0
     rng_key: int = 0
     weight_stream: int = 0
-    bounded: bool = False
+    bound: adam.Bound = adam.Bound.NONE
     algorithm: Algorithm = Algorithm.ADAM
 
     @property
@@ -117,7 +117,7 @@ class StepParameter:
 
 
 SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
-                   "ratio", "share", "kept", "nesterov")  # fmt: skip
+                   "ratio", "most", "share", "kept", "nesterov")  # fmt: skip
 """Columns of settings, float32. For Muon the betas are the weights of its two interpolations."""
 
 

@@ -60,7 +60,7 @@ def stepped(
         nn.Parameter(w.bfloat16() if cell is None else quantize_weight(w, cell, dtype=torch.bfloat16))
         for w in weights(shapes, device)
     ]
-    optimizer = _OPTIMIZERS[by](params, lr=1e-5, weight_decay=0.1, **options)
+    optimizer = _OPTIMIZERS[by](params, **{"lr": 1e-5, "weight_decay": 0.1, **options})
     return with_gradients(params, torch.bfloat16), optimizer
 
 
