@@ -189,12 +189,14 @@ def _read_state_shapes(module: Tensor, key: str, needs: list[bool], after: Tenso
 
 
 def _record_amaxes(module: Tensor, key: str, backward: bool, repeated: Tensor, amaxes: Tensor) -> Tensor:
-    """Record the new amaxes [delayed tensors] of a pass, unless it was a recomputed forward."""
+    """Record the new amaxes [delayed tensors] of a pass, unless it recomputed a forward or inferred shapes."""
     structure = structure_of(key)
     if not repeated:
         states, calls = _live_states(live_module(module, structure), structure), _backward_calls(structure)
         for tensor, amax in zip(delayed_tensors(structure, backward), amaxes.clone().unbind(), strict=True):
-            _scale(structure, calls, states, tensor).add(amax)
+            scale = _scale(structure, calls, states, tensor)
+            if scale.notes:
+                scale.add(amax)
     # a tensor, because torch 2.13's Inductor would use a previous output after freeing it
     return torch.empty(0, dtype=torch.float32, device="cpu")
 
