@@ -139,9 +139,8 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:
             raise UnsupportedOperationError(
-                f"activation recomputation called the layer of {names!r} more often than the first forward did, or "
-                "compiled in another autocast; do the same each time, and enter autocast inside the checkpointed "
-                "function"
+                f"activation recomputation called the layer of {names!r} more often than the first forward did; "
+                "a checkpointed function must do the same each time"
             )
         if setting is not None and settings.registered[setting].recipe != first.recipe:
             raise UnsupportedOperationError(

@@ -84,9 +84,8 @@ def call_operator(
     facts["is_observed"] = observation.active is not None
     key = structure_key(tuple(layer_fields), weights[0].dtype, first.stored, first.record, first.setting, **facts)
     state: list[Tensor] = []
-    if operator_state.in_forward("reads", key):
+    if count := operator_state.in_forward("tensors read", key):
         state = torch.ops.quantshard.read_state(first.module, key, [], None)
-    count = operator_state.in_forward("tensors read", key)
     biases = [bias for layer in layers for bias in layer.biases if bias is not None]
     full_name = f"{name}_drawing" if operator_state.in_forward("draws", key) else name
     outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(

@@ -1,6 +1,6 @@
 """State of compiled layers: past amaxes and random draws enter a graph as tensors, and new amaxes leave it as tensors.
 
-    read_state      before a pass of a step: checks the layers, reads past amaxes and counts draws
+    read_state      before a pass that needs them: reads past amaxes and counts draws
     record_amaxes   after a pass under delayed scaling: records the new amaxes
     fetch_copy      gathers the copy of a weight that FSDP2 did not gather
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import limits, private_torch
+from quantshard import kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm.operands import OperandPlan, OperandUsage
 from quantshard.modules.contexts import context, recompute, settings
@@ -68,22 +68,14 @@ def draws(structure: StepStructure, backward: bool) -> bool:
 
 
 def tensors_read(structure: StepStructure, backward: bool) -> int:
-    """How many tensors of `read_state` a pass computes with."""
+    """How many tensors of `read_state` a pass computes with; 0: it does not call that."""
     if draws(structure, backward):
         return 4
-    return 2 if structure.is_observed else int(bool(delayed_tensors(structure, backward)))
-
-
-def reads(structure: StepStructure, backward: bool) -> bool:
-    """Return whether a pass computes with the result of `read_state`, or must be checked by it."""
-    is_checked = settings.registered[structure.setting].strict or (
-        structure.setting == settings.NO_AUTOCAST and structure.is_stored and structure.is_trained
-    )
-    return tensors_read(structure, backward) > 0 or (is_checked and not backward)
+    return 1 + structure.is_observed if delayed_tensors(structure, backward) else 0
 
 
 _FACTS: dict[str, Callable[[StepStructure, bool], int]] = {
-    "reads": reads, "tensors read": tensors_read, "draws": draws, "records": records
+    "tensors read": tensors_read, "draws": draws, "records": records
 }  # fmt: skip
 
 
@@ -142,7 +134,7 @@ def _live_states(module: LinearModule, structure: StepStructure) -> list[LinearS
 
 def _forward_calls(module: LinearModule, structure: StepStructure, device: torch.device) -> list[LinearContext]:
     """Check the weights, and return the context of each layer's call."""
-    if structure.setting == settings.NO_AUTOCAST and structure.is_trained:
+    if structure.setting == settings.NO_AUTOCAST and structure.is_stored and structure.is_trained:
         limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     calls = []
     for layer in structure.layers:
@@ -249,11 +241,14 @@ def layers_of(step: StepArguments, backward: bool) -> tuple[list[LinearContext],
     """Context and state of each layer in the body of an operator, and the slots of new amaxes."""
     structure, calls, slots = step.structure, _backward_calls(step.structure), list[Tensor]()
     past, repeated, numbers, draw_numbers = (*step.state, *[None] * 4)[:4]
+    if not (backward or step.state or kernels.tracing.on):
+        calls = _forward_calls(live_module(step.module, structure), structure, step.x.device)
     # an observer finds a layer by the key tensor of its weight
     live = _live_states(live_module(step.module, structure), structure) if structure.is_observed else None
     states, graphs, first = list[LinearState](), list[GraphState](), 0
     for index, layer in enumerate(structure.layers):
-        calls[index].repeated = live is not None and bool(repeated)
+        if live is not None and repeated is not None:
+            calls[index].repeated = bool(repeated)
         weights = [{} for _ in layer.weights] if live is None else live[index].weights
         plans = _PLANS.setdefault((step.key, index), LayerPlans())
         graphs.append(GraphState(numbers, draw_numbers, first))
