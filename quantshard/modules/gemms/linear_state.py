@@ -86,7 +86,7 @@ class LayerPlans:
 
 @dataclass
 class GraphState:
-    """What replaces amax histories and RNG counters of a layer in a compiled graph (see `operator_state`).
+    """State of a layer in a compiled graph, instead of amax histories and RNG counters (see `operator_state`).
 
     `numbers`: key and stream of the step's weights, int64 [weights, 2] as int32 on the CPU. `draws`: the number of
     their draws. `first`: index of the layer's first weight. `slots`: (role, weight index) -> slot of a new amax.
@@ -335,12 +335,12 @@ class DelayedScale:
     @cached_property
     def amax(self) -> Tensor:
         """The amax to scale by."""
-        place = self._role, self._weight_index
-        amax = self._call.amaxes.get(place)
+        key = self._role, self._weight_index
+        amax = self._call.amaxes.get(key)
         if amax is None:
             amax = self._pass.past(self._histories[0], self._most_recent, self._queue)
             if self._role is not TensorRole.GRAD_OUTPUT:
-                self._call.amaxes[place] = amax
+                self._call.amaxes[key] = amax
         return amax
 
     def slot(self, device: torch.device) -> Tensor:

@@ -206,8 +206,8 @@ def _fetch_copy(module: Tensor, key: str, index: int, names: list[str], after: T
 
 def _fetch_copy_shapes(module: Tensor, key: str, index: int, names: list[str], after: Tensor | None) -> list[Tensor]:
     spec, shard = structure_of(key).stored[index]
-    components = [spec.format.by_name[name] for name in names]
-    return [module.new_empty(shard.component_shape(each), dtype=each.encoding.storage) for each in components]
+    parts = [spec.format.by_name[name] for name in names]
+    return [module.new_empty(shard.component_shape(part), dtype=part.encoding.storage) for part in parts]
 
 
 def _register(name: str, schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> None:
