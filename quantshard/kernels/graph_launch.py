@@ -171,8 +171,8 @@ ArgumentsOf = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
 """Function that fills the tensors of a launch into the places of its arguments."""
 
 
-@lru_cache(MOST_PROGRAMS)
-def _program(program: str) -> tuple[Any, tuple[int, ...], ArgumentsOf, dict[str, Any]]:
+def _decoded(program: str) -> tuple[Any, tuple[int, ...], ArgumentsOf, dict[str, Any]]:
+    """The kernel, grid, arguments and options of a program."""
     (module, name), grid, templates, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
     constants: list[Any] = []
     # compiled: a call for each argument would take the host longer than the launch
@@ -200,12 +200,15 @@ def _expression(template: Any, constants: list[Any]) -> str:
     return f"constants[{len(constants) - 1}]"
 
 
-def register(launch_kernel: Callable[..., None]) -> None:
-    """Register the operator, which calls `launch_kernel`."""
+def register(launch_of: Callable[..., Callable[[list[Tensor], list[Tensor]], None]]) -> None:
+    """Register the operator. `launch_of` returns the launch of a kernel, grid, arguments and options."""
+
+    @lru_cache(MOST_PROGRAMS)
+    def decoded(program: str) -> Callable[[list[Tensor], list[Tensor]], None]:
+        return launch_of(*_decoded(program))
 
     def launch(program: str, written: list[Tensor], read: list[Tensor]) -> None:
-        kernel, grid, arguments_of, options = _program(program)
-        launch_kernel(kernel, grid, (written or read)[0].device, *arguments_of(written, read), **options)
+        decoded(program)(written, read)
 
     torch.library.define("quantshard::sum_rows", "(Tensor x) -> Tensor")
     torch.library.impl("quantshard::sum_rows", "default", _sum_rows)

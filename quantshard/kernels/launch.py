@@ -21,10 +21,12 @@ GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 import triton
+from torch import Tensor
 from torch.accelerator import current_device_index
 
 from quantshard.kernels import graph_launch, tracing
@@ -79,8 +81,12 @@ _VARIANTS: dict[int, KernelVariants] = {}
 """Variants of each kernel that is launched directly, by the kernel's id."""
 
 
-def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any
+) -> tuple[Any, ...] | None:
     """Run `kernel[grid](*args, **options)` on a device. On the meta device, return without a launch.
+
+    Return the compiled variant if it was launched directly.
 
     Args:
         kernel: a function from `triton.jit`.
@@ -91,16 +97,16 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
     """
     if tracing.on:
         graph_launch.record(kernel, grid, args, options)
-        return
+        return None
     index = device.index
     if index is None:  # the CPU, or the current device
         if device.type != "meta":
             kernel[grid](*args, **options)
-        return
+        return None
     if index != current_device_index():  # Triton launches on the current device, wherever the tensors are
         with torch.cuda.device(index):
             launch_kernel(kernel, grid, device, *args, **options)
-        return
+        return None
     variants = _VARIANTS.get(id(kernel))
     if (
         variants is None
@@ -110,7 +116,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
         kernel[grid](*args, **options)
         if variants is None and _is_known(kernel):
             _VARIANTS[id(kernel)] = KernelVariants(kernel, args)
-        return
+        return None
     count = variants.arguments
     arguments: Any = args[:count]
     if variants.tuples:  # as plain tuples: Triton would copy named tuples twice
@@ -124,16 +130,56 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
     variant = variants.compiled.get(key)
     if variant is None:
         variants.keep(key, kernel[grid](*args, **options), len(args))
-        return
+        return None
     run, stream, function, metadata, placeholders, _ = variant
     dims = len(grid)
     run(
         grid[0], grid[1] if dims > 1 else 1, grid[2] if dims > 2 else 1, stream(index), function, metadata,
         None, None, None, *args, *placeholders,
     )  # fmt: skip
+    return variant
 
 
-graph_launch.register(launch_kernel)
+class RepeatedLaunch:
+    """A launch whose tensors alone differ between calls.
+
+    Its variants are found by the kinds of the tensors, without the other arguments.
+
+    `arguments_of`: function that fills tensors into the places of the arguments.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], arguments_of: Callable[..., tuple[Any, ...]], options: dict[str, Any]
+    ) -> None:
+        self.kernel, self.grid, self.arguments_of, self.options = kernel, grid, arguments_of, options
+        self.padded_grid = (*grid, 1, 1)[:3]
+        self.variants: dict[Any, tuple[Any, ...]] = {}
+
+    def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        """Launch on the device of the tensors."""
+        tensors = (*written, *read)
+        device = tensors[0].device
+        key = None
+        if KNOWN_TRITON:
+            key = device.index, native_specialize_impl(BaseBackend, tensors, False, True, True)
+            variant = self.variants.get(key)
+            if (
+                variant is not None
+                and device.index == current_device_index()
+                and not (_ENTER or _EXIT or _RUNTIME or _COMPILATION or self.kernel.pre_run_hooks)
+            ):
+                run, stream, function, metadata, placeholders, _ = variant
+                run(
+                    *self.padded_grid, stream(device.index), function, metadata, None, None, None,
+                    *self.arguments_of(written, read), *placeholders,
+                )  # fmt: skip
+                return
+        variant = launch_kernel(self.kernel, self.grid, device, *self.arguments_of(written, read), **self.options)
+        if variant is not None:
+            self.variants[key] = variant
+
+
+graph_launch.register(RepeatedLaunch)
 
 
 def _is_known(kernel: Any) -> bool:
