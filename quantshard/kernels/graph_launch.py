@@ -64,7 +64,10 @@ def traced_launches() -> Iterator[None]:
 
 
 class HostNumber:
-    """An integer argument of a launch: an entry of a tensor on the CPU, which each run of a graph reads."""
+    """An integer argument of a launch: an entry of a tensor on the CPU, which each run of a graph reads.
+
+    Kernels must not be specialized for such arguments (`do_not_specialize`), because a graph keeps compiled variants.
+    """
 
     def __init__(self, numbers: Tensor, row: int, column: int) -> None:
         self.numbers, self.row, self.column = numbers, row, column
