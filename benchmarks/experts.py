@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import quantshard as qs
 from benchmarks.timing import milliseconds
-from quantshard.gemm import hardware
+from quantshard.modules import grouped_linear
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current", "block", "mxfp8")
@@ -88,11 +88,11 @@ class Given(NamedTuple):
 @contextmanager
 def at_once_up_to(largest: int) -> Iterator[None]:
     """Experts of no more than so many multiplications are computed at once."""
-    before, hardware.LARGEST_GROUPED = hardware.LARGEST_GROUPED, largest
+    before, grouped_linear.LARGEST_GROUPED = grouped_linear.LARGEST_GROUPED, largest
     try:
         yield
     finally:
-        hardware.LARGEST_GROUPED = before
+        grouped_linear.LARGEST_GROUPED = before
 
 
 def ours(given: Given, recipe: str, at_once: bool, on_device: bool = False) -> Step:

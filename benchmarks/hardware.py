@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantshard import recipe
-from quantshard.gemm import hardware
+from quantshard.gemm import predictions
 from quantshard.tools.cli.doctor import OK, WRONG, recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def not_run(kind: Kind) -> list[str]:
         cell = recipe.resolve(name).weight
         if cell is None:
             continue
-        products = [p for p in hardware.products_of(cell) if kind.capability and p.is_of(kind.capability)]
+        products = [p for p in predictions.products_of(cell) if kind.capability and p.is_of(kind.capability)]
         (emulated if not products else native if any(p.seen for p in products) else unseen).append(name)
     told = [", ".join(native)] if native else []
     if unseen:

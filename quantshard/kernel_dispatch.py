@@ -311,7 +311,7 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
 
 def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
     """Append amaxes [n] to n histories with a kernel. Return False, without recording, if no kernel can run."""
-    if not has_kernels(amaxes) or not _lie_on(histories, amaxes.device):
+    if not _have_kernels(histories, amaxes):
         return False
     history_kernel.record(histories, amaxes.contiguous())
     return True
@@ -319,13 +319,13 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
 
 def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor | None:
     """Compute `delayed_scaling.history_amaxes` with a kernel. Return None if no kernel can run."""
-    device = histories[0].device
-    if not has_kernels(histories[0]) or not _lie_on(histories, device):
-        return None
-    return history_kernel.pasts(histories, most_recent, stride)
+    return history_kernel.pasts(histories, most_recent, stride) if _have_kernels(histories, histories[0]) else None
 
 
-def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
-    devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
-    is_on_device = devices == {histories[0].get_device()} and histories[0].device == device
+def _have_kernels(histories: Sequence[Tensor], like: Tensor) -> bool:
+    """True if kernels process all histories, on the device of `like`."""
+    if not has_kernels(like) or histories[0].device != like.device:
+        return False
+    # map: there can be hundreds of experts' histories
+    is_on_device = set(map(Tensor.get_device, histories)) == {like.get_device()}
     return is_on_device and all(map(Tensor.is_contiguous, histories))

@@ -14,14 +14,14 @@ import quantshard as qs
 from quantshard import kernels, limits, sharding
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Orientation
-from quantshard.gemm import hardware, operands
+from quantshard.gemm import operands, predictions
 from quantshard.recipe import QuantSpec, Recipe, resolve
 
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with a native path for every GEMM."""
-    monkeypatch.setattr(hardware, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
+    monkeypatch.setattr(predictions, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
 
 
 def linear(recipe: str | Recipe = "current", **options: Any) -> qs.Linear:
@@ -82,9 +82,9 @@ def test_only_cuts_of_tensor_parallelism_inside_blocks_fall_back(start: int, cro
     storage = linear("block").weight.quantized_storage
     storage.shard = sharding.whole((300, 96)).piece(0, start, 100)
     device = torch.device("cpu")
-    assert "cut blocks" not in hardware.fallbacks(storage, resolve("block"), device)
+    assert "cut blocks" not in predictions.fallbacks(storage, resolve("block"), device)
     storage.gathered = True
-    assert ("cut blocks" in hardware.fallbacks(storage, resolve("block"), device)) is crosses
+    assert ("cut blocks" in predictions.fallbacks(storage, resolve("block"), device)) is crosses
 
 
 def test_emulation_is_a_fallback() -> None:
@@ -108,13 +108,13 @@ def test_not_strict_raises_nothing_and_gives_the_same_bits() -> None:
 def test_recomputation_stays_strict() -> None:
     """The second forward runs after autocast was left."""
     layer, x = linear(), torch.ones(2, 96, requires_grad=True)
-    gemm_path = hardware.gemm_path
+    gemm_path = predictions.gemm_path
     try:
-        hardware.gemm_path = lambda cell, device, recipe=None: ("native", "tried")  # type: ignore[assignment]
+        predictions.gemm_path = lambda cell, device, recipe=None: ("native", "tried")  # type: ignore[assignment]
         with qs.autocast(recipe="current", strict=True):
             out = qs.checkpoint(layer, x)
     finally:
-        hardware.gemm_path = gemm_path
+        predictions.gemm_path = gemm_path
     with pytest.raises(FallbackError):
         out.sum().backward()
 
@@ -124,16 +124,16 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     assert cells
     for cell in cells:
         storage = operands.quantize_operand(torch.ones(32, 96), cell)
-        assert "dgrad dequantizes" in hardware.fallbacks(storage, None, torch.device("cpu"))
+        assert "dgrad dequantizes" in predictions.fallbacks(storage, None, torch.device("cpu"))
 
 
 def test_a_gpu_without_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, recipe = linear().weight.quantized_storage, resolve("current")
     for usable in (True, False):
         monkeypatch.setattr(kernels, "USABLE", usable)
-        assert ("no kernels" in hardware.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
-        assert "no kernels" not in hardware.fallbacks(weight, recipe, torch.device("cpu"))
-        assert "no kernels" not in hardware.fallbacks(None, resolve("bf16"), torch.device("cuda"))
+        assert ("no kernels" in predictions.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
+        assert "no kernels" not in predictions.fallbacks(weight, recipe, torch.device("cpu"))
+        assert "no kernels" not in predictions.fallbacks(None, resolve("bf16"), torch.device("cuda"))
 
 
 def test_explain_names_them_and_strict_raises() -> None:
@@ -162,7 +162,7 @@ def test_every_recipe_is_as_the_table_says() -> None:
     for name in ("delayed", "current", "block", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        assert "dgrad dequantizes" not in hardware.fallbacks(
+        assert "dgrad dequantizes" not in predictions.fallbacks(
             linear(name).weight.quantized_storage, resolve(name), torch.device("cpu")
         )
 

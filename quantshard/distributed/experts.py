@@ -119,9 +119,9 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     indices = experts.reshape(-1)
     m_splits: list[int] | Tensor
     if num_local == num_experts and kernel_dispatch.has_kernels(indices):
-        m_splits, route = _stays(indices, num_experts, choices, group)
+        m_splits, route = _local_route(indices, num_experts, choices, group)
     else:
-        m_splits, route = _goes(indices, num_experts, num_local, choices, group)
+        m_splits, route = _exchanged_route(indices, num_experts, num_local, choices, group)
     order = route.order
     rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
     rows = _AllToAllRows.apply(rows, route, True)
@@ -130,7 +130,9 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     return Dispatch(rows, m_splits, route)
 
 
-def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None) -> tuple[Tensor, TokenRoute]:
+def _local_route(
+    chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, TokenRoute]:
     """Return the rows per expert and their route if one rank has all experts. Does not wait for the device."""
     ordered, order = chosen.sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
@@ -140,23 +142,14 @@ def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup 
     return bounds.diff(), TokenRoute(order, [rows], [rows], None, choices, group)
 
 
-def _goes(
-    chosen: Tensor, num_experts: int, here: int, choices: int, group: dist.ProcessGroup | None
+def _exchanged_route(
+    chosen: Tensor, num_experts: int, num_local: int, choices: int, group: dist.ProcessGroup | None
 ) -> tuple[list[int], TokenRoute]:
     """Return the rows per expert of this rank, and their route from and to all ranks."""
-    sent, received = _exchange_counts(chosen, num_experts, here, group)
-    order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
-    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
-    return received.sum(0).tolist(), route
-
-
-def _exchange_counts(
-    chosen: Tensor, num_experts: int, here: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Return the numbers of sent and received rows per expert [ranks, experts of a rank], int64 on the CPU."""
     outside = ((chosen < 0) | (chosen >= num_experts)).sum().view(1, 1)
-    sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, here)
-    # The last column reports a wrong index to all ranks, so that no rank waits for tokens.
+    # [ranks, experts of a rank]
+    sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, num_local)
+    # the last column reports a wrong index to all ranks, so that no rank waits for tokens
     sent = received = torch.cat([sent, outside.expand(len(sent), 1)], 1)
     if group is not None and len(sent) > 1:
         received = torch.empty_like(sent)
@@ -167,16 +160,14 @@ def _exchange_counts(
             f"dispatch_tokens: {int(received[:, -1].sum())} entries of experts are not in 0 to {num_experts - 1}, on "
             f"the ranks {received[:, -1].nonzero().flatten().tolist()} of the mesh; look at the router"
         )
-    return sent[:, :-1], received[:, :-1]
-
-
-def _sorting(received: Tensor, like: Tensor) -> Tensor | None:
-    """Return the order by expert, then rank, of rows that arrive by rank, then expert; see `TokenRoute.sorting`."""
-    ranks, num_local = received.shape
-    if ranks == 1 or num_local == 1:
-        return None
-    expert = torch.arange(num_local, device="cpu").repeat(ranks).repeat_interleave(received.flatten())
-    return expert.argsort(stable=True).to(like.device)
+    sent, received = sent[:, :-1], received[:, :-1]
+    order, sorting = chosen.argsort(stable=True), None
+    if len(received) > 1 and num_local > 1:
+        # rows arrive by rank, then expert
+        expert = torch.arange(num_local, device="cpu").repeat(len(received)).repeat_interleave(received.flatten())
+        sorting = expert.argsort(stable=True).to(chosen.device)
+    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
+    return received.sum(0).tolist(), route
 
 
 def _inverse(order: Tensor) -> Tensor:

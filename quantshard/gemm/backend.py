@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def matmul(
         )  # fmt: skip
         # mostly the first one, of the same objects: cheaper than a call of `find_product`
         product = a.products[0][1] if a.products and a.products[0][0] == facts else find_product(a.products, *facts)
-        if isinstance(product, ProductPlan):
+        if product is not None:
             return product.run(a, b, bias, nan_flag, read)
     return emulated.emulated_matmul(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
 
@@ -144,21 +144,18 @@ torch.library.register_fake(
     "quantshard::scaled_product", lambda a, b, *args: a.new_empty((a.shape[0], b.shape[1]), dtype=args[7])
 )
 
-MOST_PRODUCTS: Final = 32  # that the plan of an operand keeps
 
-
-def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
+def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | None:
     """Call `plan_product`, or return its result for equal arguments from `products`, to which new results are added.
 
     In each call of a layer the arguments are mostly the same objects, so comparing them is cheap.
     """
-    product: ProductPlan | str
+    product: ProductPlan | None
     for planned_for, product in products or ():
         if planned_for == facts:
             return product
     product = plan_product(*facts)
     if products is not None:
-        del products[MOST_PRODUCTS - 1 :]
         products.append((facts, product))
     return product
 
@@ -166,21 +163,15 @@ def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
 def plan_product(
     left: Format, left_shard: Shard, left_as_stored: bool, right: Format, right_shard: Shard, right_as_stored: bool,
     device: torch.device, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
-) -> ProductPlan | str:  # fmt: skip
-    """The native product of two operands, or the reason why the product is emulated.
+) -> ProductPlan | None:  # fmt: skip
+    """The native product of two operands, or None if the product is emulated.
 
     `left_as_stored`, `right_as_stored`: whether the summed dim of the stored operand is the last one.
     """
     a, b = OperandReader(left, left_shard, left_as_stored), OperandReader(right, right_shard, right_as_stored)
-    if not (a.has_codes and b.has_codes):
-        return "an operand has no codes that were quantized along the summed dim"
-    if 0 in (*a.shape, *b.shape):
-        return "an operand has no elements"
-    if not (a.is_aligned and b.is_aligned):
-        return "a cut crosses blocks of an operand"
     product = hardware.product_of_kinds(a.kind, b.kind)
-    if product is None or not product.is_on(device):
-        return "the hardware has no product of these formats"
+    if product is None or not product.is_of(hardware.capability_of(device)) or not (a.is_readable and b.is_readable):
+        return None
     a.has_kernels = b.has_kernels = kernel_dispatch.kernels_on(device)
     return ProductPlan(product, a, b, out_dtype, bias_dtype, fast)
 
@@ -196,7 +187,6 @@ class OperandReader:
         rowwise = as_stored or Orientation.COLUMNWISE not in fmt.copies
         self.which = Orientation.ROWWISE if rowwise else Orientation.COLUMNWISE
         self.copy = copy = fmt.copies[self.which]
-        self.has_codes = as_stored or fmt.transposable or not rowwise
         self.transposed = not as_stored
         pairs = shard.shape, copy.block, shard.origin
         self.shape, self.block, self.origin = pairs if as_stored else (pair[::-1] for pair in pairs)
@@ -204,9 +194,11 @@ class OperandReader:
         self.cuts = _touched(shard, copy.codes), _touched(shard, copy.scale)
         self.kind: Kind = hardware.kind_of(copy, self.block)
         # all blocks are complete, except the last one of a dim
-        self.is_aligned = all(
+        is_aligned = all(
             cover == ALL or start % cover == 0 for start, cover in zip(self.origin, self.block, strict=True)
         )
+        # there are codes that were quantized along the summed dim, from entire blocks
+        self.is_readable = is_aligned and 0 not in self.shape and (as_stored or fmt.transposable or not rowwise)
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
         self.native = self.encoding.gemm_dtype
         self.amax = None if copy.amax is None else copy.amax.name
@@ -238,8 +230,6 @@ class OperandReader:
         self.is_viewed = is_whole and not (self.transposed or any(self.cuts))
         # only the codes are transposed; for blocks of 128 x 128 the same kernel lays out the scales
         self.is_transposed = is_whole and self.transposed and bits == 8 and self.amax is None
-        # strides of scales that a left operand needs no copy of
-        self.strides = (1, 1) if scales.layout is hardware.by_rows else (1, self.size)
         self.lays_blocks = self.is_transposed and scales.layout is hardware.by_four
         self.turns_scales = scales.layout is not hardware.as_single
         # one kernel swizzles the scales and, if needed, transposes the codes
@@ -270,7 +260,7 @@ class OperandReader:
                 grid = self.scales.layout(grid + nan_flag)
             elif self.right and self.turns_scales:
                 grid = _view(storage, self.scale, self.scales.layout)
-            elif self.turns_scales and grid.stride() != self.strides:
+            elif self.turns_scales:
                 grid = self.scales.layout(grid)
         else:
             codes, grid = self._made(*self.touched(storage), nan_flag)
@@ -410,15 +400,18 @@ class WeightOperands:
 
     def __init__(self, operands: Sequence[Operand], out_dtype: torch.dtype, transpose_b: bool = False) -> None:
         self.operands, self.out_dtype, self.transpose_b = operands, out_dtype, transpose_b
-        self.reads_together = False
-        self._storages: list[QuantizedStorage] = []
-        self._laid: tuple[list[OperandReader], list[QuantizedStorage], SwizzleRequest] | None = None
+        self._laid: tuple[list[OperandReader], SwizzleRequest] | None = None
         first = operands[0]
-        if isinstance(first, QuantizedStorage):  # otherwise products read the operands as they are, one at a time
-            has_narrow_scales = first.spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
-            if has_narrow_scales or (len(operands) > 1 and not transpose_b):
-                self._storages = [operand for operand in operands if isinstance(operand, QuantizedStorage)]
-                self.reads_together = len(self._storages) == len(operands)
+        # otherwise products read the operands as they are, one at a time
+        self.reads_together = (
+            isinstance(first, QuantizedStorage)
+            and (
+                (len(operands) > 1 and not transpose_b)
+                or first.spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
+            )
+            and all(isinstance(operand, QuantizedStorage) for operand in operands)
+        )
+        self._storages = cast(Sequence[QuantizedStorage], operands)
 
     def swizzle_request(self, left: Format, shard: Shard, products: list[Any]) -> SwizzleRequest | None:
         """Work for the kernel that quantizes left operands of this format and shard: swizzling these weights, for
@@ -430,13 +423,12 @@ class WeightOperands:
         readers = self._readers([(left, shard, products)] * len(self._storages))
         if not readers or not readers[0].is_swizzled:
             return None
-        for storage, reader in zip(self._storages, readers, strict=True):
-            codes = storage.components.get(reader.codes)
-            if codes is None or is_large(codes):
-                return None
-        storages, matrices = _swizzle_arguments(readers, self._storages)
+        codes = [storage.components.get(readers[0].codes) for storage in self._storages]
+        if any(part is None or is_large(part) for part in codes):
+            return None
+        _, matrices = _swizzle_arguments(readers, self._storages)
         request = SwizzleRequest(readers[0].copy, matrices, readers[0].transposed)
-        self._laid = readers, storages, request
+        self._laid = readers, request
         return request
 
     def read(
@@ -448,8 +440,8 @@ class WeightOperands:
         of `others`, the operands of wgrad.
         """
         if self._laid is not None:
-            readers, storages, request = self._laid
-            return _from_swizzled(readers, storages, request.finish()), False
+            readers, request = self._laid
+            return _from_swizzled(readers, self._storages, request.finish()), False
         readers = self._readers([
             (left.spec.format, left.shard, left.products) if isinstance(left, QuantizedStorage) else None
             for left in lefts
@@ -477,11 +469,12 @@ class WeightOperands:
                 products, fmt, shard, True, right.spec.format, right.shard, self.transpose_b, device,
                 self.out_dtype, None, False,
             )  # fmt: skip
-            if not (isinstance(product, ProductPlan) and (product.right.is_transposed or product.right.is_swizzled)):
+            reader = None if product is None else product.right
+            if reader is None or not (reader.is_transposed or reader.is_swizzled):
                 return []
-            if readers and product.right.copy is not readers[0].copy:
+            if readers and reader.copy is not readers[0].copy:
                 return []
-            readers.append(product.right)
+            readers.append(reader)
         return readers
 
 

@@ -177,10 +177,10 @@ def quantize_operand(
     shape = (values.shape[0], values.shape[1])
     shard = operand_shard(shape, spec, split)
     if split is not None and not gathers_codes(spec, shape, split):
-        together = _MIXED if spec.scaling.random_hadamard else 2
+        multiple = _MIXED if spec.scaling.random_hadamard else 2
         raise ConfigurationError(
-            f"pieces [{shape[0]}, {shape[1]}] of a matrix over {split.size} ranks cannot be quantized apart to {spec}; "
-            f"make the {shape[1]} columns a multiple of {together}"
+            f"{spec}: {split.size} ranks cannot quantize shards {list(shape)} of a matrix; make the columns a multiple "
+            f"of {multiple}"
         )
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
@@ -247,11 +247,12 @@ def quantize_and_gather(
         words: returns the random words of the rectangle that this rank quantizes, the shard or the whole. Called only
             if the spec rounds stochastically.
     """
-    rounds = words if spec.scaling.stochastic_rounding else None
     local_split: OperandSplit | None = split
     if not gathers_codes(spec, (values.shape[0], values.shape[1]), split):
         values, local_split = gather_values(values, split), None
-    bits = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), spec, local_split))
+    bits = None
+    if words is not None and spec.scaling.stochastic_rounding:
+        bits = words(operand_shard((values.shape[0], values.shape[1]), spec, local_split))
     storage = quantize_operand(values, spec, amax=amax, words=bits, split=local_split)
     return storage if local_split is None else gather(storage, local_split)
 

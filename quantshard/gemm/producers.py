@@ -52,56 +52,27 @@ _WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
 
 @dataclass
 class OperandProducer:
-    """A matrix [R, C] of one of the kernel dtypes, which a kernel computes.
+    """A matrix [R, C] of one of the kernel dtypes: in memory, or computed by a kernel.
 
-    `prototype`: tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they
-    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs. `amax`: amax of the whole
-    matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each column, if they are known.
+    `prototype`: the matrix, or a tensor of its shape, dtype and device. Kernels round results to that dtype before they
+    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs; None if it is in memory.
+    `amax`: amax of the whole matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each
+    column, if they are known. `blocks`, `nan_flag`: amaxes of blocks that a plan measures, and a scalar that is NaN if
+    values are not finite, if the kernel that wrote the matrix also wrote these.
     """
 
     prototype: Tensor
     launch: Callable[[KernelOutputs], Targets] | None = None
     amax: Tensor | None = None
     row_col_amaxes: BothAmaxes = (None, None)
-
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        assert self.launch is not None
-        return self.launch(outputs)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the values."""
-        return self.prototype.dtype
-
-    def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:
-        """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
-        if plan.by_amax:
-            return None if self.amax is None else (self.amax, self.amax)
-        return self.row_col_amaxes if plan.by_rows and self.row_col_amaxes[0] is not None else None
-
-    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
-        """Write the values, and the amaxes that a plan measures, to memory with one kernel."""
-        source = TensorSource.empty(self.prototype, plan)
-        self.emit(source.outputs)
-        return source
-
-
-@dataclass
-class TensorSource(OperandProducer):
-    """A matrix in memory, which is `prototype`, optionally with the amaxes of blocks that a plan measures.
-
-    `nan_flag`: scalar that is NaN if values are not finite, if the producer of the values checked this.
-    """
-
     blocks: AmaxRequest | None = None
     nan_flag: Tensor | None = None
 
     @staticmethod
-    def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:
-        """Allocate values like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
+    def empty(like: Tensor, plan: KernelPlan | None = None) -> OperandProducer:
+        """Allocate a matrix like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
         `outputs`."""
-        source = TensorSource(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        source = OperandProducer(torch.empty(like.shape, dtype=like.dtype, device=like.device))
         if plan is None:
             return source
         blocks, transposed_blocks = plan.smaller_blocks
@@ -116,12 +87,27 @@ class TensorSource(OperandProducer):
 
     @property
     def outputs(self) -> KernelOutputs:
-        """Kernel outputs that fill all fields."""
+        """Kernel outputs that fill all fields of a matrix in memory."""
         return KernelOutputs(high=self.prototype, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
 
-    def in_memory(self, plan: KernelPlan | None = None) -> TensorSource:
-        """Return self."""
-        return self
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.prototype.dtype
+
+    def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:
+        """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
+        if plan.by_amax:
+            return None if self.amax is None else (self.amax, self.amax)
+        return self.row_col_amaxes if plan.by_rows and self.row_col_amaxes[0] is not None else None
+
+    def in_memory(self, plan: KernelPlan | None = None) -> OperandProducer:
+        """The matrix in memory. If necessary, one kernel writes it, and the amaxes that a plan measures."""
+        if self.launch is None:
+            return self
+        source = OperandProducer.empty(self.prototype, plan)
+        self.launch(source.outputs)
+        return source
 
 
 def scale_by_blocks(block_shape: Pair, specs: Iterable[QuantSpec | None]) -> bool:
@@ -299,8 +285,8 @@ class KernelPlan(OperandPlan):
                 ready=not stored and is_ready(spec, shape[::-1], capability),
                 decodes=num_transient >= 2 and products_read_values(spec, dtype, capability),
             )  # fmt: skip
-        self._plan_amaxes(delayed)
         directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
+        self._plan_amaxes(directions, delayed)
         self.nan_flag = NanFlag.PRODUCTS if has_flag else None
         flags = [direction.nan_flag for direction in directions]
         if flags and None not in flags:  # the flag of one direction, or the scalar that the other one needs
@@ -310,7 +296,7 @@ class KernelPlan(OperandPlan):
         self.draws = any(direction.spec.scaling.stochastic_rounding for direction in directions)
         self.decodes = any(direction.kernel_spec.decoded for direction in directions)
 
-    def _plan_amaxes(self, delayed: bool) -> None:
+    def _plan_amaxes(self, directions: Sequence[DirectionPlan], delayed: bool) -> None:
         blocks, transposed_blocks = (
             None if direction is None or (delayed and direction.kernel_spec.given) else direction.amax_blocks
             for direction in (self.rowwise, self.columnwise)
@@ -320,7 +306,6 @@ class KernelPlan(OperandPlan):
         self.smaller_blocks: BlocksOfBoth = None if by_whole else blocks, None if by_whole_t else transposed_blocks
         (first, second), usage = self.specs, self.usage
         plain = (usage.for_first_gemm and first is None) or (usage.for_wgrad and second is None)
-        directions = [direction for direction in (self.rowwise, self.columnwise) if direction is not None]
         specs = [direction.spec for direction in directions]
         measures = not delayed and needs_amax(*specs)
         self.by_amax = measures and not plain and scale_by_blocks(_WHOLE.block_shape, specs)
@@ -328,7 +313,7 @@ class KernelPlan(OperandPlan):
         self.keeps_values, self.reads_values = plain, plain or measures
 
     def measure(
-        self, sources: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
+        self, sources: Sequence[OperandProducer], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
         `nan_flags` of matrices that are not finite become NaN, if scales record it."""
@@ -368,9 +353,9 @@ class KernelPlan(OperandPlan):
     def swizzle_request(self, weight_operands: WeightOperands | None) -> SwizzleRequest | None:
         """Swizzling of the first GEMM's weights that the quantizing kernel can do too. None if the weights wait for a
         nan flag, are multiplied with values, or are read one at a time."""
-        if weight_operands is None or not weight_operands.reads_together:
+        if weight_operands is None or not weight_operands.reads_together or self.nan_flag is NanFlag.PRODUCTS:
             return None
-        if self.rowwise is None or self.rowwise.kernel_spec.decoded or self.nan_flag is NanFlag.PRODUCTS:
+        if self.rowwise is None or self.rowwise.kernel_spec.decoded:
             return None
         return weight_operands.swizzle_request(self.rowwise.spec.format, self.rowwise.shard, self.products[0])
 

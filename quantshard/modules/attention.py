@@ -398,7 +398,9 @@ class MultiheadAttention(CompositeModule):
                 "qkv_weight_interleaved=False by heads; leave qkv_weight_interleaved=True, or fuse_qkv_params=False"
             )
         for norm in (self.q_norm, self.k_norm):
-            norms.sum_over_heads(norm, self.set_parallel_mode)
+            # ranks that hold different heads sum the gradients of weights, as for sharded rows
+            if isinstance(norm, norms.RMSNorm | norms.LayerNorm):
+                norm.sequence_parallel = self.set_parallel_mode and norm.tp_mesh is not None
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Shard the parameters over the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""

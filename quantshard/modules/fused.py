@@ -30,7 +30,6 @@ from quantshard.modules.fused_operands import (
     ActivationInputs,
     NormBackward,
     NormInput,
-    StoredInputs,
     enter,
     through_activation,
 )
@@ -40,7 +39,7 @@ from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.gemms.operator_arguments import StepArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
-from quantshard.modules.norm import Normalization, NormConfig
+from quantshard.modules.norm import Normalization
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -173,13 +172,17 @@ def _traced(
 
 
 _FRONT = 4  # tensors of a NormInput that can need a gradient
-_FRONT_SAVED = len(NormBackward._fields)
+_FRONT_SAVED = len(NormBackward._fields) - 1  # tensors of a NormBackward
 
 
 def _front_needs(ctx: Any) -> list[bool]:
     """Return whether gradients of z, weight and bias are needed."""
     x, residual, weight, bias = ctx.needs_input_grad[:_FRONT]
     return [x or residual, weight, bias]
+
+
+def _front_in_backward(ctx: Any, tensors: Sequence[Any]) -> NormBackward:
+    return NO_NORM if ctx.normalization is None else NormBackward(ctx.normalization, *tensors)
 
 
 def _of_front(ctx: Any, dz: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> list[Tensor | None]:
@@ -212,9 +215,9 @@ class _NormLinearFunction(torch.autograd.Function):
         normalization, layer, policy = others
         front = NormInput(x, residual, weight, bias, normalization)
         outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.keeps)
-        ctx.rule = normalization.rule
+        ctx.normalization = normalization
         ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.requantizes)
-        ctx.save_for_backward(*norm, *layer_tensors)
+        ctx.save_for_backward(*norm[1:], *layer_tensors)
         return (*outputs, None if residual is None else norm.z)
 
     @staticmethod
@@ -222,7 +225,7 @@ class _NormLinearFunction(torch.autograd.Function):
         functional.refuse_second_derivative()
         *output_grads, total_grad = grads
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
-        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        front, needs = _front_in_backward(ctx, norm_tensors), _front_needs(ctx)
         saved: LinearBackward = ctx.layer
         layer = saved.with_saved(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
         filled_grads = functional.filled(
@@ -231,8 +234,8 @@ class _NormLinearFunction(torch.autograd.Function):
         dy: Tensor | None = None
         tensor_grads: list[Tensor | None] = [None] * layer.num_parameters
         if filled_grads:
-            dy, tensor_grads = layer.backward(filled_grads, front.requantized(layer, ctx.rule))
-        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *tensor_grads)
+            dy, tensor_grads = layer.backward(filled_grads, front.requantized(layer))
+        return (*_of_front(ctx, *front.gradients(dy, total_grad, needs)), None, *tensor_grads)
 
 
 def _run_mlp(
@@ -249,18 +252,26 @@ def _run_mlp(
 def _mlp_gradients(
     dout: Tensor,
     front: NormBackward,
-    rule: NormConfig | None,
-    inner: StoredInputs,
+    inner: list[Tensor],
+    storage: ActivationStorage,
     activation: str,
     layers: Sequence[LinearBackward],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Return the gradients of the normalized rows, and of the weights and biases of both layers.
 
-    The tensors kept for an MLP are most of a block's memory, so the lists `inner.tensors` and `fc2.tensors` are emptied
-    after their last use.
+    `inner`: the inputs of the activation as `storage` kept them. The tensors kept for an MLP are most of a block's
+    memory, so the lists `inner` and `fc2.tensors` are emptied after their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.requantize_input(lambda: inner.read().activated(activation))
+
+    def read() -> ActivationInputs:
+        nonlocal storage
+        if storage.spec is not None:
+            inner[:] = storage.values(inner, fc1.dtype)
+            storage = AS_IS
+        return ActivationInputs(*inner)
+
+    hidden = fc2.requantize_input(lambda: read().activated(activation))
     dh, fc2_grads = fc2.backward([dout], hidden)
     assert dh is not None
     del hidden
@@ -269,10 +280,10 @@ def _mlp_gradients(
     # the codes of plain weights are made after dh is freed
     if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):
         weight_operands = fc1.weight_operands()
-    out_grads = through_activation(dh, inner.read(), activation, fc1, fc2.requantizes, weight_operands)
+    out_grads = through_activation(dh, read(), activation, fc1, fc2.requantizes, weight_operands)
     del dh
-    inner.tensors.clear()
-    x_wgrad = front.requantized(fc1, rule)
+    inner.clear()
+    x_wgrad = front.requantized(fc1)
     dy, fc1_grads = fc1.gradients(out_grads, x_wgrad, weight_operands)
     return dy, fc1_grads, fc2_grads
 
@@ -293,12 +304,12 @@ class _MLPFunction(torch.autograd.Function):
         front = NormInput(x, residual, weight, bias, normalization)
         keeps = [policy.keeps for policy in policies]
         out, norm, between, wgrad_operands = _run_mlp(front, fc1, activation, fc2, keeps)
-        ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
+        ctx.normalization, ctx.activation = normalization, activation
         ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].requantizes)
         ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].requantizes)
         inner = storage.keep(between)
         ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
-        ctx.save_for_backward(*norm, *inner, *saved1, *saved2)
+        ctx.save_for_backward(*norm[1:], *inner, *saved1, *saved2)
         return out, None if residual is None else norm.z
 
     @staticmethod
@@ -308,7 +319,11 @@ class _MLPFunction(torch.autograd.Function):
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
-        norm, needs, need_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
+        norm, needs, need_tensors = (
+            _front_in_backward(ctx, front),
+            _front_needs(ctx),
+            ctx.needs_input_grad[_FRONT + 1 :],
+        )
         dy: Tensor | None = None
         num_fc1 = fc1.num_parameters
         fc1_grads: list[Tensor | None] = [None] * num_fc1
@@ -321,9 +336,8 @@ class _MLPFunction(torch.autograd.Function):
             # only the layers hold their tensors, and release them after the last use
             saved1.clear()
             saved2.clear()
-            between = StoredInputs(inner, ctx.storage, fc1.dtype)
-            dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, ctx.rule, between, ctx.activation, layers)
-        return (*_of_front(ctx, *norm.gradients(ctx.rule, dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
+            dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, inner, ctx.storage, ctx.activation, layers)
+        return (*_of_front(ctx, *norm.gradients(dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
 
 
 def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
@@ -360,14 +374,14 @@ def _results(
     return ForwardResults([*outputs, *total], inputs, statistics)
 
 
-def _entered_again(step: StepArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
+def _entered_again(step: StepArguments, others: list[Tensor]) -> tuple[NormBackward, list[Tensor]]:
     """Rebuild the normalization for backward; also return the other saved tensors."""
     normalization = None if step.x is None else _normalization(step)
     if normalization is None or step.norm_weight is None:
-        return NO_NORM, None, others
-    rule, (rstd, *rest) = normalization.rule, others
-    mean = rest.pop(0) if rule.centered else None
-    return NormBackward(step.x, step.norm_weight, step.norm_bias, rstd, mean), rule, rest
+        return NO_NORM, others
+    rstd, *rest = others
+    mean = rest.pop(0) if normalization.centered else None
+    return NormBackward(normalization, step.x, step.norm_weight, step.norm_bias, rstd, mean), rest
 
 
 def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
@@ -377,9 +391,9 @@ def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> F
 
 
 def _norm_linear_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
-    front, rule, _ = _entered_again(step, others)
-    dy, tensor_grads = layers[0].backward(step.grads, front.requantized(layers[0], rule))
-    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), [tensor_grads])
+    front, _ = _entered_again(step, others)
+    dy, tensor_grads = layers[0].backward(step.grads, front.requantized(layers[0]))
+    return StepGradients(front.gradients(dy, step.of_total, step.need_front), [tensor_grads])
 
 
 def _mlp_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
@@ -390,11 +404,10 @@ def _mlp_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardRe
 
 
 def _mlp_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
-    front, rule, inner = _entered_again(step, others)
-    structure = step.structure
-    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].dtype)
-    dy, *tensor_grads = _mlp_gradients(step.grads[0], front, rule, between, structure.activation, layers)
-    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), tensor_grads)
+    front, inner = _entered_again(step, others)
+    structure, storage = step.structure, STORAGES[step.structure.activation_storage]
+    dy, *tensor_grads = _mlp_gradients(step.grads[0], front, inner, storage, structure.activation, layers)
+    return StepGradients(front.gradients(dy, step.of_total, step.need_front), tensor_grads)
 
 
 operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)

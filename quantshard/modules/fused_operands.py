@@ -6,19 +6,16 @@ The kernels also quantize the results and, in backward, the gradients of the act
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard import kernels, private_torch
 from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.kernels import workspace
-from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
@@ -27,12 +24,12 @@ from quantshard.modules.gemms.linear_operands import (
     operands_together,
     requests_of,
 )
-from quantshard.modules.norm import Normalization, NormConfig, parameters_of
+from quantshard.modules.norm import Gradients, Normalization, kernel_gradients, parameters_of
 from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import OperandProducer, TensorSource
+    from quantshard.gemm.producers import OperandProducer
     from quantshard.kernels.fused import activation as activation_kernels
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
@@ -67,59 +64,34 @@ class NormBackward(NamedTuple):
     Without a normalization all fields are None, and fc1 keeps the operand that wgrad reads.
     """
 
+    normalization: Normalization
     z: Tensor
     weight: Tensor
     bias: Tensor | None
     rstd: Tensor
     mean: Tensor | None
 
-    @staticmethod
-    def of(front: NormInput, amax: Tensor | None, of_rows: producers.BothAmaxes) -> NormBackward:
-        """Compute z, which is x if there is no residual, and its statistics. The kernel raises `amax` and `of_rows` to
-        the amaxes of the normalized rows."""
-        if front.normalization is None or front.weight is None:
-            return NO_NORM
-        x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
-        plain_residual = None if residual is None else private_torch.plain(residual)
-        plain = amax is None and of_rows[0] is None
-        parameters = None if plain else parameters_of(front.weight, front.bias, rule)
-        statistics, total = norm_kernels.norm_statistics(
-            x, rule.eps, rule.centered, residual=plain_residual, parameters=parameters, amax=amax, of_rows=of_rows
-        )
-        return NormBackward(total, front.weight, front.bias, *statistics)
-
-    def normalized(self, rule: NormConfig) -> OperandProducer:
+    def normalized(self) -> OperandProducer:
         """Return the normalized rows as an operand source."""
-        rows, parameters = epilogue.matrix(self.z), parameters_of(self.weight, self.bias, rule)
+        rows, parameters = epilogue.matrix(self.z), parameters_of(self.weight, self.bias, self.normalization)
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
         return OperandProducer(rows, partial(norm_kernels.normalize_and_quantize, rows, statistics, parameters))
 
-    def requantized(self, layer: LinearBackward, rule: NormConfig | None) -> WgradOperand | None:
+    def requantized(self, layer: LinearBackward) -> WgradOperand | None:
         """Return the operand of a layer's wgrad, or None if forward kept it."""
-        return None if rule is None else layer.requantize_input(lambda: self.normalized(rule))
+        return None if self is NO_NORM else layer.requantize_input(self.normalized)
 
-    def gradients(
-        self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]) -> Gradients:
         """Return the gradients of z, weight and bias that `needs` selects; `dy`, `of_total`: gradients of the
         normalized rows and of z."""
-        if rule is None:
+        if self is NO_NORM:
             return dy if needs[0] else None, None, None
         if dy is None:
             return of_total if needs[0] else None, None, None
-        dz, dweight, dbias = norm_kernels.norm_backward(
-            dy, self.z, norm_kernels.NormStatistics(self.rstd, self.mean),
-            parameters_of(self.weight, self.bias, rule),
-            residual_gradient=None if of_total is None else private_torch.plain(of_total),
-            for_parameters=needs[1] or needs[2],
+        statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
+        return kernel_gradients(
+            dy, self.z, self.weight, self.bias, statistics, self.normalization, of_total, needs
         )  # fmt: skip
-        return (
-            dz if needs[0] else None,
-            None if dweight is None or not needs[1] else kernel_dispatch.rounded(dweight, self.weight.dtype),
-            None
-            if dbias is None or self.bias is None or not needs[2]
-            else kernel_dispatch.rounded(dbias, self.bias.dtype),
-        )
 
 
 NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]
@@ -133,15 +105,22 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
     The kernel that computes the statistics also takes the amaxes that quantizing needs: of all results, or of each row
     and, if wgrad's operand is kept (`keeps`), of each column.
     """
-    if front.normalization is None:
-        return NO_NORM, TensorSource(epilogue.matrix(private_torch.plain(front.x)))
+    norm, weight, x = front.normalization, front.weight, private_torch.plain(front.x)
+    if norm is None or weight is None:
+        return NO_NORM, OperandProducer(epilogue.matrix(x))
     specs = recipe.activations[TensorRole.INPUT]
-    amax = workspace.zero(front.x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
-    row_col_amaxes = producers.row_amaxes(specs, front.x, keeps)
-    norm = NormBackward.of(front, amax, row_col_amaxes)
-    source = norm.normalized(front.normalization.rule)
+    amax = workspace.zero(x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
+    row_col_amaxes = producers.row_amaxes(specs, x, keeps)
+    is_measured = amax is not None or row_col_amaxes[0] is not None
+    statistics, total = norm_kernels.norm_statistics(
+        x, norm.eps, norm.centered, residual=None if front.residual is None else private_torch.plain(front.residual),
+        parameters=parameters_of(weight, front.bias, norm) if is_measured else None,
+        amax=amax, of_rows=row_col_amaxes,
+    )  # fmt: skip
+    state = NormBackward(norm, total, weight, front.bias, *statistics)
+    source = state.normalized()
     source.amax, source.row_col_amaxes = amax, row_col_amaxes
-    return norm, source
+    return state, source
 
 
 # Activation -----------------------------------------------------------------------------------------------------------
@@ -158,26 +137,6 @@ class ActivationInputs(NamedTuple):
         """Return the activation's result as an operand source."""
         launch = partial(activation_kernels.activate_and_quantize, self.gate, activation, self.up)
         return OperandProducer(self.gate, launch)
-
-
-@dataclass
-class StoredInputs:
-    """The inputs of an activation as forward kept them. `read` decodes them in backward.
-
-    `tensors`: the kept tensors, in a list that the caller can empty; codes are replaced by values once read. `storage`:
-    format of `tensors`. `dtype`: dtype of the decoded values.
-    """
-
-    tensors: list[Tensor]
-    storage: ActivationStorage
-    dtype: torch.dtype
-
-    def read(self) -> ActivationInputs:
-        """Return the inputs, decoding them if needed."""
-        if self.storage.spec is not None:
-            self.tensors[:] = self.storage.values(self.tensors, self.dtype)
-            self.storage = AS_IS
-        return ActivationInputs(*self.tensors)
 
 
 def through_activation(
@@ -209,7 +168,7 @@ def through_activation(
     if any(item.plan.reads_values or (is_large and item.plan.decodes) for item in requests):
         # usages differ if one weight or bias is frozen
         same_usage = all(item.usage == requests[0].usage for item in requests)
-        sources = [TensorSource.empty(gate, item.plan if same_usage else None) for item in requests]
+        sources = [OperandProducer.empty(gate, item.plan if same_usage else None) for item in requests]
         _activation_backward(rows, gate, up, activation, [item.outputs for item in sources])
         if same_usage and not is_large:
             return iter(operands_together(requests, sources, weight_operands))
@@ -219,14 +178,14 @@ def through_activation(
     results = [item.operands(output, target) for item, output, target in zip(requests, outputs, targets, strict=False)]
     if requests[0].watching is not None:
         # all parts are observed, not only the first
-        sources = [TensorSource.empty(gate) for _ in requests]
+        sources = [OperandProducer.empty(gate) for _ in requests]
         _activation_backward(rows, gate, up, activation, [item.outputs for item in sources])
         for item, source, result in zip(requests, sources, results, strict=True):
             item.show(source, result)
     return iter(results)
 
 
-def _one_by_one(requests: list[OperandRequest], sources: list[TensorSource]) -> Iterator[GemmOperands]:
+def _one_by_one(requests: list[OperandRequest], sources: list[OperandProducer]) -> Iterator[GemmOperands]:
     """Yield each operand on demand, after the inputs of the activation are released; its values are freed with it."""
     while sources:
         yield requests.pop(0).run(sources.pop(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.gemm import hardware
+from quantshard.formats import ALL, E4M3, E5M2, Orientation
 from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
@@ -26,7 +26,7 @@ from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.recipe import Recipe, TensorRole
+from quantshard.recipe import OPERANDS, Recipe, TensorRole
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -58,9 +58,6 @@ class GroupedLinear(QuantizedModule):
         ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
         in_features, out_features, params_dtype, device, name: see `Linear`.
         tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: an argument is invalid; raised on every rank if `ep_mesh` or `tp_mesh` does not fit.
     """
 
     def __init__(
@@ -172,7 +169,11 @@ class GroupedLinear(QuantizedModule):
             if plain is not None:
                 return grouped.plain_grouped_linear(tokens, splits, *plain)
             splits = self._fitting_splits(self._read(splits), tokens.shape[0])
-        return self._one_by_one(tokens, splits)
+        outputs = [
+            self._project(part, layer, with_bias=not self.return_bias)[0]
+            for part, layer in zip(tokens.split(splits), self._layers, strict=True)
+        ]
+        return torch.cat(outputs)
 
     def _read(self, splits: Tensor) -> list[int]:
         """Copy splits from the GPU to the host."""
@@ -185,28 +186,26 @@ class GroupedLinear(QuantizedModule):
         counts: list[int] = splits.tolist()
         return counts
 
-    def _one_by_one(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:
-        outputs = [
-            self._project(part, layer, with_bias=not self.return_bias)[0]
-            for part, layer in zip(tokens.split(splits), self._layers, strict=True)
-        ]
-        return torch.cat(outputs)
-
     def _together(self, tokens: Tensor, splits: Sequence[int] | Tensor) -> grouped.ExpertsLayer | None:
         """Return all experts as one layer, or None. Kernels must be able to quantize and multiply all of them at once,
         faster than one by one or without waiting for the splits."""
-        if not self._may_be_together(tokens, isinstance(splits, Tensor)):
+        # compiled code runs experts one by one, since splits are graph constants that can differ each time
+        if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
+            return None
+        if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
+            return None
+        rows = 0 if isinstance(splits, Tensor) else tokens.shape[0]
+        if not is_faster_together(rows, len(self._layers), (self.out_features, self.in_features)):
             return None
         weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), ("experts",)), True, self.training)
-        block = hardware.block_together(call.recipe)
+        block = block_together(call.recipe)
         if block is None:
             if call.strict:
-                checks.refuse_fallbacks(
-                    self.label(self._weight_names[0]), self.joint_fallbacks(call.recipe, tokens.device)
-                )
+                fallbacks = self.joint_fallbacks(call.recipe, tokens.device)
+                checks.refuse_fallbacks(self.label(self._weight_names[0]), fallbacks)
             return None
         biases = self._added_biases()
         if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
@@ -242,20 +241,7 @@ class GroupedLinear(QuantizedModule):
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
-        return ("one expert at a time",) if hardware.block_together(recipe) is None else ()
-
-    def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
-        """Return True if one kernel could run all experts of these tokens.
-
-        Compiled code runs experts one by one, since splits are graph constants that can differ each time. `on_device`:
-        the splits are on the GPU, so running one by one would wait for them.
-        """
-        if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
-            return False
-        if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
-            return False
-        shape = (self.out_features, self.in_features)
-        return hardware.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
+        return ("one expert at a time",) if block_together(recipe) is None else ()
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """Return the amax histories of all experts that the recipe needs."""
@@ -277,17 +263,13 @@ class GroupedLinear(QuantizedModule):
         if not isinstance(m_splits, Tensor):
             return self._fitting_splits(list(m_splits), rows)
         is_integer = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype is torch.bool)
-        if not is_integer or m_splits.shape != (experts,):
-            raise ConfigurationError(
-                f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be of "
-                f"integers [{experts}], the number of rows of each expert on this rank"
-            )
-        if m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
+        fits = is_integer and m_splits.shape == (experts,)
+        if fits and m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
             return self._fitting_splits(m_splits.tolist(), rows)
-        if m_splits.device != tokens.device:
+        if not fits or m_splits.device != tokens.device:
             raise ConfigurationError(
-                f"GroupedLinear: m_splits is on {m_splits.device} and the input on {tokens.device}; put it there, or "
-                "pass m_splits.tolist()"
+                f"GroupedLinear: m_splits is {m_splits.dtype} {list(m_splits.shape)} on {m_splits.device}; it must be "
+                f"integers [{experts}] on {tokens.device}, the number of rows of each expert on this rank"
             )
         m_splits = m_splits.to(torch.int64).contiguous()
         if experts > 1 and rows > 0:
@@ -299,12 +281,10 @@ class GroupedLinear(QuantizedModule):
         return [rows] * experts
 
     def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
-        """Check splits and return them."""
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
             raise ConfigurationError(
-                f"GroupedLinear: m_splits has {len(splits)} entries from {min(splits, default=0)} that sum to "
-                f"{sum(splits)}; it must have {len(self._layers)} of 0 or more that sum to the {tokens} rows of the "
-                "input"
+                f"GroupedLinear: m_splits has {len(splits)} entries that sum to {sum(splits)}; it must have "
+                f"{len(self._layers)} of 0 or more that sum to the {tokens} rows of the input"
             )
         return splits
 
@@ -345,3 +325,47 @@ class GroupedLinear(QuantizedModule):
             f"num_gemms={self.num_gemms}{local}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}{self._formats_repr()}"
         )
+
+
+# All experts in one kernel -------------------------------------------------------------------------------------------
+
+LARGEST_GROUPED: Final = 1 << 35
+"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel.
+
+Beyond this, PyTorch's FP8 products save more time (1200 TFLOP/s instead of 350) than their launches cost: on an H200
+and its host more than a millisecond per expert and step (benchmarks/experts.py).
+"""
+
+
+def block_together(recipe: Recipe) -> int | None:
+    """Number of elements along the summed dim under one scale, if a recipe lets one kernel multiply all experts.
+
+    It is 0 if each expert's input, weight and gradient has one scale. It is None if experts must run one at a time:
+    only recipes with one 8-bit format per role, rounded to nearest in all GEMMs, qualify. These have one scale per
+    tensor, or square blocks of 32 or 128 in weights and as many elements of a row in activations and gradients.
+    """
+    blocks = []
+    for role in TensorRole:
+        specs = {recipe.table.get((role, gemm)) for gemm, roles in OPERANDS.items() if role in roles}
+        spec = specs.pop()
+        if specs or spec is None or spec.scaling.stochastic_rounding or spec.scaling.random_hadamard:
+            return None
+        copies = spec.format.copies
+        if len(copies) > 1 or copies[Orientation.ROWWISE].codes.encoding not in (E4M3, E5M2):
+            return None
+        blocks.append(copies[Orientation.ROWWISE].block)
+    if set(blocks) == {(ALL, ALL)}:
+        return 0
+    weight_block, *activation_blocks = blocks
+    size = weight_block[0]
+    fits = size in (32, 128) and weight_block == (size, size) and set(activation_blocks) == {(1, size)}
+    return size if fits else None
+
+
+def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
+    """Whether one kernel multiplies `rows` rows of `experts` experts with weights of `shape` faster than a product per
+    expert.
+
+    Kernels index the elements of a weight in 32 bits, so larger weights return False.
+    """
+    return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31

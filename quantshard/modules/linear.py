@@ -39,9 +39,6 @@ class Linear(QuantizedModule):
             accelerator, or the CPU.
         name: name shown in printed tables and messages.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: sizes, `parameters_split` or the arguments of tensor parallelism are invalid.
     """
 
     def __init__(

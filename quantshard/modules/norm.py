@@ -14,12 +14,12 @@ always use the formulas in PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
@@ -37,15 +37,6 @@ if kernels.USABLE:
 KINDS = ("LayerNorm", "RMSNorm")
 
 
-class NormConfig(NamedTuple):
-    """The kind and constants of a normalization. LayerNorm is `centered`, RMSNorm is not; gamma is the weight plus
-    `offset`."""
-
-    eps: float
-    centered: bool
-    offset: float
-
-
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
     """Return x (float32) with each row scaled to mean square 1, and the scales [..., 1]. `centered` subtracts the mean
     first."""
@@ -60,16 +51,17 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, rule: NormConfig, needs: Sequence[bool]
-) -> Gradients:
+    dy: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype | None, needs: Sequence[bool],
+    eps: float, centered: bool, offset: float,
+) -> Gradients:  # fmt: skip
     needs_x, needs_weight, needs_bias = needs
-    unit, scale = _unit(x.float(), rule.eps, rule.centered)
+    unit, scale = _unit(x.float(), eps, centered)
     dy = dy.float()
     dx = dweight = dbias = None
     if needs_x:
-        dunit = dy * (weight.float() + rule.offset)
+        dunit = dy * (weight.float() + offset)
         dx = dunit - unit * (dunit * unit).mean(-1, keepdim=True)
-        if rule.centered:
+        if centered:
             dx = dx - dunit.mean(-1, keepdim=True)
         dx = (dx * scale).to(x.dtype)
     if needs_weight:
@@ -85,7 +77,7 @@ class _OracleNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, offset: float
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rule = NormConfig(eps, centered, offset)
+        ctx.constants = eps, centered, offset
         ctx.bias_dtype = None if bias is None else bias.dtype
         out = _unit(x.float(), eps, centered)[0] * (weight.float() + offset)
         if bias is not None:
@@ -95,13 +87,31 @@ class _OracleNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        input_grads = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, ctx.needs_input_grad[:3])
+        input_grads = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.needs_input_grad[:3], *ctx.constants)
         return *input_grads, None, None, None
 
 
-def parameters_of(weight: Tensor, bias: Tensor | None, rule: NormConfig) -> norm_kernel.NormParameters:
+def parameters_of(weight: Tensor, bias: Tensor | None, norm: Normalization) -> norm_kernel.NormParameters:
     """Pack the parameters of a normalization for its kernels."""
-    return norm_kernel.NormParameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
+    return norm_kernel.NormParameters(weight.contiguous(), None if bias is None else bias.contiguous(), norm.offset)
+
+
+def kernel_gradients(
+    dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, statistics: norm_kernel.NormStatistics,
+    norm: Normalization, total_grad: Tensor | None, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """Compute the gradients of z, weight and bias that `needs` selects by a kernel. `total_grad`: another gradient of
+    z, which is added."""
+    dz, dweight, dbias = norm_kernel.norm_backward(
+        private_torch.plain(dy), z, statistics, parameters_of(weight, bias, norm),
+        residual_gradient=None if total_grad is None else private_torch.plain(total_grad),
+        for_parameters=needs[1] or needs[2],
+    )  # fmt: skip
+    return (
+        dz if needs[0] else None,
+        kernel_dispatch.rounded(dweight, weight.dtype) if needs[1] and dweight is not None else None,
+        kernel_dispatch.rounded(dbias, bias.dtype) if needs[2] and dbias is not None and bias is not None else None,
+    )
 
 
 class _KernelNorm(torch.autograd.Function):
@@ -112,65 +122,65 @@ class _KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, rule: NormConfig
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Normalization
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = private_torch.plain(x)
         plain_residual = None if residual is None else private_torch.plain(residual)
-        statistics, total = norm_kernel.norm_statistics(x, rule.eps, rule.centered, residual=plain_residual)
+        statistics, total = norm_kernel.norm_statistics(x, norm.eps, norm.centered, residual=plain_residual)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = epilogue.KernelOutputs(high=epilogue.matrix(out))
-        parameters = parameters_of(weight, bias, rule)
+        parameters = parameters_of(weight, bias, norm)
         norm_kernel.normalize_and_quantize(epilogue.matrix(total), statistics, parameters, outputs)
         ctx.save_for_backward(total, weight, bias, *statistics)
-        ctx.rule = rule
+        ctx.norm = norm
         return out, None if residual is None else total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, sum_grad = grads
-        z, weight, bias, *statistics = ctx.saved_tensors
+        z, weight, bias, rstd, mean = ctx.saved_tensors
         needs = any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4]
-        bias_dtype = None if bias is None else bias.dtype
         if dy is None:
             dx, dweight, dbias = sum_grad, None, None
         elif torch.is_grad_enabled():
             # create_graph=True: kernels have no derivative
-            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, needs)
+            bias_dtype = None if bias is None else bias.dtype
+            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, needs, *ctx.norm.constants)
             dx = dx if dx is None or sum_grad is None else dx + sum_grad
         else:
-            dx, dweight, dbias = norm_kernel.norm_backward(
-                private_torch.plain(dy),
-                z,
-                norm_kernel.NormStatistics(*statistics),
-                parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if sum_grad is None else private_torch.plain(sum_grad),
-                for_parameters=any(needs[1:]),
-            )
-            dweight = None if dweight is None else kernel_dispatch.rounded(dweight, weight.dtype)
-            dbias = None if dbias is None or bias_dtype is None else kernel_dispatch.rounded(dbias, bias_dtype)
+            statistics = norm_kernel.NormStatistics(rstd, mean)
+            dx, dweight, dbias = kernel_gradients(dy, z, weight, bias, statistics, ctx.norm, sum_grad, needs)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """A normalization of rows of `size` elements. The module that uses it owns the parameters.
-
-    `rule`: kind and constants, derived from the other fields.
-    """
+    """A normalization of rows of `size` elements. The module that uses it owns the parameters."""
 
     kind: str
     size: int
     eps: float
     zero_centered_gamma: bool
-    rule: NormConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
-        rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
-        # not a cached property: Dynamo cannot trace one on Python 3.11
-        object.__setattr__(self, "rule", rule)
+
+    @property
+    def centered(self) -> bool:
+        """Whether the mean is subtracted first."""
+        return self.kind == "LayerNorm"
+
+    @property
+    def offset(self) -> float:
+        """Gamma minus the stored weight."""
+        return float(self.zero_centered_gamma)
+
+    @property
+    def constants(self) -> tuple[float, bool, float]:
+        """`eps`, `centered` and `offset`."""
+        return self.eps, self.centered, self.offset
 
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:
         """Register `weight` and `bias` (None for RMSNorm) on a module, with names that start with `prefix`."""
@@ -186,9 +196,9 @@ class Normalization:
         """Normalize x [..., size], in its dtype."""
         self.check(x)
         if kernel_dispatch.has_float_kernels(x, weight, bias):
-            out, _ = _KernelNorm.apply(x, None, weight, bias, self.rule)
+            out, _ = _KernelNorm.apply(x, None, weight, bias, self)
         else:
-            out = _OracleNorm.apply(x, weight, bias, *self.rule)
+            out = _OracleNorm.apply(x, weight, bias, *self.constants)
         return cast(Tensor, out)
 
     def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +206,7 @@ class Normalization:
         self.check(x)
         same_layout = x.shape == residual.shape and x.dtype == residual.dtype
         if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
-            out, total = _KernelNorm.apply(x, residual, weight, bias, self.rule)
+            out, total = _KernelNorm.apply(x, residual, weight, bias, self)
             return out, total
         total = residual + x
         return self(total, weight, bias), total
@@ -232,7 +242,10 @@ class _NormModule(QuantizedModule):
     ) -> None:
         kind = "LayerNorm" if isinstance(self, LayerNorm) else "RMSNorm"
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
-        self.normalization = Normalization(kind, _size(kind, normalized_shape), eps, zero_centered_gamma)
+        sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
+        if len(sizes) != 1:
+            raise ConfigurationError(f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others")
+        self.normalization = Normalization(kind, sizes[0], eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
@@ -271,13 +284,6 @@ class RMSNorm(_NormModule):
     see `LayerNorm`."""
 
 
-def _size(kind: str, normalized_shape: int | Sequence[int]) -> int:
-    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else [normalized_shape]
-    if len(sizes) != 1:
-        raise ConfigurationError(f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others")
-    return sizes[0]
-
-
 # Heads of queries and keys --------------------------------------------------------------------------------------------
 
 
@@ -311,10 +317,3 @@ def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: An
             f"{owner}(qk_norm_type={kind!r}): choose one of: L2Normalization, RMSNorm, LayerNorm, or None"
         )
     return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **options)
-
-
-def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:
-    """Sum the gradients of a normalization's weights over the tensor-parallel ranks if the heads are sharded (`cut`),
-    as sequence parallelism does for sharded rows."""
-    if isinstance(norm, RMSNorm | LayerNorm):
-        norm.sequence_parallel = cut and norm.tp_mesh is not None

@@ -14,8 +14,6 @@ from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name, recipes_of
 from quantshard.recipe import HighPrecision
 
-_FEW = 4
-
 
 def quantize_(model: nn.Module, recipe: Recipes, *, preserve_high_precision_init_val: bool = False) -> None:
     """Quantize the weights of a model's quantshard layers in place, keeping their values.
@@ -74,7 +72,7 @@ def _check_weights(model: nn.Module, layers: list[tuple[str, QuantizedModule]]) 
             elif private_torch.has_gradient_hooks(param):
                 problem = "has hooks already"
             elif len(users[id(param)]) > 1:
-                problem = f"is a parameter of {' and '.join(users[id(param)][:_FEW])}"
+                problem = f"is a parameter of {' and '.join(users[id(param)])}"
             if problem:
                 raise ConfigurationError(
                     f"quantize_: {name}.{leaf} {problem}; call quantize_ first, or give {name!r} the recipe 'bf16'"

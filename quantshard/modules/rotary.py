@@ -152,39 +152,32 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
             f"apply_rotary_pos_emb: freqs are for {freqs.shape[0]} positions and {rotated} features, but t has "
             f"{length} and {t.shape[-1]}; use RotaryPositionEmbedding(features)(positions)"
         )
-    if not _is_lasting(freqs):
-        return _compute_table(freqs, length, layout, t.device)
-    # part of the key: another stream would have to wait for the one that computes the table
-    stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
-    conditions, key = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
-    if key in _cache:
-        angles, valid_for, table = _cache[key]
-        if angles() is freqs and valid_for == conditions:
-            return table
-    table = _compute_table(freqs, length, layout, t.device)
-    # a fake tensor mode makes results fake even for real angles
-    if not private_torch.is_traced(table.cos):
-        _cache[key] = weakref.ref(freqs, lambda _: _cache.pop(key, None)), conditions, table
-    return table
-
-
-def _is_lasting(freqs: Tensor) -> bool:
-    """Return True if a table of these angles can be reused. Excluded are angles that are differentiated, traced or
-    rewritten by graph replays, and tables of inference mode, which autograd cannot save."""
-    return not (
+    # not for angles that are differentiated, traced or rewritten by graph replays, nor in inference mode, whose tables
+    # autograd cannot save
+    is_cached = not (
         freqs.requires_grad
         or private_torch.is_traced(freqs)
         or torch.is_inference_mode_enabled()
         or freqs.is_inference()
         or kernel_dispatch.is_capturing()
     )
-
-
-def _compute_table(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) -> RotaryTable:
-    freqs = freqs[:length].to(device=device, dtype=torch.float32)
+    key = id(freqs)
+    if is_cached:
+        # another stream would have to wait for the one that computes the table
+        stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
+        conditions = length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream
+        if key in _cache:
+            angles, valid_for, table = _cache[key]
+            if angles() is freqs and valid_for == conditions:
+                return table
+    by_position = freqs[:length].to(device=t.device, dtype=torch.float32)
     if layout.tensor_format == "bshd":
-        freqs = freqs.transpose(0, 1)
-    return RotaryTable(freqs.cos(), freqs.sin())
+        by_position = by_position.transpose(0, 1)
+    table = RotaryTable(by_position.cos(), by_position.sin())
+    # a fake tensor mode makes results fake even for real angles
+    if is_cached and not private_torch.is_traced(table.cos):
+        _cache[key] = weakref.ref(freqs, lambda _: _cache.pop(key, None)), conditions, table
+    return table
 
 
 def _has_kernel(t: Tensor, table: RotaryTable, layout: HeadLayout) -> bool:

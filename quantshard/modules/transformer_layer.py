@@ -50,9 +50,6 @@ class TransformerLayer(CompositeModule):
     `LayerNormMLP` (`activation`, `recompute_activation`, `activation_storage`), `LayerNormLinear` (`layernorm_epsilon`
     as `eps`, `normalization`, `zero_centered_gamma`) and `Linear` (`bias`, `params_dtype`, `device`, `name`); those of
     tensor parallelism are described in `module_meshes.TensorParallelConfig`.
-
-    Raises:
-        ConfigurationError: an argument is unknown, or two arguments exclude each other.
     """
 
     def __init__(

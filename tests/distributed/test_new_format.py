@@ -15,7 +15,7 @@ import quantshard as qs
 from quantshard import formats
 from quantshard.errors import FallbackError
 from quantshard.formats import E5M2, E8M0, FORMATS, Encoding
-from quantshard.gemm import hardware
+from quantshard.gemm import hardware, predictions
 from quantshard.gemm.operands import quantize_operand
 from quantshard.numerics import decode
 from quantshard.recipe import QuantSpec
@@ -96,15 +96,14 @@ def test_its_native_product_is_another_row(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hardware, "capability_of", lambda device: BLACKWELL)
     gpu = torch.device("cuda", 0)
     with added() as recipe:
-        assert hardware.gemm_path(qs.recipe.resolve("mxfp8").weight, gpu)[0] == "native"
-        path, why = hardware.gemm_path(recipe.weight, gpu)
+        assert predictions.gemm_path(qs.recipe.resolve("mxfp8").weight, gpu)[0] == "native"
+        path, why = predictions.gemm_path(recipe.weight, gpu)
         assert path == "emulated" and why == f"PyTorch has no E5M2 matrix product with the scales of {SQUARES}"
-        pair = FORMATS[VECTORS], FORMATS[SQUARES]
-        assert hardware.product_of_formats(*pair) is None
-        kind = hardware.stored_kind(FORMATS[VECTORS])
-        mxfp8 = hardware.product_of_formats(FORMATS["mxfp8_1x32"], FORMATS["mxfp8_1x32"])
+        pair = hardware.stored_kind(FORMATS[VECTORS]), hardware.stored_kind(FORMATS[SQUARES])
+        assert hardware.product_of_kinds(*pair) is None
+        kind, mxfp8 = pair[0], hardware.NATIVE[(hardware.stored_kind(FORMATS["mxfp8_1x32"]),) * 2]
         monkeypatch.setitem(hardware.NATIVE, (kind, kind), mxfp8)
-        assert hardware.product_of_formats(*pair) is mxfp8 and hardware.gemm_path(recipe.weight, gpu)[0] == "native"
+        assert hardware.product_of_kinds(*pair) is mxfp8 and predictions.gemm_path(recipe.weight, gpu)[0] == "native"
 
 
 def test_strict_and_explain_name_it() -> None:

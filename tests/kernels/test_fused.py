@@ -312,13 +312,13 @@ def test_backward_lets_go_of_what_it_has_read(name: str, monkeypatch: pytest.Mon
         there.append([name for name, storage in kept.items() if not storage.expired()])
         return gradients(*args)
 
-    def read(inputs: Any) -> Any:
-        found = real(inputs)
-        kept.update((f"{field}, read", StorageWeakRef(x.untyped_storage())) for field, x in found._asdict().items())
+    def values(*args: Any) -> Any:
+        found = real(*args)
+        kept.update((f"{index}, read", StorageWeakRef(x.untyped_storage())) for index, x in enumerate(found))
         return found
 
-    real = fused_operands.StoredInputs.read
-    monkeypatch.setattr(fused_operands.StoredInputs, "read", read)
+    real = fused.ActivationStorage.values
+    monkeypatch.setattr(fused.ActivationStorage, "values", values)
     monkeypatch.setattr(private_torch, "take_saved", watched)
     monkeypatch.setattr(functional.LinearBackward, "gradients", counted)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
@@ -339,22 +339,21 @@ def test_backward_takes_the_amax_of_the_forward(
     measured: list[bool] = []
     emitted: list[bool] = []
     kind = fused_operands.OperandProducer
-    real, emit = kind.in_memory, kind.emit
+    real, launch = kind.in_memory, fused_operands.norm_kernels.normalize_and_quantize
 
     def is_norm(source: fused_operands.OperandProducer) -> bool:
         return getattr(source.launch, "func", None) is fused_operands.norm_kernels.normalize_and_quantize
 
-    def watched_emit(source: fused_operands.OperandProducer, outputs: Any) -> Any:
-        if is_norm(source):
-            emitted.append(private_torch.in_backward())
-        return emit(source, outputs)
+    def watched_launch(*arguments: Any) -> Any:
+        emitted.append(private_torch.in_backward())
+        return launch(*arguments)
 
     def watched_measured(source: fused_operands.OperandProducer, *plan: Any) -> Any:
         if is_norm(source):
             measured.append(private_torch.in_backward())
         return real(source, *plan)
 
-    monkeypatch.setattr(kind, "emit", watched_emit)
+    monkeypatch.setattr(fused_operands.norm_kernels, "normalize_and_quantize", watched_launch)
     monkeypatch.setattr(kind, "in_memory", watched_measured)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
     with qs.autocast(recipe=RECIPES["current"]):

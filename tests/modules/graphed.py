@@ -59,7 +59,7 @@ class RerunRecorder:
 def rerun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that run on a CPU."""
     monkeypatch.setattr(callables, "GraphRecorder", RerunRecorder)
-    monkeypatch.setattr(callables, "_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(callables.recorders, "graph_device", lambda *_: torch.device("cpu"))
 
 
 def module_of(name: str, recipe: Any, device: str, quantized: bool = True, dropout: float = 0.0) -> nn.Module:

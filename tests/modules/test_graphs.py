@@ -581,7 +581,7 @@ def trained_on_ranks(recipe: str, way: str, captured: bool, device: str = "cpu")
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setattr(callables, "GraphRecorder", RerunRecorder)
-            patch.setattr(callables, "_device", lambda *_: torch.device("cpu"))
+            patch.setattr(callables.recorders, "graph_device", lambda *_: torch.device("cpu"))
         x = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).to(device).bfloat16()
         if captured:
             qs.make_graphed_callables(layer, (x,), recipe=RECIPES[recipe])
@@ -630,7 +630,7 @@ def test_transformer_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_device_is_asked_of_samples_too() -> None:
     with pytest.raises(ConfigurationError, match="no device"):
-        callables._device([lambda: None], [()])
+        qs.make_graphed_callables(lambda: None, ())
 
 
 @pytest.mark.parametrize("way", ["cat", "add"])

@@ -163,10 +163,10 @@ def test_ways_to_call() -> None:
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ([7, 0, 5], "has 3 entries from 0 that sum to 12; it must have 4 of 0 or more"),
-        ([7, 0, 1, 5], r"has 4 entries from 0 that sum to 13; it must .* sum to the 12 rows of the input"),
-        ([13, -1, 0, 0], "m_splits has 4 entries from -1"),
-        (torch.zeros(4, dtype=torch.int64, device="meta"), r"pass m_splits.tolist\(\)"),
+        ([7, 0, 5], "has 3 entries that sum to 12; it must have 4 of 0 or more"),
+        ([7, 0, 1, 5], r"has 4 entries that sum to 13; it must .* sum to the 12 rows of the input"),
+        ([13, -1, 0, 0], "it must have 4 of 0 or more"),
+        (torch.zeros(4, dtype=torch.int64, device="meta"), "on meta; it must be integers"),
     ],
 )
 def test_splits_that_do_not_fit(splits: Any, message: str) -> None:

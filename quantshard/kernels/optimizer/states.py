@@ -55,9 +55,8 @@ class StepKernelConfig(NamedTuple):
 
     `aligned`: all addresses, row lengths and origins are multiples of 16. `by_four`: see `rw.words_of_tile`. `high`:
     blocks are higher than a tile, so a program updates all its chunks before it quantizes one. `rereads`: it then
-    rereads the new values from the float32 masters, which frees registers for another program on the multiprocessor;
-    otherwise it keeps them. `bound`: a `numerics.adam.Bound`. `algorithm`: an `Algorithm`. `states`: its number of
-    states. `only_raises`: the pass only raises the amax of the weight: see `step.raise_amax`.
+    rereads the new values from the float32 masters, which frees registers for another program. `bound`: a
+    `numerics.adam.Bound`. `algorithm`: an `Algorithm`. `states`: how many it has. `only_raises`: see `step.raise_amax`.
     """
 
     rows: int

@@ -19,7 +19,7 @@ from quantshard.distributed import module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.gemm import hardware
+from quantshard.gemm import predictions
 from quantshard.modules.base import assignment, checks, initialization, state_dict
 from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection
@@ -470,7 +470,7 @@ class QuantizedModule(nn.Module):
         if weight.is_meta and device.type != "meta":
             raise checks.no_values(self.label(name))
         if call.strict:
-            checks.refuse_fallbacks(self.label(name), hardware.fallbacks(storage, recipe, device))
+            checks.refuse_fallbacks(self.label(name), predictions.fallbacks(storage, recipe, device))
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """State of one linear layer of this module. Missing histories that the recipe needs are created."""

@@ -2,7 +2,7 @@
 
 The rows of all experts form one matrix, in which each expert's rows are contiguous. One launch quantizes all rows, to
 the same codes and scales as quantizing each expert's rows alone; another multiplies them with the weights, which stay
-separate tensors. `hardware.block_together` lists the supported recipes.
+separate tensors. `grouped_linear.block_together` lists the supported recipes.
 
 Experts in high precision use PyTorch's grouped product. In both cases row counts can stay on the device; a loop over
 experts would copy them to the host.

@@ -31,7 +31,7 @@ from quantshard.tensor.storage import KEY, QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import NanFlag, TensorSource
+    from quantshard.gemm.producers import NanFlag, OperandProducer
     from quantshard.kernels.fused.epilogue import KernelOutputs
 
 
@@ -76,7 +76,7 @@ class GemmOperands(NamedTuple):
 
 
 def gemm_operands(
-    values: Tensor | producers.OperandProducer,
+    values: Tensor | OperandProducer,
     role: TensorRole,
     call: LinearContext,
     state: LinearState,
@@ -125,7 +125,7 @@ def gradient_operands(
         requests = requests_of(role, call, state, [(index, usages[index]) for index in indices], values[0])
         if len(indices) > 1 and requests[0].plan.on_kernels:
             weights = weight_operands if len(indices) == len(grads) else None
-            yield from operands_together(requests, [TensorSource(value) for value in values], weights)
+            yield from operands_together(requests, [OperandProducer(value) for value in values], weights)
             continue
         for request, value in zip(requests, values, strict=True):
             yield request.run_tensor(value)
@@ -149,7 +149,9 @@ def requests_of(
 
 
 def operands_together(
-    requests: Sequence[OperandRequest], sources: Sequence[TensorSource], weight_operands: WeightOperands | None = None
+    requests: Sequence[OperandRequest],
+    sources: Sequence[OperandProducer],
+    weight_operands: WeightOperands | None = None,
 ) -> list[GemmOperands]:
     """Run equal requests on several matrices of equal layout by one kernel, or two if amaxes must be measured first."""
     first, plan = requests[0], requests[0].plan
@@ -165,7 +167,7 @@ def operands_together(
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
     ]
-    swizzle = None if weight_operands is None else plan.swizzle_request(weight_operands)
+    swizzle = plan.swizzle_request(weight_operands)
     all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
     results = []
     for request, source, kernel_outputs, targets in zip(requests, sources, outputs, all_targets, strict=True):
@@ -220,22 +222,22 @@ class OperandRequest:
     def run_tensor(self, values: Tensor, weight_operands: WeightOperands | None = None) -> GemmOperands:
         """Quantize values in memory, by kernels if they can."""
         if self.plan.on_kernels:
-            return operands_together([self], [TensorSource(values)], weight_operands)[0]
+            return operands_together([self], [OperandProducer(values)], weight_operands)[0]
         return self.run_oracle(values)
 
-    def run(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
+    def run(self, source: OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
         """Quantize a source by kernels. Its values are written only if a GEMM reads them, or to measure them first."""
         amaxes = source.known_amaxes(self.plan)
-        if isinstance(source, TensorSource) or (self.plan.reads_values and amaxes is None):
+        if source.launch is None or (self.plan.reads_values and amaxes is None):
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         self.keep_amax(source)
         outputs = self.outputs(amaxes)
-        result = self.operands(outputs, source.emit(outputs))
+        result = self.operands(outputs, source.launch(outputs))
         if self.watching is not None:
             self.show(source, result)
         return result
 
-    def keep_amax(self, source: producers.OperandProducer) -> None:
+    def keep_amax(self, source: OperandProducer) -> None:
         """Keep the amax of an input for backward, which may quantize the input again."""
         if source.amax is not None and self.plan.by_one_amax and self.delayed is None:
             self.call.amaxes[self.role, 0] = source.amax.view(())
@@ -284,7 +286,7 @@ class OperandRequest:
         nan_flag = outputs.nan_flag if plan.nan_flag is NanFlag.PRODUCTS else None
         return GemmOperands(first, WgradOperand(second, transposed), outputs.sums, nan_flag)
 
-    def show(self, source: producers.OperandProducer, result: GemmOperands) -> None:
+    def show(self, source: OperandProducer, result: GemmOperands) -> None:
         """Report the operands to the observer, which exists."""
         assert self.watching is not None
         values = source.in_memory().prototype

@@ -67,10 +67,6 @@ def make_graphed_callables(
 
     Returns:
         The modules themselves, and a replaying function in place of each function; a tuple for several callables.
-
-    Raises:
-        ConfigurationError: a module has inner hooks, is already captured, or is not on one GPU.
-        UnsupportedOperationError: FSDP2 shards the parameters, or a module contains DDP.
     """
     several = isinstance(modules, tuple | list | nn.ModuleList)
     callables: Any = modules
@@ -95,7 +91,9 @@ def make_graphed_callables(
     names = [_name(subject, index, several) for index, subject in enumerate(subjects)]
     for subject, name in zip(subjects, names, strict=True):
         _check(subject, name)
-    device = _device(subjects, [args, kwargs])
+    models = [subject for subject in subjects if isinstance(subject, nn.Module)]
+    params = [param for model in models for param in model.parameters()]
+    device = recorders.graph_device(_CALL, [*params, *recorders.tensors_in([args, kwargs])])
 
     def entered(switch: bool) -> AbstractContextManager[Any]:
         if not switch and not context.in_autocast():
@@ -108,7 +106,6 @@ def make_graphed_callables(
         )
         for i, subject in enumerate(subjects)
     ]
-    models = [subject for subject in subjects if isinstance(subject, nn.Module)]
     order = GraphOrder(len(graphs), pool)
     _capture(graphs, models, GraphRecorder(device, pool), order, device, num_warmup_iters)
     results: list[Any] = []
@@ -192,8 +189,3 @@ def _check_not_sharded(subject: nn.Module, name: str) -> None:
             or private_torch.has_gathered_parameters(module)
         ):
             raise UnsupportedOperationError(limits.refusal("captured shards", name))
-
-
-def _device(subjects: Sequence[Callables], samples: Any) -> torch.device:
-    params = [param for subject in subjects if isinstance(subject, nn.Module) for param in subject.parameters()]
-    return recorders.graph_device(_CALL, [*params, *recorders.tensors_in(samples)])

@@ -7,7 +7,7 @@ repeats them. Everything that the graphs treat as constant is compared before ea
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -38,7 +38,7 @@ from quantshard.modules.graphs.recorder import (
 
 
 class AmaxNotes(NamedTuple):
-    """Amaxes [n] that a pass records for n histories with the same `number` and reduction group."""
+    """Amaxes [n] that a pass records for n histories: arguments of `PendingAmaxes.note_all`."""
 
     keys: Sequence[Tensor]
     number: int
@@ -152,11 +152,7 @@ class GraphOrder:
         return token
 
     def end(self, index: int, token: object, owner: str) -> None:
-        """Register the backward of a forward.
-
-        Raises:
-            UnsupportedOperationError: another replay overwrote the activations, or a backward already ran.
-        """
+        """Register the backward of a forward. Raise if another replay overwrote the activations, or a backward ran."""
         if self._tokens[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
         self._overwrite(index)
@@ -193,7 +189,7 @@ class ModuleGraph:
         self._entered, self._allow_unused = entered, allow_unused
         self._kind = self._kind_of(_compared(*arguments))
         # at fixed addresses, which each replay copies new values to
-        self._static = mapped(arguments, _static_copy)
+        self._static = mapped(arguments, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
         self._inputs = list(tensors_in(_compared(*self._static)))
         params = [] if self._module is None else self._module.parameters()
         self._params = [param for param in params if param.requires_grad]
@@ -268,12 +264,19 @@ class ModuleGraph:
 
     def _check_reached(self) -> None:
         """Raise if a leaf requires a gradient that the graphs would not compute."""
-        trained_ids = set(map(id, self._trained))
-        if any(id(leaf) not in trained_ids for leaf in _leaf_tensors(self._ends)):
-            raise ConfigurationError(
-                f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would get "
-                "none; give the module itself, or the tensor as an argument"
-            )
+        trained_ids, visited = set(map(id, self._trained)), set()
+        pending: list[Any] = [end.grad_fn for end in self._ends]
+        while pending:
+            node = pending.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            if hasattr(node, "variable") and id(node.variable) not in trained_ids:
+                raise ConfigurationError(
+                    f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would "
+                    "get none; give the module itself, or the tensor as an argument"
+                )
+            pending += [before for before, _ in node.next_functions]
 
     # Replay
 
@@ -361,26 +364,8 @@ def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     return tuple(args), {name: kwargs[name] for name in sorted(kwargs) if name not in _HINTS}
 
 
-def _static_copy(sample: Tensor) -> Tensor:
-    return sample.detach().clone().requires_grad_(sample.requires_grad)
-
-
 def _storage_address(tensor: Tensor) -> int:
     return memory_of(tensor)[0].untyped_storage().data_ptr()
-
-
-def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of the autograd graphs of some tensors."""
-    pending: list[Any] = [end.grad_fn for end in ends]
-    visited = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [before for before, _ in node.next_functions]
 
 
 class _Replay(torch.autograd.Function):

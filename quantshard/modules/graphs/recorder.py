@@ -146,10 +146,7 @@ def capturable_(model: nn.Module) -> None:
     `torch.optim`, `FusedAdam(master_weights=False)`) cannot be captured, and then read the counters back.
 
     Args:
-        model: weights, quantized or not, on any devices; weights on a CPU are left unchanged.
-
-    Raises:
-        ConfigurationError: a weight is still on the meta device.
+        model: weights, quantized or not, on any devices but meta; weights on a CPU are left unchanged.
     """
     states = _states(model)
     for name, (param, _) in states.items():
@@ -244,10 +241,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def kind_of(owner: str, value: Any, tensor_kind: Callable[[Tensor], Hashable] = lambda _: None) -> Hashable:
     """Return what a graph fixes about arguments or results: their nesting, constants, and the `tensor_kind` of tensors.
-
-    Raises:
-        ConfigurationError: a value is neither a tensor nor a constant.
-    """
+    Raise if a value is neither a tensor nor a constant."""
     if isinstance(value, Tensor):
         return tensor_kind(value)
     if isinstance(value, tuple | list) and value:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels
 from quantshard import recipe as recipes
-from quantshard.gemm import backend, hardware, operands
+from quantshard.gemm import backend, operands, predictions
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import human_bytes
 from quantshard.recipe import OPERANDS, QuantSpec, Recipe, TensorRole
@@ -201,7 +201,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     no_kernels = why_no_kernels(device)
     triton = import_module("triton").__version__ if find_spec("triton") else None
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    paths = {name: hardware.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
+    paths = {name: predictions.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
     return {
         "version": VERSION,
         "quantshard": __version__,

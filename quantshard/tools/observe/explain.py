@@ -21,7 +21,7 @@ from quantshard import private_torch
 from quantshard import recipe as recipes
 from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
-from quantshard.gemm import hardware
+from quantshard.gemm import predictions
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
 from quantshard.sharding import Shard
@@ -262,18 +262,19 @@ def gemm_of(
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:
         return GemmPath(
-            *hardware.gemm_path(storage.spec, device, chosen), (*hardware.fallbacks(storage, chosen, device), *joint)
+            *predictions.gemm_path(storage.spec, device, chosen),
+            (*predictions.fallbacks(storage, chosen, device), *joint),
         )
     if not is_quantshard:
-        path, reason = hardware.gemm_path(None, device)
+        path, reason = predictions.gemm_path(None, device)
         fallbacks = ("foreign module",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
     spec = None if chosen is None else chosen.weight
-    path, reason = hardware.gemm_path(spec, device, chosen)
+    path, reason = predictions.gemm_path(spec, device, chosen)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
-    return GemmPath(path, reason, (*hardware.fallbacks(None, chosen, device), *joint))
+    return GemmPath(path, reason, (*predictions.fallbacks(None, chosen, device), *joint))
 
 
 def _device(param: Tensor) -> torch.device:

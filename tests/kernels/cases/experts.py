@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels
 from quantshard import recipe as recipes
-from quantshard.gemm import hardware, operands
+from quantshard.gemm import operands
+from quantshard.modules import grouped_linear
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.recipe import TensorRole
@@ -77,7 +78,7 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
     """A layer with random weights, and with histories that contain one amax."""
-    cell, block = recipe.weight, hardware.block_together(recipe)
+    cell, block = recipe.weight, grouped_linear.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu").to(device) for _ in counts]
@@ -153,7 +154,7 @@ def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
 EXPERTS = {
     f"experts at once, {name}": {"recipe": name}
     for name in recipe_names()
-    if hardware.block_together(recipes.resolve(name)) is not None
+    if grouped_linear.block_together(recipes.resolve(name)) is not None
 }
 
 ROWS = (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from quantshard import modules
 from quantshard.errors import ConfigurationError, silence
-from quantshard.gemm import hardware
+from quantshard.gemm import predictions
 from quantshard.modules.contexts import context, settings
 from quantshard.recipe import Recipe, resolve
 
@@ -81,7 +81,7 @@ get_default_fp8_recipe = get_default_recipe
 def _native(recipe: str, return_reason: bool = False) -> bool | tuple[bool, str]:
     """Return whether a recipe's GEMMs are native, and with `return_reason` also why not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path, reason = hardware.gemm_path(resolve(recipe).weight, device, resolve(recipe))
+    path, reason = predictions.gemm_path(resolve(recipe).weight, device, resolve(recipe))
     is_native = path == "native"
     return (is_native, "" if is_native else reason) if return_reason else is_native
 

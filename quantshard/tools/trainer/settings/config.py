@@ -18,8 +18,8 @@ import torch
 
 from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError
-from quantshard.gemm import hardware
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
+from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.values import (
     AUTO,
@@ -433,7 +433,7 @@ def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[s
         lacking.append(("experts", {**layer_features, "architecture = 'gpt'": is_gpt, "compile": settings.compile}))
     if settings.cuda_graphs:
         recipes = LayerRecipes.parse(settings.recipe).recipes.values() if settings.experts else ()
-        one_by_one = [recipe.name for recipe in recipes if recipe.table and hardware.block_together(recipe) is None]
+        one_by_one = [recipe.name for recipe in recipes if recipe.table and block_together(recipe) is None]
         eager = {
             "dropout": settings.dropout > 0,
             "master_weights = false": not settings.master_weights,

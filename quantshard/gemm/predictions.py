@@ -1,0 +1,99 @@
+"""How the GEMMs of a weight will run, and why: for explain, doctor and strict mode."""
+
+from __future__ import annotations
+
+import torch
+
+from quantshard import kernel_dispatch, kernels
+from quantshard.formats import ALL, Orientation
+from quantshard.gemm import hardware
+from quantshard.gemm.hardware import NEVER, Capability, ScaledProduct, flat, stored_kind
+from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe
+from quantshard.tensor.storage import QuantizedStorage
+
+
+def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+    """The `limits.FALLBACKS` that the GEMMs of one linear layer take.
+
+    `stored`: the weight; None if it is stored in high precision. `recipe`: autocast's recipe; None if it is unknown,
+    which assumes one that fits the weight.
+    """
+    if recipe is not None and not recipe.table:
+        return () if stored is None else ("dequantized",)
+    spec = stored.spec if stored is not None else recipe.weight if recipe is not None else None
+    names = ["emulated"] if gemm_path(spec, device, recipe)[0] == "emulated" else []
+    if spec is not None and device.type in kernel_dispatch.KERNEL_DEVICES and not kernels.USABLE:
+        names.append("no kernels")
+    if stored is None:
+        return (*names, "quantized each forward") if spec is not None else ()
+    fmt = stored.spec.format
+    if not fmt.serves_columns:
+        names.append("dgrad dequantizes")
+    # FSDP2's shards are gathered before a GEMM, so only cuts by tensor parallelism matter
+    is_operand = stored.gathered or stored.mesh is not None
+    blocks = zip(stored.shard.origin, fmt.copies[Orientation.ROWWISE].block, strict=True)
+    starts_on_blocks = all(cover == ALL or start % cover == 0 for start, cover in blocks)
+    if is_operand and "emulated" not in names and not starts_on_blocks:
+        names.append("cut blocks")
+    if stored.gathered and not stored.has(Orientation.ROWWISE):
+        names.append("extra gather")
+    return tuple(names)
+
+
+def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
+    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason).
+
+    If `recipe` is given and stores such weights, "native" means that all of its products are native.
+    """
+    if spec is None:
+        return "native", "high precision"
+    product = f"{spec.format.copies[Orientation.ROWWISE].codes.encoding.name} matrix product"
+    capability = hardware.capability_of(device)
+    if capability is None:
+        owner = "a CPU" if device.type == "cpu" else f"{device.type} without a known GPU"
+        return "emulated", f"{owner} has no {product}"
+    version, candidates = _dotted(capability), products_of(spec)
+    native = next((candidate for candidate in candidates if candidate.is_of(capability)), None)
+    if native is not None:
+        emulated = () if recipe is None or recipe.weight != spec else emulated_gemms(recipe, capability)
+        if emulated:
+            names = " and ".join(gemm.value for gemm in emulated)
+            return "emulated", f"compute capability {version} has no product of the formats of {names}"
+        note = "" if native.seen else ", not yet run on this hardware"
+        return "native", f"{product} of compute capability {version}{note}"
+    product += f" with the scales of {spec.format.name}"
+    if not candidates:
+        return "emulated", f"PyTorch has no {product}"
+    needs = ", ".join(
+        _dotted(item.since) + (f" up to {_dotted(item.before)}" if item.before < NEVER else " and newer")
+        for item in candidates
+    )
+    return "emulated", f"compute capability {version} has no {product} (such products: {needs})"
+
+
+def products_of(spec: QuantSpec) -> list[ScaledProduct]:
+    """The scaled products that accept a weight as right operand, on any hardware."""
+    kind = stored_kind(spec.format)
+    return list(dict.fromkeys(
+        product for (_, right), product in hardware.NATIVE.items() if right in (kind, flat(kind))
+    ))  # fmt: skip
+
+
+def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
+    """GEMMs without a native product of their two quantized formats on this hardware.
+
+    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("dgrad dequantizes").
+    """
+    gemms = []
+    for gemm, roles in OPERANDS.items():
+        left, right = (recipe.table.get((role, gemm)) for role in roles)
+        if left is None or right is None or (gemm is Gemm.DGRAD and not right.format.serves_columns):
+            continue
+        product = hardware.product_of_kinds(stored_kind(left.format), stored_kind(right.format))
+        if product is None or not product.is_of(capability):
+            gemms.append(gemm)
+    return tuple(gemms)
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
