@@ -5,6 +5,8 @@ graph instead of running the kernel:
 
     launch(str program, Tensor(a!)[] written, Tensor[] read)
 
+A launch that reads numbers from a tensor on the CPU (`HostNumber`) is `launch_drawing`, which no CUDA graph contains.
+
 A program is the kernel, the grid and all arguments with tensors replaced by their places in the two lists, pickled. It
 contains everything that a launch needs, so another process can run a graph from a compile cache. `triton_op` and
 `wrap_triton` of PyTorch cannot be used, because Dynamo rejects kernel arguments that are tuples.
@@ -61,6 +63,24 @@ def traced_launches() -> Iterator[None]:
         tracing.on = before
 
 
+class HostNumber:
+    """An integer argument of a launch: an entry of a tensor on the CPU, which each run of a graph reads.
+
+    Kernels must not be specialized for such arguments (`do_not_specialize`), because a graph keeps compiled variants.
+    """
+
+    def __init__(self, numbers: Tensor, row: int, column: int) -> None:
+        self.numbers, self.row, self.column = numbers, row, column
+
+
+class _NumberPlace(NamedTuple):
+    """Place of a `HostNumber`. `position`: of its tensor in the list of tensors that are read."""
+
+    position: int
+    row: int
+    column: int
+
+
 class _TensorPlace(NamedTuple):
     """Place of a tensor argument in the lists of an operator. `as_bytes`: the kernel takes its bytes."""
 
@@ -83,6 +103,7 @@ class LaunchArguments:
         self.written_paths = written_paths
         self.written: list[Tensor] = []
         self.read: list[Tensor] = []
+        self.has_numbers = False
 
     def template(self, value: Any, path: Sequence[str], is_written: bool = False) -> Any:
         """`value`, the argument at `path`, with tensors replaced by their places. `is_written`: it is a written field
@@ -96,6 +117,9 @@ class LaunchArguments:
                 self.template(item, (*path, field), field in written_fields)
                 for field, item in zip(fields, value, strict=True)
             ]))  # fmt: skip
+        if type(value) is HostNumber:
+            self.has_numbers = True
+            return _NumberPlace(self._place(value.numbers, False, False).position, value.row, value.column)
         as_bytes = type(value) is StoredBytes
         if not (as_bytes or isinstance(value, Tensor)):
             return value
@@ -123,7 +147,9 @@ def record(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dic
     templates = [arguments.template(value, (name,)) for name, value in zip(kernel.arg_names, args, strict=False)]
     plain_grid = tuple([int(programs) for programs in grid])
     program = base64.b85encode(zlib.compress(pickle.dumps((key, plain_grid, templates, options)))).decode()
-    torch.ops.quantshard.launch(program, arguments.written, arguments.read)
+    operators = torch.ops.quantshard
+    launch = operators.launch_drawing if arguments.has_numbers else operators.launch
+    launch(program, arguments.written, arguments.read)
 
 
 def _sum_rows(x: Tensor) -> Tensor:
@@ -165,6 +191,8 @@ def _expression(template: Any, constants: list[Any]) -> str:
     if type(template) is _TensorPlace:
         tensor = f"{'written' if template.is_written else 'read'}[{template.position}]"
         return f"StoredBytes({tensor})" if template.as_bytes else tensor
+    if type(template) is _NumberPlace:
+        return f"int(read[{template.position}][{template.row}, {template.column}])"
     if type(template) is _NamedTuple:
         constants.append(template.kind)
         kind = f"constants[{len(constants) - 1}]"
@@ -191,6 +219,8 @@ def register(launch_of: Callable[..., Callable[[list[Tensor], list[Tensor]], Non
     torch.library.define("quantshard::rounded", "(Tensor x, ScalarType dtype) -> Tensor")
     torch.library.impl("quantshard::rounded", "default", _rounded)
     torch.library.register_fake("quantshard::rounded", _rounded)
-    torch.library.define("quantshard::launch", "(str program, Tensor(a!)[] written, Tensor[] read) -> ()")
-    torch.library.impl("quantshard::launch", "default", launch)
-    torch.library.register_fake("quantshard::launch", lambda program, written, read: None)
+    for name, tags in (("launch", ()), ("launch_drawing", (torch.Tag.cudagraph_unsafe,))):
+        full = f"quantshard::{name}"
+        torch.library.define(full, "(str program, Tensor(a!)[] written, Tensor[] read) -> ()", tags=tags)
+        torch.library.impl(full, "default", launch)
+        torch.library.register_fake(full, lambda program, written, read: None)

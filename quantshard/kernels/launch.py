@@ -141,7 +141,7 @@ def launch_kernel(
 
 
 class RepeatedLaunch:
-    """A launch whose tensors alone differ between calls.
+    """A launch whose tensors alone differ between calls, and integers that kernels are not specialized for.
 
     Its variants are found by the kinds of the tensors, without the other arguments.
 

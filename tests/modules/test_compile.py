@@ -221,14 +221,27 @@ def test_bits_outside_of_autocast(recipe: str) -> None:
     assert_equal(compiled, steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, None))
 
 
-def test_a_module_that_is_gone_before_backward_is_told() -> None:
-    module = build("Linear", "current")
-    compiled = aot_eager(module)
-    with qs.autocast(recipe="current"):
-        loss = compiled(data()).sum()
+def test_weights_of_another_recipe_are_refused() -> None:
+    compiled = aot_eager(build("Linear", "mxfp8"))
+    with pytest.raises(Exception, match=r"weight of a compiled layer .* enter autocast with the recipe of the weights"):
+        with qs.autocast(recipe="current"):
+            compiled(data())
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_module_that_is_gone_before_backward(recipe: str) -> None:
+    """Backward needs its histories only."""
+    module = build("Linear", recipe)
+    compiled, x = aot_eager(module), data()
+    with qs.autocast(recipe=recipe):
+        loss = compiled(x).sum()
     del module, compiled
     torch._dynamo.reset()
     gc.collect()
+    if recipe == "current":
+        loss.backward()
+        assert x.grad is not None
+        return
     with pytest.raises(UnsupportedOperationError, match=r"'weight'.*deleted before backward"):
         loss.backward()
 

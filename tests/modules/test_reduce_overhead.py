@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.modules.contexts import pending_amaxes, settings
-from quantshard.modules.gemms import operators
+from quantshard.modules.contexts import pending_amaxes
+from quantshard.modules.gemms import operator_state
 from quantshard.modules.graphs.recorder import states_preserved
 from quantshard.optimizers import FusedAdam
 from quantshard.private_torch import lookup
@@ -33,8 +33,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 WIDTH, TOKENS, STEPS = 32, 16, 4
 STEP_NAMES = ("linear", "norm_linear", "mlp")
-RECORDS = {"delayed": {"forward", "backward"}, "nvfp4": {"backward"}}
-"""The passes of a recipe that note amaxes or draw random words; of others none does."""
+READS = {"delayed": {"forward", "backward"}, "nvfp4": {"backward"}}
+"""The passes of a recipe that read past amaxes or draw random words; of others none does."""
+DRAWS = {"nvfp4": {"backward"}}
 
 
 @pytest.fixture(autouse=True)
@@ -47,22 +48,15 @@ def compiled_anew() -> Iterator[None]:
 
 @pytest.mark.parametrize("step", STEP_NAMES)
 @pytest.mark.parametrize("kind", ["", "_backward"])
-def test_operators_that_record_are_marked(step: str, kind: str) -> None:
-    plain, recording = (getattr(torch.ops.quantshard, f"{step}{kind}{suffix}").default for suffix in ("", "_recording"))
-    assert torch.Tag.cudagraph_unsafe in recording.tags and torch.Tag.cudagraph_unsafe not in plain.tags
-    assert str(plain._schema).partition("(")[2] == str(recording._schema).partition("(")[2]
+def test_operators_that_draw_are_marked(step: str, kind: str) -> None:
+    plain, drawing = (getattr(torch.ops.quantshard, f"{step}{kind}{suffix}").default for suffix in ("", "_drawing"))
+    assert torch.Tag.cudagraph_unsafe in drawing.tags and torch.Tag.cudagraph_unsafe not in plain.tags
+    assert str(plain._schema).partition("(")[2] == str(drawing._schema).partition("(")[2]
 
 
-def test_what_leaves_an_autocast_is_marked() -> None:
-    assert torch.Tag.cudagraph_unsafe in torch.ops.quantshard.record_forward_amaxes.default.tags
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_which_passes_of_a_recipe_count(recipe: str) -> None:
-    name = settings.setting_name(True, RECIPES[recipe], None, False)
-    counted = {"forward"} if settings.counts_calls(name) else set()
-    counted |= {"backward"} if settings.counts_backwards(name) else set()
-    assert counted == RECORDS.get(recipe, set())
+@pytest.mark.parametrize("name", ["read_state", "record_amaxes", "fetch_copy", "record_forward_amaxes"])
+def test_operators_of_state_are_marked(name: str) -> None:
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.quantshard, name).default.tags
 
 
 def test_a_handle_keeps_its_address() -> None:
@@ -100,15 +94,18 @@ class HeldParts:
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model, self.count, self.inside = model, 0, False
         self.runs: set[tuple[str, bool]] = set()
-        for name, what in (("_ready", "forward"), ("_saved", "backward")):
-            monkeypatch.setattr(operators, name, self._watched(getattr(operators, name), what))
+        layers_of, live_states = operator_state.layers_of, operator_state._live_states
 
-    def _watched(self, real: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            self.runs.add((what, self.inside))
-            return real(*args)
+        def watched_layers(step: Any, backward: bool) -> Any:
+            self.runs.add(("backward" if backward else "forward", self.inside))
+            return layers_of(step, backward)
 
-        return watched
+        def watched_states(*args: Any) -> Any:
+            self.runs.add(("state", self.inside))
+            return live_states(*args)
+
+        monkeypatch.setattr(operator_state, "layers_of", watched_layers)
+        monkeypatch.setattr(operator_state, "_live_states", watched_states)
 
     def wrap(self, part: Callable[[list[Any]], Any], _: Any) -> Callable[[list[Any]], Any]:
         warm = False
@@ -159,7 +156,7 @@ def trained(model: nn.Module, recipe: Any, call: Callable[[Tensor], Tensor]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", exhaustive([(name,) for name in RECIPES], [("delayed",)]))
-def test_what_records_is_in_no_graph(
+def test_what_reads_or_draws_is_in_no_graph(
     recipe: str, cut_as_on_a_gpu: Callable[[HeldParts], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = RECIPES[recipe]
@@ -169,7 +166,8 @@ def test_what_records_is_in_no_graph(
     cut_as_on_a_gpu(parts)
     found = trained(model, asked, torch.compile(model, fullgraph=True))
     assert parts.count >= 2
-    assert parts.runs == {(what, what not in RECORDS.get(recipe, ())) for what in ("forward", "backward")}
+    runs = {(what, what not in DRAWS.get(recipe, ())) for what in ("forward", "backward")}
+    assert parts.runs == runs | ({("state", False)} if recipe in READS else set())
     assert_same(found, eager)
 
 
@@ -247,7 +245,7 @@ def test_steps_of_two_micro_batches_have_the_bits_of_eager(recipe: str, quantize
         for mode in ("reduce-overhead", None)
     )
     assert_same(found, eager)
-    assert bool(replays) == (RECORDS.get(recipe) != {"forward", "backward"})
+    assert replays
 
 
 @needs_gpu

@@ -179,8 +179,13 @@ def random_arguments_of(
     return (*keys, *NO_KEY * (KEYS - len(requests))), streams, roundings
 
 
-def halves(key: int) -> tuple[int, int]:
-    """Split a 64-bit key into signed 32-bit halves, low and high; 64-bit arguments would recompile the kernel."""
+def halves(key: int | tuple[Any, Any]) -> tuple[Any, Any]:
+    """Split a 64-bit key into signed 32-bit halves, low and high; 64-bit arguments would recompile the kernel.
+
+    While a graph is traced, the key is split already.
+    """
+    if isinstance(key, tuple):
+        return key
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     return low - ((low & 1 << 31) << 1), high - ((high & 1 << 31) << 1)
 

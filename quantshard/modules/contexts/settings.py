@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from quantshard import private_torch
 from quantshard.collectives.process_groups import world
-from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
+from quantshard.recipe import HighPrecision, Recipe, resolve
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,3 @@ def has_quantized() -> bool:
 def is_delayed(name: str) -> bool:
     """Return whether the setting uses delayed scaling."""
     return registered[name].recipe.is_delayed
-
-
-@private_torch.constant_in_graphs
-def counts_calls(name: str) -> bool:
-    """Return whether a forward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = registered[name].recipe
-    return recipe.is_delayed or recipe.input_draws
-
-
-def counts_backwards(name: str) -> bool:
-    """Return whether a backward under the setting has side effects: it records amaxes or draws random bits."""
-    recipe = registered[name].recipe
-    specs = recipe.activations[TensorRole.GRAD_OUTPUT]
-    return recipe.is_delayed or any(spec and spec.scaling.stochastic_rounding for spec in specs)

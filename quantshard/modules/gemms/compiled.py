@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.contexts import settings
-from quantshard.modules.gemms import functional, operators
+from quantshard.modules.gemms import functional, operator_state, operators
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
@@ -82,12 +82,18 @@ def call_operator(
     weights = [weight for layer in layers for weight in layer.weights]
     # Dynamo compiles again when an observer starts or stops
     facts["is_observed"] = observation.active is not None
-    key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
-    full_name = f"{name}_recording" if settings.counts_calls(first.setting) else name
+    key = structure_key(tuple(layer_fields), weights[0].dtype, first.stored, first.record, first.setting, **facts)
+    state: list[Tensor] = []
+    if count := operator_state.in_forward("tensors read", key):
+        state = torch.ops.quantshard.read_state(first.module, key, [], None)
+    biases = [bias for layer in layers for bias in layer.biases if bias is not None]
+    full_name = f"{name}_drawing" if operator_state.in_forward("draws", key) else name
     outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(
-        weights, [], first.module, key, [weight.shape[0] for weight in weights], norm_weight, norm_bias, eps,
-        x, residual, [bias for layer in layers for bias in layer.biases if bias is not None],
+        weights, [], first.module, key, state[:count], [weight.shape[0] for weight in weights],
+        norm_weight, norm_bias, eps, x, residual, biases,
     )  # fmt: skip
+    if operator_state.in_forward("records", key):
+        torch.ops.quantshard.record_amaxes(first.module, key, False, state[1], outputs[-1].detach())
     return outputs[: len(layers[-1].weights) + (residual is not None)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from quantshard.tensor.parameter_state import AMAX_HISTORY, GRADIENT_STREAM, RNG
 
 if kernels.USABLE:
     from quantshard.gemm import producers
+    from quantshard.kernels.graph_launch import HostNumber
 
 
 MOST_PLANS: Final = 64
@@ -83,6 +85,29 @@ class LayerPlans:
 
 
 @dataclass
+class GraphState:
+    """State of a layer in a compiled graph, instead of amax histories and RNG counters (see `operator_state`).
+
+    `numbers`: key and stream of the step's weights, int64 [weights, 2] as int32 on the CPU. `draws`: the number of
+    their draws. `first`: index of the layer's first weight. `slots`: (role, weight index) -> slot of a new amax.
+    """
+
+    numbers: Any
+    draws: Any
+    first: int
+    slots: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
+
+    def draw(self, weight_index: int) -> tuple[Any, Tensor, Any]:
+        """See `LinearState.draw`. While a graph is traced, key and stream are numbers that its launches read."""
+        row = self.first + weight_index
+        if kernels.tracing.on:
+            low, high, stream = (HostNumber(self.numbers, row, column) for column in range(3))
+            return (low, high), self.draws[row], stream
+        key, stream = self.numbers.view(torch.int64)[row].tolist()
+        return key, self.draws[row], stream
+
+
+@dataclass
 class LinearState:
     """State of one linear layer between steps: RNG state of its weights, and delayed-scaling histories.
 
@@ -91,7 +116,8 @@ class LinearState:
     scaling reduces amaxes over (None: the group of autocast). `data_group`: ranks that share a batch (None: the
     tensor-parallel group); each such group has its own random stream. `layers`: the layers that own the weights, if
     each keeps its own histories; the input is scaled by the first layer's history and recorded in all. `stage`: running
-    pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module.
+    pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module. `graph`: replaces
+    histories and RNG counters in a compiled graph.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -104,6 +130,7 @@ class LinearState:
     layers: Sequence[LinearState] = ()
     stage: RunningStage | None = None
     plans: LayerPlans = field(default_factory=LayerPlans)
+    graph: GraphState | None = None
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:
@@ -121,6 +148,23 @@ class LinearState:
         if not self.layers or role is TensorRole.WEIGHT:
             return (self,)
         return self.layers if role is TensorRole.INPUT else (self.layers[weight_index],)
+
+    def draw(self, weight_index: int) -> tuple[Any, int | Tensor, Any]:
+        """Draw random bits for the gradient of one weight's output: key, number of the draw, and stream.
+
+        Ranks that work on different data have different streams. Ranks of one tensor-parallel group share a stream,
+        which is indexed by position in the global tensor.
+        """
+        if self.graph is not None:
+            return self.graph.draw(weight_index)
+        weight = self.weights[weight_index]
+        return int(weight[RNG_KEY]), next_draw(weight), self.stream
+
+    @property
+    def stream(self) -> int:
+        """The random stream of this rank's gradients."""
+        group = self.tp.group if self.data_group is None else self.data_group
+        return tensor_parallel.stream_base(group) * STREAMS_PER_RANK + GRADIENT_STREAM
 
     def split(self, role: TensorRole) -> OperandSplit | None:
         """The split over ranks of an input or output gradient [tokens, features]; None if it is not split.
@@ -213,23 +257,16 @@ def _empty_history(length: int, device: torch.device) -> Tensor:
 
 
 class GradientRandomBits:
-    """Random bits for the stochastic rounding of one gradient, from one lazy draw of the weight's RNG counter.
-
-    Ranks that work on different data have different streams. Ranks of one tensor-parallel group share a stream, which
-    is indexed by position in the global tensor.
-    """
+    """Random bits for the stochastic rounding of one gradient, from one lazy draw of the weight's RNG counter."""
 
     def __init__(self, state: LinearState, weight_index: int) -> None:
-        self.weight = state.weights[weight_index]
-        self.group = state.tp.group if state.data_group is None else state.data_group
-        self.drawn: tuple[int, int | Tensor] | None = None
+        self.state, self.weight_index = state, weight_index
+        self.drawn: tuple[Any, int | Tensor, Any] | None = None
 
     def by_rows(self, shard: Shard, transposed: bool = False) -> RandomBits:
         """Random bits for a rectangle of dgrad's operand."""
-        if self.drawn is None:
-            self.drawn = int(self.weight[RNG_KEY]), next_draw(self.weight)
-        stream = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK + GRADIENT_STREAM
-        return RandomBits(*self.drawn, stream, shard.global_shape, shard.origin, shard.shape, transposed)
+        self.drawn = self.drawn or self.state.draw(self.weight_index)
+        return RandomBits(*self.drawn, shard.global_shape, shard.origin, shard.shape, transposed)
 
     def by_columns(self, shard: Shard) -> RandomBits:
         """Random bits for a rectangle of wgrad's operand, which is the transpose."""
@@ -273,19 +310,16 @@ class DelayedScale:
         self, role: TensorRole, spec: QuantSpec, call: LinearContext, state: LinearState, weight_index: int
     ) -> None:
         self._role, self._call, self._state, self._weight_index = role, call, state, weight_index
-        amax = call.amaxes.get((role, weight_index))
+        self._most_recent = spec.scaling.most_recent
         infers = state.stage is not None and state.stage.infers
-        self.notes = amax is None and state.record and not infers  # compiled layers have `record` from their trace
-        if amax is None:
+        is_new = (role, weight_index) not in call.amaxes
+        self.notes = is_new and state.record and not infers  # compiled layers have `record` from their trace
+        if is_new:
             self._pass, self._owners = amaxes_of(role), state.owners(role, weight_index)
             self._histories = [
                 history for owner in self._owners if (history := owner.history(role, weight_index)) is not None
             ]
             self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
-            amax = self._pass.past(self._histories[0], spec.scaling.most_recent, self._queue)
-            if role is not TensorRole.GRAD_OUTPUT:
-                call.amaxes[role, weight_index] = amax
-        self.amax: Tensor = amax
 
     @staticmethod
     def of(
@@ -294,22 +328,55 @@ class DelayedScale:
         """Create a DelayedScale; return None unless `spec` scales by past amaxes."""
         if spec is None or not spec.scaling.history:
             return None
+        if state.graph is not None:
+            return _GraphScale(call.amaxes[role, weight_index], state.graph.slots.get((role, weight_index)))
         return DelayedScale(role, spec, call, state, weight_index)
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The amax to scale by."""
+        key = self._role, self._weight_index
+        amax = self._call.amaxes.get(key)
+        if amax is None:
+            amax = self._pass.past(self._histories[0], self._most_recent, self._queue)
+            if self._role is not TensorRole.GRAD_OUTPUT:
+                self._call.amaxes[key] = amax
+        return amax
 
     def slot(self, device: torch.device) -> Tensor:
         """A float32 scalar that kernels raise to the new amax, until the amax is recorded."""
-        role, weight_index, state = self._role, self._weight_index, self._state
+        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
+        return self._pass.slot(*self._destination(), queue)
+
+    def add(self, amax: Tensor) -> None:
+        """Record a float32 scalar, which nobody changes any more, as the new amax."""
+        keys, number, histories, group = self._destination()
+        self._pass.note_all(keys, number, histories, amax.expand(len(histories)), group)
+
+    def _destination(self) -> tuple[list[Tensor], int, Sequence[Tensor], Groups]:
+        """Keys, number, histories and group of the new amax; see `PendingAmaxes.slot`."""
+        role, state = self._role, self._state
         group = self._call.group if state.amax_group is None else state.amax_group
         if state.tp.mode is not None:  # a sharded tensor has one scale, so its ranks always take part
             group = including(group, state.tp.group)
         if state.stage is not None:
             check_same_stage(group, state.stage)
         # all output gradients of a layer share one history, which records their largest amax
-        keys = [owner.weights[weight_index if role is TensorRole.WEIGHT else 0][RNG_KEY] for owner in self._owners]
-        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
-        return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
+        index = self._weight_index if role is TensorRole.WEIGHT else 0
+        return [owner.weights[index][RNG_KEY] for owner in self._owners], AMAX_NUMBERS[role], self._histories, group
 
     def note(self, values: Tensor) -> None:
         """Record the amax of a matrix in the slot."""
         slot = self.slot(values.device)
         torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)
+
+
+class _GraphScale(DelayedScale):
+    """The same in a compiled graph. `slot`: None if the new amax is not recorded."""
+
+    def __init__(self, amax: Tensor, slot: Tensor | None) -> None:
+        self.amax, self.notes, self._slot = amax, slot is not None, slot
+
+    def slot(self, device: torch.device) -> Tensor:
+        assert self._slot is not None
+        return self._slot

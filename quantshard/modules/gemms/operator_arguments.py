@@ -1,6 +1,7 @@
 """Arguments of the custom operators in `operators`, which all have the same schema of tensors, numbers and a key.
 
-A module is passed as a handle, static facts by the key of their `StepStructure`, a quantized weight as its components.
+A module is passed as a handle, static facts by the key of their `StepStructure`, a quantized weight as its components,
+and state that outlives the step as the tensors that `operator_state` reads.
 
 A key is a digest of its value. A graph that another process reads from a compile cache therefore refers to the same
 value, or to an unknown key, and never to another value.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch, sharding
-from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import ALL
+from quantshard.errors import RecipeMismatchError, UnsupportedOperationError
+from quantshard.formats import ALL, Orientation
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.contexts import settings
@@ -62,6 +63,17 @@ def handle(module: LinearModule, device: torch.device) -> Tensor:
     return tensor
 
 
+def live_module(handle: Tensor, structure: StepStructure) -> LinearModule:
+    """The module of a handle."""
+    module = _modules.get(handle.data_ptr())
+    if module is None:
+        raise UnsupportedOperationError(
+            f"the module of the compiled layer of {structure.names!r} was deleted before backward ran; keep a "
+            "reference to it until then"
+        )
+    return module
+
+
 def handle_beside(module: Any, current: Tensor) -> Tensor:
     """Return the handle of a module, or a new one if the module's parameters have moved to another device."""
     device = next((param.device for param in module.parameters()), current.device)
@@ -91,14 +103,16 @@ class LayerStructure:
 class StepStructure:
     """Consecutive linear layers of one module, and the operations fused with them; "" for none.
 
-    `dtype`: dtype of the weights, nominal if they are quantized. `record`: whether amaxes are recorded (in training).
-    `setting`: name of the autocast setting. `normalization`, `zero_centered_gamma`: normalization before the first
-    layer. `activation`: activation between two layers. `activation_storage`: storage format of the activation's inputs
-    that are kept for backward. `is_observed`: an observer receives the operands, so the layers stay an operator.
+    `dtype`: dtype of the weights, nominal if they are quantized. `is_stored`: whether they are stored quantized.
+    `record`: whether amaxes are recorded (in training). `setting`: name of the autocast setting. `normalization`,
+    `zero_centered_gamma`: normalization before the first layer. `activation`: activation between two layers.
+    `activation_storage`: storage format of the activation's inputs that are kept for backward. `is_observed`: an
+    observer receives the operands, so the layers stay an operator. `stored`: spec and shard of each stored weight.
     """
 
     layers: tuple[LayerStructure, ...]
     dtype: torch.dtype
+    is_stored: bool
     record: bool
     setting: str
     normalization: str = ""
@@ -119,9 +133,14 @@ class StepStructure:
         return self.record and any(layer.keeps or layer.remakes for layer in self.layers)
 
     @property
+    def weights(self) -> list[str]:
+        """Names of all weights."""
+        return [name for layer in self.layers for name in layer.weights]
+
+    @property
     def names(self) -> str:
         """Names of all weights, for messages."""
-        return ", ".join(name for layer in self.layers for name in layer.weights)
+        return ", ".join(self.weights)
 
     def by_layer(self, values: Sequence[T]) -> list[list[T]]:
         """Group a list of values, one per weight, by layer."""
@@ -134,8 +153,15 @@ _structures: dict[str, StepStructure] = {}
 
 def stored_key(key: str, weights: Sequence[QuantizedTensor]) -> str:
     """Return the key of a structure whose weights are stored as these are."""
+    structure = structure_of(key)
+    for name, weight in zip(structure.weights, weights, strict=True):
+        if structure.recipe.table and weight.quantized_storage.spec != structure.recipe.weight:
+            raise RecipeMismatchError(
+                f"{name} of a compiled layer is stored as {weight.quantized_storage.spec}, but autocast's recipe is "
+                f"{structure.recipe.name!r}; enter autocast with the recipe of the weights"
+            )
     stored = tuple((weight.quantized_storage.spec, weight.quantized_storage.shard) for weight in weights)
-    return _register(replace(structure_of(key), stored=stored))
+    return _register(replace(structure, stored=stored))
 
 
 def _register(structure: StepStructure) -> str:
@@ -175,6 +201,7 @@ class StepArguments(NamedTuple):
         components: components of quantized weights, in the order of their format; None for one that is not resident.
         module: handle of the module.
         key: key of the `StepStructure`.
+        state: result of `quantshard::read_state` for this pass, or empty.
         out_features: out_features of each weight.
         norm_weight, norm_bias, eps: arguments of the normalization.
         x: the input. In backward: the input of the normalization (x + residual if there is a residual), or the input of
@@ -193,6 +220,7 @@ class StepArguments(NamedTuple):
     components: Sequence[Tensor | None]
     module: Tensor
     key: str
+    state: Sequence[Tensor]
     out_features: Sequence[int]
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -224,39 +252,30 @@ class StepArguments(NamedTuple):
         x_shape = tuple(self.x_shape or self.x.shape)
         return x_shape if layer == 0 else (*x_shape[:-1], self.structure.by_layer(self.out_features)[layer - 1][0])
 
-    def states(self) -> tuple[LinearModule, list[LinearState]]:
-        """The module, and the state of each layer."""
-        module, structure = _modules.get(self.module.data_ptr()), self.structure
-        if module is None:
-            raise UnsupportedOperationError(
-                f"the module of the compiled layer of {structure.names!r} was deleted before backward ran; keep a "
-                "reference to it until then"
-            )
-        states = [module._linear_state(layer.weights, structure.recipe, layer.prefix) for layer in structure.layers]
-        return module, [replace(state, record=structure.record) for state in states]
-
-    def weights_of(self, module: LinearModule | None) -> list[list[Tensor]]:
-        """Rebuild the weights of each layer. Components that were not passed are fetched from the live weight of
-        `module`."""
-        structure = self.structure
-        if self.plain:
-            return structure.by_layer(self.plain)
-        if module is None:
-            remaining, weights = iter(self.components), list[Tensor]()
-            for spec, shard in structure.stored:
-                parts = {part.name: next(remaining) for part in spec.format.components}
-                resident = {name: part for name, part in parts.items() if part is not None}
-                weights.append(QuantizedTensor(QuantizedStorage(spec, shard, resident), structure.dtype))
-            return structure.by_layer(weights)
+    def weights(self) -> list[list[Tensor]]:
+        """The weights of each layer. A copy that FSDP2 did not gather is fetched when a GEMM reads it."""
+        structure, weights = self.structure, list[Any](self.plain)
         remaining = iter(self.components)
-        names = [name for layer in structure.layers for name in layer.weights]
-        return structure.by_layer([_rebuilt(attrgetter(name)(module), remaining, structure.dtype) for name in names])
+        for spec, shard in structure.stored:
+            parts = {part.name: next(remaining) for part in spec.format.components}
+            resident = {name: part for name, part in parts.items() if part is not None}
+            weights.append(QuantizedTensor(QuantizedStorage(spec, shard, resident), structure.dtype))
+        if structure.is_stored:
+            key = stored_key(self.key, weights)
+            for index, weight in enumerate(weights):
+                fetch = partial(self._fetched, weight.quantized_storage, key, index)
+                weights[index] = QuantizedTensor(replace(weight.quantized_storage, fetch=fetch), structure.dtype)
+        return structure.by_layer(weights)
+
+    def _fetched(self, storage: QuantizedStorage, key: str, index: int, _: Orientation) -> dict[str, Tensor]:
+        names = [part.name for part in storage.spec.format.components if part.name not in storage.components]
+        fetched = torch.ops.quantshard.fetch_copy(self.module, key, index, names, self.grads[0] if self.grads else None)
+        return dict(zip(names, fetched, strict=True))
 
     def amaxes(self, layer: int) -> list[tuple[TensorRole, int]]:
         """(role, weight index) of the tensors whose forward amax backward needs."""
         recipe, layer_structure, keys = self.structure.recipe, self.structure.layers[layer], []
-        quantizes = any(not isinstance(weight, QuantizedTensor) for weight in self.plain)
-        if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
+        if not self.structure.is_stored and recipe.weight is not None and recipe.weight.scaling.history:
             keys += [(TensorRole.WEIGHT, part) for part in range(len(layer_structure.weights))]
         input_specs = recipe.activations[TensorRole.INPUT]
         if layer_structure.remakes and needs_amax(*input_specs) and scales_by_one_amax(input_specs):
@@ -272,18 +291,9 @@ def components_of(weights: Sequence[QuantizedTensor]) -> list[Tensor | None]:
     ]
 
 
-def _rebuilt(weight: Tensor, left: Iterator[Tensor | None], dtype: torch.dtype) -> Tensor:
-    live: Any = private_torch.local_tensor(weight)
-    storage: QuantizedStorage = live.quantized_storage
-    all_components = {part.name: next(left) for part in storage.spec.format.components}
-    components = {name: component for name, component in all_components.items() if component is not None}
-    whole = replace(storage, components=components, fetch=lambda which: storage.with_copy(which).components)
-    return QuantizedTensor(whole, dtype)
-
-
-_BOTH: Final = 9  # arguments that forward and backward have
+_BOTH: Final = 10  # arguments that forward and backward have
 _SHARED = (
-    "Tensor[] plain, Tensor?[] components, Tensor module, str key, SymInt[] out_features, "
+    "Tensor[] plain, Tensor?[] components, Tensor module, str key, Tensor[] state, SymInt[] out_features, "
     "Tensor? norm_weight, Tensor? norm_bias, float eps"
 )
 FORWARD = f"({_SHARED}, Tensor x, Tensor? residual, Tensor[] biases) -> Tensor[]"
