@@ -20,7 +20,7 @@ from torch import Tensor
 from quantshard import kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm.operands import OperandPlan, OperandUsage
-from quantshard.modules.contexts import recompute, settings
+from quantshard.modules.contexts import pending_amaxes, recompute, settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_state import DelayedScale, GraphState, LayerPlans, LinearState
 from quantshard.modules.gemms.operator_arguments import (
