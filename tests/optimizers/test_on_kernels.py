@@ -100,7 +100,8 @@ def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[st
     """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
     deferred = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
-    late = optimizer.skipped_steps if deferred and optimizer._plan.kernels._plans else 0
+    is_planned = optimizer._plan is not None and bool(optimizer._plan.kernels._plans)
+    late = optimizer.skipped_steps if deferred and is_planned else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
         if hasattr(local, "quantized_storage"):
