@@ -144,6 +144,9 @@ class Format:
 
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
+        # neither this file nor the kernels define how codes of other widths are packed
+        for part in self.components:
+            assert part.encoding.bits in (4, 8, 16, 32), f"{part.encoding.name}: codes of {part.encoding.bits} bits"
         object.__setattr__(self, "by_name", {c.name: c for c in self.components})
 
     @cached_property

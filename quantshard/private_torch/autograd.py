@@ -81,6 +81,12 @@ def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     return values
 
 
+def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Replace a parameter without the checks of registering one, as FSDP2 does unless a class overrides
+    `__setattr__`."""
+    module._parameters[name] = param
+
+
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     """A buffer by name, or None; as fast as `registered_parameter`."""
     return module._buffers.get(name)

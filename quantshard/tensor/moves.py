@@ -1,7 +1,7 @@
 """Parameters that PyTorch moves or replaces: what must survive is their identity, attributes, hooks and gradient.
 
 `Module.to()`, `to_empty()` and FSDP2 make new tensors for a parameter. `move_parameter` changes the old object instead,
-where PyTorch allows it.
+where PyTorch allows it. `carry_attributes` copies what users and frameworks set on the old one where it does not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.tensor.parameter_state import RNG_KEY
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
 @torch.no_grad()
@@ -49,7 +51,27 @@ _OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_
 """Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
 and the loading marks of transformers."""
 
+_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
+"""Attributes of a parameter on which users have set none."""
+
 
 def set_attributes(param: Tensor) -> dict[str, Any]:
     """Attributes that users and frameworks have set on a parameter."""
     return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
+
+
+def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
+    """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
+
+    An unsharded parameter receives the attributes of its shard and passes none back.
+    """
+    # the last condition is a fast path: each gather calls this function
+    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:
+        return
+    if user_attributes := set_attributes(old):
+        before, after = private_torch.local_tensor(old), private_torch.local_tensor(new)
+        if not (isinstance(before, QuantizedTensor) and isinstance(after, QuantizedTensor)):
+            return
+        is_same_weight = before.quantized_storage.state.get(RNG_KEY) is after.quantized_storage.state.get(RNG_KEY)
+        if is_same_weight and not before.quantized_storage.gathered:
+            vars(new).update(user_attributes)

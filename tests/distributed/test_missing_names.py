@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -201,6 +202,9 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch.cuda.memory._record_memory_history": [snapshot],
     "torch.cuda.memory._dump_snapshot": [snapshot],
     "torch._assert_async": [lambda _: private_torch.assert_on_device(torch.ones(()), "never")],
+    "torch.distributed.distributed_c10d._resolve_process_group": [
+        lambda _: private_torch.process_group(dist.group.WORLD.group_name)
+    ],
     "torch._has_compatible_shallow_copy_type": [lambda _: private_torch.takes_data(torch.ones(1), torch.ones(1))],
 }
 """What needs each name. It works where nothing is missing, and raises the name without it."""

@@ -17,7 +17,7 @@ from quantshard import private_torch
 from quantshard.errors import CheckpointError, UnsupportedOperationError
 from quantshard.modules.base import initialization
 from quantshard.modules.base.state_dict import state_keys
-from quantshard.tensor import component_loading, components
+from quantshard.tensor import component_loading, components, moves
 from quantshard.tensor.components import FORMAT_SUFFIX
 
 LOADED = "_is_hf_initialized"
@@ -36,7 +36,9 @@ class AssignableModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, or assign a component of a weight."""
         if param is None or not take(self, name, param):
+            old = private_torch.registered_parameter(self, name)
             super().register_parameter(name, param)
+            moves.carry_attributes(old, param)
 
     @property
     def _is_hf_initialized(self) -> bool:

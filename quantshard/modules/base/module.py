@@ -255,6 +255,20 @@ class QuantizedModule(AssignableModule):
                         return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
             raise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
+
+        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path.
+        """
+        old = self.__dict__.get("_parameters", {}).get(name)
+        sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
+        is_swap = old is not None and sharded and isinstance(value, nn.Parameter)
+        if is_swap and (name not in self._weights or components.quantized_local(value) is not None):
+            private_torch.put_parameter(self, name, value)
+            moves.carry_attributes(old, value)
+        else:
+            super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
