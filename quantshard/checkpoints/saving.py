@@ -69,8 +69,11 @@ def checkpoint_state(
     """
     components.check_offsets(model.named_parameters())
 
+    # an optimizer's state dict can be collective, so all ranks first agree that they have a model's
+    plain = agreement.run_on_all_ranks(lambda: {"model": model.state_dict(), EXTRA: readable(extra)})
+
     def state_of_rank() -> tuple[dict[str, Any], ParameterNumbers | None]:
-        state = {"model": model.state_dict(), EXTRA: readable(extra)}
+        state: dict[str, Any] = dict(plain)
         if optimizer is None:
             return state, None
         optimizer_states.check_members("save", model, optimizer)

@@ -342,6 +342,10 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 # raised by the next step, which all ranks reach
                 self._last_bad_flags, self._late_error = flags, error
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._read_flags()
+        return super().__getstate__()
+
     def _raise_late_error(self) -> None:
         """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
         self._read_flags()

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
+from quantshard.errors import ConfigurationError
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
 from quantshard.numerics import adam
 from quantshard.numerics.adam import Bound, Hyperparameters, float32
@@ -131,6 +132,8 @@ class ParameterStep:
         grad = torch.zeros_like(master) if self.grad is None else self.grad.float()
         states = {spec.role: self.targets[spec.role].read() for spec in self.specs}
         master, updated = self.update(self.param, grad, master, states, self.group.settings)
+        if updated.keys() != states.keys():
+            raise ConfigurationError(f"update returned the states {[*updated]}; `states` declares {[*states]}")
         new = dict.fromkeys(self.targets, master) | {role: updated[role] for role in states}
         if AVERAGE in self.targets:
             new[AVERAGE] = adam.moved_average(self.targets[AVERAGE].read(), master, self.group.average_share)

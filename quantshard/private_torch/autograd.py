@@ -43,6 +43,11 @@ def has_call_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module's forward, and those before it."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """True if a call of a module runs the result of its `compile()`."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -425,6 +425,21 @@ def test_rectangles_whose_blocks_other_ranks_share(weight, moments, master, glob
     check(c, others=others)
 
 
+def test_shared_blocks_are_measured_in_every_tile(monkeypatch):
+    """Also where another tile has weights that are larger by far."""
+    factors = iter([100.0])
+
+    def values(shape, spread=3.0):
+        x = torch.randn(shape)
+        x[:, :128] *= next(factors, 1.0)
+        return x
+
+    monkeypatch.setitem(globals(), "values_of", values)
+    c = case("nvfp4", "fp8", "fp16", (4, 256), second="fp8", cut=((8, 256), (0, 0)))
+    c.weight.shared = frozenset(["scale_inv", "amax"])
+    check(c)
+
+
 def test_blocks_of_a_rectangle_that_nobody_shares():
     check(case("mxfp8", "float32", "float32", (6, 40), cut=((128, 200), (64, 32))))
 

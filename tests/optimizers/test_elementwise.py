@@ -85,7 +85,7 @@ def test_a_formula_that_forgets_a_state_is_refused():
     forgetful = type("Forgetful", (Momentum,), {"update": lambda self, param, grad, master, states, _: (master, {})})
     param = nn.Parameter(random(4, 4))
     param.grad = torch.ones_like(param)
-    with pytest.raises(KeyError, match="momentum_buffer"):
+    with pytest.raises(ConfigurationError, match="momentum_buffer"):
         forgetful([param], SETTINGS).step()
 
 

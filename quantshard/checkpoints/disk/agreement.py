@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,21 @@ def all_gather_object(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
-    try:
+    with _lost_rank_errors():
         dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def _lost_rank_errors() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if not is_loss_of_a_rank(error):
             raise
         raise LostRankError(
             f"another rank exited, was interrupted or never joined ({words(error)}); see its output"
         ) from error
-    return values
 
 
 def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
@@ -55,14 +61,15 @@ def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix:
     If `call` fails on any rank, every rank raises the error of the first such rank, after `prefix`; errors of other
     libraries become CheckpointErrors. A rank that was interrupted raises its interrupt.
     """
-    result, failure, cause = None, None, None
+    result, summary, failure, cause = None, None, None, None
     try:
         result = call()
+        summary = summarize(result)
     except (Exception, *INTERRUPTS) as error:  # user code can raise anything, and the other ranks wait
         failure, cause = _failure(error), error
-    by_rank = all_gather_object((failure, None if failure else summarize(cast(T, result))))
+    by_rank = all_gather_object((failure, summary))
     raise_first([rank_failure for rank_failure, _ in by_rank], cause, prefix)
-    return cast(T, result), [cast(U, summary) for _, summary in by_rank]
+    return cast(T, result), [cast(U, rank_summary) for _, rank_summary in by_rank]
 
 
 def run_on_all_ranks(call: Callable[[], T], prefix: str = "") -> T:
@@ -72,8 +79,18 @@ def run_on_all_ranks(call: Callable[[], T], prefix: str = "") -> T:
 
 def from_rank0(call: Callable[[], T]) -> T:
     """The result of `call` on rank 0, on all ranks; see `exchange_results`. A collective call."""
-    _, results = exchange_results(lambda: call() if rank() == 0 else None, lambda result: result)
-    return cast(T, results[0])
+    payload: list[Any] = [None, None]
+    cause = None
+    if rank() == 0:
+        try:
+            payload[0] = call()
+        except (Exception, *INTERRUPTS) as error:  # user code can raise anything, and the other ranks wait
+            payload[1], cause = _failure(error), error
+    if dist.is_initialized():
+        with _lost_rank_errors():
+            dist.broadcast_object_list(payload, src=0)
+    raise_first([payload[1]], cause)
+    return cast(T, payload[0])
 
 
 def _failure(error: BaseException) -> Failure:

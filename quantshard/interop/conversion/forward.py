@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion.head_loss import defer_logits
+from quantshard.interop.conversion.head_loss import deferring_logits
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -107,12 +107,12 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        defer_logits(self, kwargs)
-        # the caller's autocast takes precedence: its recipe, strictness and reduction group
-        if context.in_autocast() or not getattr(self, ENTERS, False):
-            return plain.forward(self, *args, **kwargs)
-        with autocast(recipe=getattr(self, RECIPE)):
-            return plain.forward(self, *args, **kwargs)
+        with deferring_logits(self, kwargs):
+            # the caller's autocast takes precedence: its recipe, strictness and reduction group
+            if context.in_autocast() or not getattr(self, ENTERS, False):
+                return plain.forward(self, *args, **kwargs)
+            with autocast(recipe=getattr(self, RECIPE)):
+                return plain.forward(self, *args, **kwargs)
 
     names: dict[str, Any] = {"forward": forward, _PLAIN: plain}
     if hasattr(plain, SAVE):

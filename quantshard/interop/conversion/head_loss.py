@@ -8,8 +8,10 @@ this way.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -76,14 +78,29 @@ def unset_loss(model: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def defer_logits(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+@contextmanager
+def deferring_logits(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Let the head of a model defer its logits in this pass, if it is a training pass with labels."""
     loss_function = getattr(model, _LOSS_FUNCTION, None)
-    if isinstance(loss_function, ChunkedLoss):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(head, LossLinear):
-            defers = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
-            head.defers = loss_function.expects_deferred = defers
+    head = model.get_output_embeddings() if isinstance(loss_function, ChunkedLoss) else None
+    is_training = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
+    if not is_training or not isinstance(head, LossLinear) or _has_own_hooks(head):
+        # a model around this one may have asked the head to defer
+        yield
+        return
+    head.defers = loss_function.expects_deferred = True
+    try:
+        yield
+    finally:
+        head.defers = loss_function.expects_deferred = False
+
+
+def _has_own_hooks(head: nn.Module) -> bool:
+    """True if a head has hooks that read its logits, other than those of FSDP2 and tensor parallelism."""
+    if torch.compiler.is_compiling():
+        return False
+    modules = [getattr(hook, "__module__", "") for hook in private_torch.forward_hooks(head)]
+    return not all(str(name).startswith("torch.distributed") for name in modules)
 
 
 def _library_loss() -> Any:
@@ -100,12 +117,23 @@ def _unfit(model: Any) -> str:
     head = model.get_output_embeddings()
     if model.loss_function is not _library_loss():
         return "its loss is not transformers' ForCausalLMLoss"
+    if "self.loss_function" not in _source_of_forward(model):
+        return "its forward does not call loss_function"
     if isinstance(head, ConvertedLinear):
         return "its head is quantized"
     if type(head) is not nn.Linear or "forward" in vars(head):
         return f"its head is a {type(head).__name__} or has its own forward"
+    if _has_own_hooks(head):
+        return "its head has hooks"
     scale = next((name for name in SCALES if getattr(model.config, name, None) is not None), None)
     return f"it changes its logits by {scale}" if scale else ""
+
+
+def _source_of_forward(model: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(type(model).forward))
+    except OSError:  # code without a file
+        return "self.loss_function"
 
 
 class LossLinear(nn.Linear):
@@ -141,6 +169,10 @@ class DeferredLogits:
     def __init__(self, head: LossLinear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
         self._head, self._hidden, self._dtype = head, hidden, dtype
         self._logits: Tensor | None = None
+        kind = hidden.device.type
+        is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
+        self._cast = torch.get_autocast_dtype(kind) if is_cast else None
+        self._is_gathered = not isinstance(head.weight, DTensor)
         self._changes = -1 if torch.compiler.is_compiling() else private_torch.in_place_changes(head.weight)
 
     @property
@@ -148,12 +180,32 @@ class DeferredLogits:
         """The shape of the logits, which does not compute them."""
         return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self._dtype or self._cast or self._head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the logits."""
+        return self._hidden.device
+
+    def contiguous(self) -> DeferredLogits:
+        """Return these logits, which will be contiguous."""
+        return self
+
     def tensor(self) -> Tensor:
         """Return the logits, which become a part of the autograd graph."""
         if self._logits is None:
+            if self._is_gathered and isinstance(self._head.weight, DTensor):
+                raise RuntimeError(
+                    "output.logits: FSDP2 has freed the head's weight; shard the model with "
+                    "reshard_after_forward=False, or use convert(loss='model')"
+                )
             if self._changes >= 0 and self._changes != private_torch.in_place_changes(self._head.weight):
                 raise RuntimeError("output.logits: the head's weight has changed; read them before backward")
-            with torch.enable_grad():
+            precision = nullcontext() if self._cast is None else torch.autocast(self.device.type, dtype=self._cast)
+            with torch.enable_grad(), precision:
                 logits = self._head(self._hidden)
                 self._logits = logits if self._dtype is None else logits.to(self._dtype)
         return self._logits
@@ -162,7 +214,9 @@ class DeferredLogits:
         """Compute the loss of labels that are shifted; None if these logits were changed or have another shape."""
         if self._logits is not None or labels.shape != self._hidden.shape[:-1]:
             return None
-        loss: Tensor = self._head(self._hidden, labels=labels, **options)
+        device = self.device
+        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        loss: Tensor = self._head(self._hidden, labels=labels.to(device), **moved)
         return loss
 
     def float(self) -> DeferredLogits:
@@ -170,7 +224,7 @@ class DeferredLogits:
         if self._logits is not None:
             return self._logits.float()  # type: ignore[return-value]
         logits = DeferredLogits(self._head, self._hidden, torch.float32)
-        logits._changes = self._changes
+        logits._changes, logits._cast, logits._is_gathered = self._changes, self._cast, self._is_gathered
         return logits
 
     def __getattr__(self, name: str) -> Any:

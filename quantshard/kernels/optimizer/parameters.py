@@ -157,7 +157,8 @@ def step_kernel_config(
 def _only_raises(config: ks.StepKernelConfig) -> bool:
     """True if a pass that measures amaxes measures the weight's only, and the largest update is known."""
     weight = config.weight
-    of_tensor = weight.measures_second != (weight.measures and weight.row_all and weight.col_all)
+    # a grid of blocks needs the amax of every tile
+    of_tensor = weight.row_all and weight.col_all if weight.measures else weight.measures_second
     others = [state for state in config if isinstance(state, ks.StateConfig) and state is not weight]
     is_bounded = config.bound > 0 if config.algorithm == Algorithm.ADAM else config.algorithm == Algorithm.LION
     return of_tensor and is_bounded and not any(state.measures or state.measures_second for state in others)

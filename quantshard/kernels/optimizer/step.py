@@ -178,6 +178,7 @@ def raise_amax(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.c
     low, high = amax_of_program(row, col, region, entry, slot, CONFIG)
     least, most = amax_after(low, high, entry, settings, CONFIG)
     if (most < before) == 0:  # also if one of them is NaN
+        least = tl.where(least > 0, least, 0.0)  # not NaN, as of a rate of 0 times no bound: its bits are the largest
         tl.atomic_max(ql.as_bits(measured), least.to(tl.int32, bitcast=True), sem="relaxed")
         while row < end:
             tile = ks.tile_at(row, col, region, CONFIG)

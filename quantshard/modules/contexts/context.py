@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,10 @@ class _Context:
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         context: Any = type(self)
+        # the bodies of generators and coroutines run after the decorated call has left the context
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_of(function) for is_of in kinds):
+            raise ConfigurationError(f"{context.__name__} cannot decorate {function.__name__}; enter it inside")
 
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -207,6 +212,6 @@ def autocast_input(x: Tensor) -> Tensor:
     The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
     """
     kind = x.device.type
-    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x

@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -179,3 +181,30 @@ def test_copies_and_reverted_models() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(other)
+
+
+def test_hooks_of_the_head_get_logits() -> None:
+    models = model_of(), model_of("model")
+    for model in models:
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
+    assert_alike(*map(trained, models))
+
+
+def test_a_model_whose_forward_computes_its_own_loss_keeps_it() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=101, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4))
+    with pytest.raises(ConfigurationError, match="does not call loss_function"):
+        qs.convert(model, "block", loss={"z_loss": 0.1})
+
+
+def test_mixed_precision_of_accelerate_leaves_logits_deferred() -> None:
+    convert_to_fp32 = pytest.importorskip("accelerate.utils").convert_to_fp32
+    output = convert_to_fp32(model_of()(input_ids=TOKENS, labels=LABELS))
+    assert isinstance(output.logits, DeferredLogits) and output.logits._logits is None
+    assert output.logits.contiguous()[0].dtype == torch.float32
+
+
+def test_a_forward_that_fails_leaves_the_head_as_it_is() -> None:
+    model = model_of()
+    with pytest.raises(IndexError):
+        model(input_ids=TOKENS + 1000, labels=LABELS)
+    assert type(model.lm_head(torch.zeros(1, 64))) is Tensor

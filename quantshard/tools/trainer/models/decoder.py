@@ -80,7 +80,7 @@ class OutputHead(Linear):
 
     def table(self) -> Tensor:
         """Return the gathered weight."""
-        return cast(Tensor, self._local("weight"))
+        return cast(Tensor, self._locals(("weight",))[0])
 
 
 class LanguageModel(nn.Module):
