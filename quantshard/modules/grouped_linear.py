@@ -197,7 +197,7 @@ class GroupedLinear(QuantizedModule):
         rows = 0 if isinstance(splits, Tensor) else tokens.shape[0]
         if not is_faster_together(rows, len(self._layers), (self.out_features, self.in_features)):
             return None
-        weights = [private_torch.registered_parameter(self, name) for name in self._weight_names]
+        weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), ("experts",)), True, self.training)
@@ -222,9 +222,7 @@ class GroupedLinear(QuantizedModule):
 
     def _added_biases(self) -> list[Tensor]:
         """Return the biases that this module adds itself."""
-        added = (
-            () if self.return_bias else [private_torch.registered_parameter(self, name) for name in self._bias_names]
-        )
+        added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
         return [bias for bias in added if bias is not None]
 
     def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -232,7 +230,7 @@ class GroupedLinear(QuantizedModule):
         otherwise None."""
         if torch.compiler.is_compiling() or self.tp_size > 1:
             return None
-        parameters = [private_torch.registered_parameter(self, name) for name in self._weight_names]
+        parameters = private_torch.registered_parameters(self, self._weight_names)
         weights: list[Tensor] = [weight for weight in parameters if weight is not None]
         if not grouped.multiplies_plain(tokens, weights):
             return None
@@ -250,7 +248,7 @@ class GroupedLinear(QuantizedModule):
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            buffers = [private_torch.registered_buffer(self, name) for name in names]
+            buffers = private_torch.registered_buffers(self, names)
             existing = [history for history in buffers if history is not None]
             if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)

@@ -78,6 +78,16 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return module._parameters.get(name)
 
 
+def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter | None]:
+    """`registered_parameter` of each name, for layers with many experts."""
+    return [module._parameters.get(name) for name in names]
+
+
+def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
+    """`registered_buffer` of each name."""
+    return [module._buffers.get(name) for name in names]
+
+
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     """Each parameter, None, or the result of a parametrization, as fast as `registered_parameter`."""
     registered, values = module._parameters, []

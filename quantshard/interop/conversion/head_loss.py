@@ -81,7 +81,7 @@ def unset_loss(model: nn.Module) -> None:
 @contextmanager
 def deferring_logits(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Let the head of a model defer its logits in this pass, if it is a training pass with labels."""
-    loss_function = getattr(model, _LOSS_FUNCTION, None)
+    loss_function: Any = getattr(model, _LOSS_FUNCTION, None)
     head = model.get_output_embeddings() if isinstance(loss_function, ChunkedLoss) else None
     is_training = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
     if not is_training or not isinstance(head, LossLinear) or _has_own_hooks(head):
