@@ -90,7 +90,7 @@ def test_a_model_of_two_kinds_of_layers_fits_a_screen(tmp_path: Path) -> None:
         left = "  model.layers.{0,3}.self_attn.{q,k,v,o}_proj x8: recipe bf16"
         assert (left in out) == (command == "explain")
         assert left in lines_of(command, folder, "--recipe", recipes, "--wide")
-        assert "GEMM native: high precision: Linear is not" in "\n".join(lines_of(command, folder, "--wide"))
+        assert "GEMM native: high precision: LossLinear is not" in "\n".join(lines_of(command, folder, "--wide"))
     step = lines_of("plan", folder, "--recipe", recipes, "--batch", 2, "--seq-length", 64, "--memory", 80)
     assert len(step) <= 50, "\n".join(step)
 
