@@ -40,8 +40,12 @@ if __name__ == "__main__":
     if "interpreter" in backends:
         os.environ["TRITON_INTERPRET"] = "1"
     from tests.bits.ledger import compare
+    from tests.distributed import pool
 
     begin = time.monotonic()
     differences, count = compare(backends, arguments.choice, arguments.write)
     print("\n".join(differences) or "no differences", f"{count} rows in {time.monotonic() - begin:.0f} s", sep="\n")
-    sys.exit(bool(differences) and not arguments.write)
+    sys.stdout.flush()
+    pool._close()
+    # ranks of other modules could be stopped, and waiting for them would never end
+    os._exit(int(bool(differences) and not arguments.write))
