@@ -376,7 +376,7 @@ def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
 
 
 def _largest_product(amax: Component) -> float:
-    """The largest product of a scale and a code, by which an amax is divided to become a scale."""
+    """The divisor that turns an amax into a scale: the largest scale times the largest code."""
     copy = next(copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == amax)
     return copy.scale.encoding.max * copy.codes.encoding.max
 

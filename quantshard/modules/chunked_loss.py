@@ -336,7 +336,7 @@ class ChunkedHead(NamedTuple):
     def _smoothed(
         self, entropies: Tensor, log_z: Tensor, factors: Tensor | None, gradients: Gradients, needs: list[bool]
     ) -> Tensor:
-        """Mix the losses with those of uniform targets, and add the part of these to the gradients.
+        """Apply label smoothing to the losses and the gradients.
 
         The mean of a token's logits is the product of its hidden state and the mean of the weight's rows, so no pass
         over logits is necessary.
@@ -368,7 +368,7 @@ def _chunks(hidden: Tensor, vocabulary: int, trains_weight: bool) -> Iterator[sl
 
 
 def _empty_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> Gradients:
-    """Allocate gradients; only that of the bias starts at 0."""
+    """Allocate gradients. The bias gradient is zero, the others are uninitialized unless there are no tokens."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     results = [
         torch.empty(x.shape if is_required and x is not None else 0, dtype=dtype, device=hidden.device)

@@ -47,5 +47,5 @@ if __name__ == "__main__":
     print("\n".join(differences) or "no differences", f"{count} rows in {time.monotonic() - begin:.0f} s", sep="\n")
     sys.stdout.flush()
     pool._close()
-    # ranks of other modules could be stopped, and waiting for them would never end
+    # at a normal exit Python would wait for ranks that are stopped, forever
     os._exit(int(bool(differences) and not arguments.write))

@@ -35,7 +35,7 @@ _LOSS_FUNCTION: Final = "_loss_function"
 """Attribute of transformers models that their property `loss_function` sets."""
 
 SCALES: Final = "final_logit_softcapping logits_soft_cap logits_scaling logit_scale lm_head_multiplier".split()
-"""Entries of configurations by which models change their logits before the loss."""
+"""Configuration entries of models that change their logits before the loss."""
 
 Loss = str | Mapping[str, float]
 
@@ -96,7 +96,7 @@ def deferring_logits(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]
 
 
 def _has_own_hooks(head: nn.Module) -> bool:
-    """True if a head has hooks that read its logits, other than those of FSDP2 and tensor parallelism."""
+    """Return whether a head has forward hooks that FSDP2 and tensor parallelism did not register."""
     if torch.compiler.is_compiling():
         return False
     modules = [getattr(hook, "__module__", "") for hook in private_torch.forward_hooks(head)]

@@ -185,7 +185,7 @@ def batch_multiple(model: nn.Module) -> int:
 
 
 def losses(model: nn.Module, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> TokenLosses:
-    """Compute the losses of a training pass; `z_loss`: the factor by which `trained_loss` adds the z-loss.
+    """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`.
 
     The built-in decoder computes more logits than one chunk of `linear_cross_entropy` chunk by chunk. If there are
     fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
