@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints, private_torch
-from quantshard.checkpoints.disk import commit, ownership, store
+from quantshard.checkpoints.disk import agreement, commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager, Stager
 from quantshard.errors import CheckpointError
@@ -399,3 +399,24 @@ def test_a_lost_rank_is_no_damage(tmp_path: Path) -> None:
     expected = ["LostRankError", "CheckpointError"]
     for found in run_ranks(2, lost, Case("mxfp8", (2,), shapes=SHAPES), str(tmp_path)):
         assert found == [f"{name}_checkpoint: {kind}" for name in ("save", "load") for kind in expected]
+
+
+def unsummarized(ranks: int) -> str:
+    """The error of this rank if the last one cannot summarize its result."""
+
+    def summarize(number: int) -> int:
+        if number == ranks - 1:
+            raise MemoryError("no room for a digest")
+        return number
+
+    try:
+        agreement.exchange_results(dist.get_rank, summarize)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_rank_that_cannot_summarize_its_result_fails_on_all(ranks: int) -> None:
+    messages = run_ranks(ranks, unsummarized, ranks)
+    assert len(messages) == ranks and all("MemoryError: no room for a digest" in message for message in messages)
