@@ -210,7 +210,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
-    "torch._subclasses.functional_tensor.FunctionalTensorMode": "graphs keep a layer as one operator",
+    "torch._disable_dynamo": "a compiled layer without kernels raises an error",
     "torch._scaled_mm": "on a GPU a compiled layer raises an error",
     "torch._dynamo.utils.compilation_time_metrics": "a captured step does not wait for compilations",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",

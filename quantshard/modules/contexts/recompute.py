@@ -75,6 +75,11 @@ def in_region() -> bool:
     return bool(regions.entered) or regions.replayed is not None
 
 
+def is_repeated() -> bool:
+    """True while a checkpointed function is recomputed."""
+    return _regions().replayed is not None
+
+
 def linear_context(layer: Layer, quantized: bool, training: bool, setting: str | None = None) -> LinearContext:
     """Return the context of a layer's forward, from autocast or, in a recomputation, from the first forward.
 

@@ -166,7 +166,7 @@ class Statistics:
             if not sample.order and self._names is not None and self._names.rows():
                 warnings.warn(
                     f"Statistics: step {self.done} was sampled, but no layer reported an operand: call them in "
-                    "training mode, under autocast, outside CUDA graphs (in high precision also outside torch.compile)",
+                    "training mode, under autocast, outside CUDA graphs",
                     stacklevel=2,
                 )
         elif alarms:
