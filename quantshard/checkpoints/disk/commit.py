@@ -7,7 +7,6 @@ place: first an empty manifest, which marks the checkpoint as incomplete, and la
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import secrets
@@ -270,11 +269,6 @@ class CommitWriter(FileSystemWriter):
 
 def commit(target: SaveTarget, manifest: Manifest) -> None:
     """Write the manifest, and make the checkpoint visible."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        if target.store.renames:  # otherwise a newer run might already write to this place
-            abandon(target)
-        raise CheckpointError(f"{target.path} is not committed: the training process has exited")
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in

@@ -14,8 +14,6 @@ import secrets
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -38,7 +36,7 @@ LOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class OwnershipToken:
-    """A proof, usable in any process of a run, that the run still owns a directory."""
+    """A proof that a run still owns a directory. It is sent to all ranks."""
 
     folder: str
     token: str
@@ -112,27 +110,6 @@ def lock(folder: Path_) -> BaseFileLock | None:
         )
         return None
     return file_lock
-
-
-@contextmanager
-def read_lock(store: Store, file: str, exclusive: bool = False) -> Iterator[bool]:
-    """Lock a file of a checkpoint without waiting, for the duration of the context. Yields False if it is locked.
-
-    Processes that read a checkpoint share the lock, and one that would remove it takes the lock exclusively. Without
-    locks, e.g. in a remote store, the result is True.
-    """
-    if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
-        yield True
-        return
-    with open(file, "rb") as stream:
-        is_free = True
-        try:
-            fcntl.flock(stream, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # no locks there
-            pass
-        yield is_free
 
 
 def is_locked(folder: Path_) -> bool | None:
