@@ -19,7 +19,6 @@ from quantshard.errors import (
     ConfigurationError,
     NonFiniteGradientError,
     RankMismatchError,
-    UnsupportedOperationError,
     warn_user,
 )
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
@@ -48,7 +47,6 @@ RANGES: Final = {
 SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 """Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
 
-
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
 """Group entries that count steps."""
 
@@ -61,14 +59,9 @@ def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
 
 def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
     """Check the entries `names` of a parameter group against `RANGES`. Tensors on a device are not read."""
-    for name, (lowest, highest) in RANGES.items():
-        if name not in group or name not in names:
-            continue
-        value: Any = group[name]
-        numbers: Sequence[Any] = (value,)
-        if name == "betas":
-            numbers = value if isinstance(value, list | tuple) else (None,)
-        for number in numbers:
+    for name in [name for name in RANGES if name in group and name in names]:
+        (lowest, highest), value = RANGES[name], group[name]
+        for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, Tensor) and number.device.type != "cpu":
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
@@ -82,10 +75,10 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
-    """Return a seed for an optimizer's random bits, derived from the key of the first quantized weight.
+    """Return a seed for an optimizer's random bits, from the key of the first quantized weight, which replicas share.
 
-    All replicas, including DDP's, share that key. Without quantized weights, the seed is drawn from torch's generator.
-    If ranks hold different parameters (experts, several meshes), they use the largest of their seeds.
+    Without quantized weights, it is drawn from torch's generator. Ranks with different parameters (experts, several
+    meshes) use the largest of their seeds.
     """
     first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
     if first is None:
@@ -141,8 +134,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def _set_up(self, max_skipped_in_a_row: int) -> None:
         """Set up what `add_param_group` needs; call it before PyTorch's constructor."""
         if not hasattr(type(self).step, "hooked"):
-            # Graphs of torch.compile break here. PyTorch's constructor wraps `step` once; a decorator would import the
-            # compiler together with this package.
+            # Graphs of torch.compile break here. A decorator would import the compiler together with this package.
             type(self).step = torch.compiler.disable(type(self).step)  # type: ignore[method-assign]
         self._name = type(self).__name__
         self._max_skipped_in_a_row = max_skipped_in_a_row
@@ -165,8 +157,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
     def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
-        """Return a new group with its parameters in a list. Options of the whole optimizer raise an error, except the
-        names in `options`."""
+        """Return a new group with its parameters in a list. Options of the whole optimizer, except `options`, raise."""
         group, params = dict(param_group), param_group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
         invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
@@ -183,8 +174,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             if any(candidate is param for candidate in group["params"]):
                 return group
         raise ConfigurationError(
-            f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
-            "itself (the DTensor, not its local tensor)"
+            f"a tensor {tuple(param.shape)} is not a parameter of this {self._name}; pass the DTensor itself"
         )
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
@@ -274,10 +264,9 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def _is_overwritten(
         self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool
     ) -> bool:
-        """Check that a parameter and its gradient fit the states. Return whether others wrote to a plain parameter that
-        has a master.
+        """Return whether others wrote to a plain parameter that has a master.
 
-        `Module.half` and transformers' resizing of embeddings replace a parameter's data after its states were made.
+        Raises if the parameter no longer fits its states: `Module.half` and resized embeddings replace its data.
         """
         if grad is not None and self._made_for[param] != (param.dtype, param.shape):
             dtype, shape = self._made_for[param]
@@ -342,10 +331,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 # raised by the next step, which all ranks reach
                 self._last_bad_flags, self._late_error = flags, error
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._read_flags()
-        return super().__getstate__()
-
     def _raise_late_error(self) -> None:
         """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
         self._read_flags()
@@ -385,8 +370,10 @@ class ParameterOptimizer(torch.optim.Optimizer):
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load
-        it. If `capturable`, this also raises the errors that `step` could not raise."""
+        """Return the state dict, with numbers in its groups even if `capturable`, so that either kind can load it.
+
+        If `capturable`, this also raises the errors that `step` could not raise.
+        """
         self._raise_for_bad_steps()
         return self.state_dict_to_fill()
 
@@ -408,14 +395,3 @@ class ParameterOptimizer(torch.optim.Optimizer):
         # Forget the versions of quantized parameters, so that the model can be loaded before or after.
         plain = [param for param in self._versions if components.quantized_local(param) is None]
         self._versions = {param: weight_version(param) for param in plain}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None (default) or to zero."""
-        self._adopt_replaced_parameters()
-        super().zero_grad(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
-        raise UnsupportedOperationError(
-            f"a {self._name} is not copied: its states belong to its parameters; build another one over the copied "
-            "model and load this one's state_dict() into it"
-        )

@@ -122,17 +122,15 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         depend on the mesh. Must not modify its arguments, and can be called twice in a step.
 
         Args:
-            param: the parameter, as an identity only; its values are in `master`.
-            grad: gradient of the parameter.
+            param: the parameter, as an identity only.
             master: values to train: the master's, or the parameter's if it has no master.
-            states: values of the states, by role.
             settings: result of `settings` for the parameter's group.
         """
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """Return the settings that `update` gets for a group: its entries, with the number of this step as `step`.
+        """Return the settings that `update` gets for a group: its entries, with the number of this step, from 1.
 
-        Called once per step. `step` counts from 1. `step` and `lr` are tensors if `capturable`.
+        Called once per step. `step` and `lr` are tensors if `capturable`.
         """
         return {**group, "step": group["step"] + 1}
 
@@ -143,10 +141,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     # The step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
-
-        `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
         On a GPU, optimizers with kernels and masters do not wait. If gradients were bad, the device skips the step, and
         the next step counts it and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step`
@@ -155,17 +151,16 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         Raises a RankMismatchError if a parameter has a gradient on some ranks only, and a NonFiniteGradientError if too
         many consecutive steps were skipped, on a GPU one step later.
         """
-        if grad_scaler is not None:
-            raise ConfigurationError(
-                f"{self._name}.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead"
-            )
         self._adopt_replaced_parameters()
         self._raise_late_error()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [self._group_settings(index, group) for index, group in enumerate(self.param_groups)]
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            self.check_group(f"{self._name}: param_groups[{index}]", group)
+            groups.append(GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0))))
         plan = self._current_plan()
         try:
             self._take_gradients(plan, groups)
@@ -180,10 +175,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
                 item.grad, item.requantizations = None, {}  # frees their memory
         return loss
 
-    def _group_settings(self, index: int, group: dict[str, Any]) -> GroupSettings:
-        self.check_group(f"{self._name}: param_groups[{index}]", group)
-        return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
-
     def _current_plan(self) -> StepPlan:
         if self._plan is not None and not self._plan.is_current():
             self._drop_plan()
@@ -193,10 +184,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
         items = [
-            ParameterStep(
-                param, self._states[param], self.group_states(group), self.update, group_index, streams[param]
-            )
-            for group_index, group in enumerate(self.param_groups)
+            ParameterStep(param, self._states[param], self.group_states(group), self.update, number, streams[param])
+            for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if param in self._states
         ]
@@ -236,10 +225,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             item.in_kernels, item.requantizations = False, {}
 
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
-
-        Kernels run here, and do nothing if a gradient is bad.
-        """
+        """Return the gradient flags of all ranks, and the measured parameter steps that no kernel has finished."""
         reduction = FlatMax()
         if plan.kernels.take(self._seed):
             flags = self._reduce_flags(plan, reduction, plan.kernels.exceeding())
@@ -254,12 +240,11 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
 
     def _finish_or_skip(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
-        """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
-        step.
+        """Finish the updates that no kernel has written. Return False if the host skips the step.
 
         If `capturable`, the device undoes a bad step and counts it. If deferred, the device undoes it, and the host
-        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without a
-        master counts its random draws on the host, in state that can be saved before the flags are read.
+        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without one
+        counts its random draws on the host, in state that can be saved before the flags are read.
         """
         if self._capturable:
             bad = flags.bad()
@@ -280,12 +265,12 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""
         super().zero_grad(set_to_none)
-        for param in self._names if self._use_decoupled_grad else ():
-            grad = getattr(param, DECOUPLED_GRAD, None)
-            if set_to_none:
-                param.decoupled_grad = None  # type: ignore[attr-defined]
-            elif grad is not None:
-                grad.detach().zero_()
+        for group in self.param_groups if self._use_decoupled_grad else ():
+            for param in group["params"]:
+                if not set_to_none and getattr(param, DECOUPLED_GRAD, None) is not None:
+                    param.decoupled_grad.detach().zero_()
+                else:
+                    param.decoupled_grad = None
 
     # States
 
@@ -351,8 +336,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             # a captured step would repeat its random draw, whose number the host reads
             raise ConfigurationError(
-                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} is "
-                f"{private_torch.local_tensor(param)!r} and needs a master; use masters, or capturable=False"
+                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} needs a master"
             )
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
@@ -386,8 +370,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def begin_average(self, decay: float) -> None:
         """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
 
-        Averages start from the present masters (or the parameters without one), weighted as if all earlier steps had
-        had these values: the next step's share follows from its step number (`numerics.adam`).
+        Averages start from the present masters (or parameters), weighted as if all earlier steps had had these values.
         """
         self._adopt_replaced_parameters()
         self._check_begins(decay)
@@ -418,8 +401,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
         parameter. Setting a master stored as remainders sets the parameter.
 
-        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard, as returned by
-        the local tensor's `get_high_precision_init_val`.
+        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard.
         """
         target, local = self._state_of(param, state_name), private_torch.local_tensor(param)
         like = param if isinstance(unscaled_state, DTensor) else local
@@ -440,8 +422,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
         if state_name not in states:
             raise ConfigurationError(
-                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none (it is frozen)'}; "
-                f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
+                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none'}"
             )
         return states[state_name]
 
@@ -481,8 +462,8 @@ class AdamOptimizer(ElementwiseOptimizer):
         super().check_group(where, group)
         if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
             raise ConfigurationError(
-                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
-                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
+                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which these moments "
+                "need; use a larger beta2, or one dtype for both"
             )
 
     @cached_property

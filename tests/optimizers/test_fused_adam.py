@@ -801,11 +801,6 @@ def test_arguments_that_mean_nothing_here_are_not_ignored(name):
         FusedAdam(parameters().values(), **{name: True})
 
 
-def test_a_grad_scaler_is_refused():
-    with pytest.raises(ConfigurationError, match=r"grad_scaler\.step\(optimizer\)"):
-        FusedAdam(parameters().values()).step(grad_scaler=object())
-
-
 @every_recipe
 def test_meta_parameters_are_refused(recipe):
     with quantized_model_init(recipe=recipe):
