@@ -45,14 +45,14 @@ class QuantSpec:
 
     format: formats.Format
     scaling: Scaling = field(default_factory=Scaling)
-    tag: str = field(init=False, repr=False, compare=False)
-    """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tag", self.format.name + (_HISTORY_MARK if self.scaling.history else ""))
+    @property
+    def tag(self) -> str:
+        """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
+        return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
 
     def __str__(self) -> str:
-        settings = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
+        settings = ((option.name, getattr(self.scaling, option.name), option.default) for option in fields(Scaling))
         options = [f"{name}={value}" for name, value, default in settings if value != default]
         return self.tag + (f" ({', '.join(options)})" if options else "")
 

@@ -186,12 +186,7 @@ def quantize_operand(
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     storage = storages.empty(spec, shard, values.device)
-    is_local = amax is None and not any(shard.shares_blocks(part) for part in spec.format.components)
-    if is_local and shard.cut is None and kernel_dispatch.sees_blocks(values, spec.format, words):
-        assert not isinstance(words, Tensor)
-        storage.write_whole(values, words)
-    else:
-        storage.write(values, _amaxes(storage, values, amax, split), words)
+    storage.write(values, _amaxes(storage, values, amax, split), words)
     return storage
 
 

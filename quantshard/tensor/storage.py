@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
-from quantshard.numerics import RandomBits, split_codes
+from quantshard.numerics import split_codes
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.tensor import parameter_state
@@ -208,13 +208,6 @@ class QuantizedStorage:
             else:
                 codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)
             self.components[copy.codes.name].copy_(codes)
-
-    @torch.no_grad()
-    def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
-        """`write` a whole matrix by its own amaxes, in one pass. Requires `kernel_dispatch.sees_blocks`."""
-        self.mark_written()
-        # not in place: operands have fresh components, which no other object refers to
-        self.components.update(kernel_dispatch.quantize(values, self.spec.format, self.spec.scaling, words))
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
