@@ -34,9 +34,8 @@ class ScaleLayout(NamedTuple):
 class ScaledProduct:
     """A scaled product: layouts of the scales of the left and right operand, and the GPUs that have the product.
 
-    `since`, `before`: compute capabilities. `seen`: a GPU on which the product was tested, or None. `rows`: the left
-    operand's row count must be a multiple of it. `fast`: whether it can sum in the tensor cores alone; see
-    `recipe.MMParams`.
+    `since`, `before`: compute capabilities. `seen`: a GPU on which it was tested, or None. `rows`: the left operand's
+    row count must be a multiple of it. `fast`: see `recipe.MMParams`.
     """
 
     left: ScaleLayout

@@ -38,8 +38,7 @@ RandomBitsFn = Callable[[Shard], RandomBits]
 class OperandUsage(NamedTuple):
     """The uses of an input or output gradient: in its first GEMM (fprop or dgrad), in wgrad, and for a bias gradient.
 
-    `num_transient`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel
-    may return the values of such operands instead of codes.
+    `num_transient`: how many of the two operands are dropped right after their GEMM, so that they may be values.
     """
 
     for_first_gemm: bool
@@ -49,13 +48,7 @@ class OperandUsage(NamedTuple):
 
 
 class OperandPlan:
-    """How the inputs or output gradients of one shape are quantized in a layer, without kernels or under tensor
-    parallelism.
-
-    Args:
-        recipe: the recipe of the layer.
-        role: input or output gradient.
-        usage: the GEMMs that read the operands.
+    """How a layer's inputs or output gradients are quantized, without kernels or under tensor parallelism.
 
     Attributes:
         quantized, transposed: specs for the matrix and for its transpose; None if it is not quantized that way.
@@ -88,22 +81,21 @@ def is_large(x: Tensor) -> bool:
 
 def scales_by_one_amax(specs: SpecPair) -> bool:
     """True if quantizing a matrix by these specs needs no statistic except the amax of the whole matrix."""
-    blocks = [
-        spec.format.copies[Orientation.ROWWISE].block for spec in specs if spec is not None and not spec.format.is_local
-    ]
-    plain = not any(spec is not None and spec.scaling.random_hadamard for spec in specs)
-    return plain and all(block == (ALL, ALL) for block in blocks)
+    return not any(
+        spec.scaling.random_hadamard
+        or not (spec.format.is_local or spec.format.copies[Orientation.ROWWISE].block == (ALL, ALL))
+        for spec in specs
+        if spec is not None
+    )
 
 
 def needs_amax(*specs: QuantSpec | None) -> bool:
-    """True if one of these specs needs an amax before it quantizes: the matrix's own or, under delayed scaling, a past
-    one."""
+    """True if one of these specs needs an amax before it quantizes: the matrix's own or a past one."""
     return any(spec is not None and not spec.format.is_local for spec in specs)
 
 
 def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
-    """The amax of a matrix, float32 scalar. If the matrix is split, `values` is this rank's shard, and the call is
-    collective."""
+    """The amax of a matrix, float32 scalar. A collective call if `values` is this rank's shard of a `split` matrix."""
     amax = kernel_dispatch.block_amax(values, (ALL, ALL))
     if split is not None:
         reduction = FlatMax()
@@ -164,16 +156,13 @@ def quantize_operand(
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
 
-    With `split` this is a collective call: one collective reduces the amaxes of blocks that ranks share, or of the
-    whole tensor. It is skipped if no block is shared or `amax` is given.
-
     Args:
         values: [R, C], any floating dtype. If the spec has `random_hadamard`, values are transformed first, and C is
             padded to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
         words: random words for stochastic rounding, of [R, C] with the same padding.
         split: `values` is this rank's shard of a matrix split in this way, with the same shape on every rank. The
-            result is the shard of the quantized whole, and `words` are for the shard only (see `operand_shard`).
+            result is the shard of the quantized whole. A collective call, unless no block is shared or `amax` is given.
     """
     shape = (values.shape[0], values.shape[1])
     shard = operand_shard(shape, spec, split)
@@ -207,8 +196,7 @@ def _amaxes(
 
 
 def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit | None = None) -> Shard:
-    """The rectangle that `quantize_operand` writes for values of `shape` [R, C], with C padded if the spec transforms
-    rows."""
+    """The rectangle that `quantize_operand` writes for values [R, C]; C is padded if the spec transforms rows."""
     padded = (shape[0], shape[1] + (-shape[1] % _MIXED if spec.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
@@ -216,8 +204,7 @@ def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit |
 def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if shards of `shape` [R, C] can be quantized separately and gathered codes equal the quantized whole.
 
-    This fails if the cut crosses a unit smaller than a scale block: 16 elements that a Hadamard transform mixes, or
-    two 4-bit codes in a byte. Every rank gets the same answer.
+    This fails if the cut crosses 16 elements that a Hadamard transform mixes, or two 4-bit codes in a byte.
     """
     if split.size == 1:
         return True
@@ -236,12 +223,8 @@ def quantize_and_gather(
 ) -> QuantizedStorage:
     """Quantize a matrix from this rank's shard `values` [R, C], and return the whole. A collective call.
 
-    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values.
-
-    Args:
-        values, amax, split: as in `quantize_operand`.
-        words: returns the random words of the rectangle that this rank quantizes, the shard or the whole. Called only
-            if the spec rounds stochastically.
+    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values. `words` returns
+    the random words of the rectangle that this rank quantizes, the shard or the whole.
     """
     local_split: OperandSplit | None = split
     if not gathers_codes(spec, (values.shape[0], values.shape[1]), split):
