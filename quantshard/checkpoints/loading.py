@@ -58,10 +58,8 @@ def load(
         The saved `extra` entries.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. The model and
-            the optimizer are unchanged, unless the message says that the model is partly loaded (no manifest, a failing
-            disk).
-        ConfigurationError, UnsupportedOperationError: see `save`.
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. Nothing has
+            changed, unless the message says that the model is partly loaded (no manifest, a failing disk).
     """
     extra, _, _ = load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify))
     return extra
@@ -107,8 +105,7 @@ class LoadPlan:
         paths: the path of each entry in `state_dicts`.
         targets: entries to read as they are stored: tensors in place, with a cast if the dtype differs.
         settings: the new values of the optimizer's entries that are not tensors.
-        ignored_keys: keys of either side that are not read: the results of conversions, and entries that keep their
-            live value.
+        ignored_keys: keys of either side that are not read: they are converted, or keep their live value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
     """
 
@@ -127,8 +124,7 @@ class LoadPlan:
 def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ...], str]:
     """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call.
 
-    Returns:
-        The caller's entries, the names of the objects that kept their state, and a description of what was converted.
+    Returns the caller's entries, the names of the objects that kept their state, and what was converted, in words.
     """
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
@@ -239,10 +235,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
 
 
 def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
-    """The keys of the optimizer's entries that are not tensors, and the new values of those that are loaded.
-
-    The groups keep their parameters.
-    """
+    """The keys of the optimizer's entries that are not tensors, and the new values, except the groups' parameters."""
     if request.optimizer is None:
         return set(), {}
     entries = reader.entries

@@ -47,11 +47,6 @@ def save(
             one.
         extra: additional entries, e.g. the step, equal on all ranks: tensors and nested plain data (numbers, strings,
             bytes, None, lists, tuples, sets and dicts, which can contain unsharded tensors).
-
-    Raises:
-        CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written.
-        ConfigurationError, UnsupportedOperationError: the model, the optimizer or an entry of `extra` cannot be saved.
-        RankMismatchError: an entry of `extra` is not equal on all ranks.
     """
     state = checkpoint_state(model, optimizer, extra or {})
     target = agreement.from_rank0(lambda: commit.prepare_target(path))
@@ -93,10 +88,7 @@ def checkpoint_state(
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest's facts about a run.
-
-    These are the mesh with the most dims, `step` and `recipe` of `extra`, and the names of zero-centered gammas.
-    """
+    """The manifest's facts about a run; of several meshes, the one with the most dims."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     step, recipe = extra.get("step"), extra.get("recipe")
@@ -110,10 +102,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
-    """Write and commit a checkpoint synchronously. A collective call of `group`, or of all ranks.
-
-    If the write fails or a rank is interrupted, every rank raises.
-    """
+    """Write and commit a checkpoint. A collective call of `group`, or of all ranks; if one fails, all raise."""
     alone = not dist.is_initialized()
     try:
         private_torch.save_checkpoint(
@@ -136,9 +125,7 @@ def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in extra.items():
         if type(key) is not str:
-            raise ConfigurationError(
-                f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings"
-            )
+            raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; use strings as keys")
         if not isinstance(value, Tensor):
             entries[key] = checked_entry(f"extra[{key!r}]", value)[1]
             continue

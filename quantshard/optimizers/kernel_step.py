@@ -62,7 +62,6 @@ class ParameterStep:
     Args:
         states: the parameter's states by role, including the parameter itself as `WEIGHT`.
         specs: the states that `update` reads and returns.
-        update: the formula, `ElementwiseOptimizer.update`.
         stream: stream number of the first role's random bits; the other roles follow.
 
     Attributes:
@@ -70,7 +69,6 @@ class ParameterStep:
         targets: the states to write, by role, including the weight unless its master writes it.
         streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
         grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
-        in_kernels: whether kernels do the present step.
     """
 
     group: GroupSettings
@@ -151,15 +149,12 @@ class ParameterStep:
             self._measure(values, FlatMax())
         rounded = [] if self.seed is None else rounded_roles(self.targets)
         for role, state in self.targets.items():
-            draw = partial(self._random_bits, role) if role in rounded else None
+            numbers = self.seed, self.group.step, *self.streams[role], self.local.device
+            draw = partial(self.region.random_bits, *numbers) if role in rounded else None
             state.write(values[role], self.requantizations[role], draw)
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
-
-    def _random_bits(self, role: str) -> Tensor:
-        assert self.seed is not None
-        return self.region.random_bits(self.seed, self.group.step, *self.streams[role], self.local.device)
 
     def _move_average(self, skip: Tensor | None) -> None:
         """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
@@ -173,8 +168,7 @@ class ParameterStep:
 
 
 class _DevicePlan(NamedTuple):
-    """The launch plan of one device: its parameters, by index in the step's work, and the amaxes shared between ranks,
-    with their process groups, by index."""
+    """The launch plan of one device, the indices of its parameters, and their amaxes that ranks share, by index."""
 
     launches: StepLaunchPlan
     indices: list[int]
@@ -182,13 +176,10 @@ class _DevicePlan(NamedTuple):
 
 
 class KernelStep:
-    """The parameters of an optimizer that kernels update.
+    """The parameters of an optimizer that kernels update, unless `enabled` is False.
 
     Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
     before `update`. Launches are planned again if the address of a tensor has changed.
-
-    Args:
-        enabled: False leaves all parameters to PyTorch.
     """
 
     def __init__(self, work: Sequence[ParameterStep], enabled: bool) -> None:
@@ -302,8 +293,10 @@ class KernelStep:
             direction.copy_(parts[index])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
-        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished:
-        those measured here in PyTorch, and averages without a gradient. A collective call if ranks share blocks."""
+        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished.
+
+        Those are measured here in PyTorch, or averages without a gradient. A collective call if ranks share blocks.
+        """
         for plan in self._plans:
             plan.launches.update(skip.to(plan.launches.device))
         remaining = self._remaining()
@@ -326,8 +319,7 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
-    parameter, is replaced. `kernels`: the parameters that kernels update."""
+    """The parameters of an optimizer's steps; made again if a state, or a local tensor of a parameter, is replaced."""
 
     items: list[ParameterStep]
     flags: FlagLayout

@@ -44,13 +44,12 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
 class Requantization:
     """New values for one weight or optimizer state: measured at construction, written by `commit`.
 
-    The caller must run `reduction` in between.
+    The caller must run `reduction` in between. `shared`: the result of `shared_scales` for the storage.
     """
 
     def __init__(
         self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Groups], reduction: FlatMax
     ) -> None:
-        """`shared`: the result of `shared_scales` for the storage."""
         self.storage = storage
         self.amaxes = storage.measure(values)
         for name, grid in self.amaxes.items():
@@ -91,9 +90,6 @@ def requantize_(
         names: names of the weights, then of `plain`, for error messages.
         assume_finite: skip the check for infinite and NaN values, which waits for the GPU. Codes would hide these.
         plain: pairs of other parameters and their local values, which are only checked.
-
-    Raises:
-        ConfigurationError: on every rank with a piece of one of the weights, before anything is written.
     """
     reduction, bad = FlatMax(), None
     weights = list(weights)

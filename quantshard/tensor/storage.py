@@ -32,10 +32,9 @@ _versions = count(1)  # one count for all storages: no two writes of a process s
 
 
 class Remainder(NamedTuple):
-    """The low bytes of a 16-bit master; the rowwise codes of the weight are its high bytes.
+    """Output for the low bytes of a 16-bit master, uint8; the rowwise codes of the weight are its high bytes.
 
-    `low`: output for the low bytes, uint8 of the weight's shape. `words`: random words for stochastic rounding to 16
-    bits; None rounds to nearest.
+    `words`: random words for stochastic rounding to 16 bits; None rounds to nearest.
     """
 
     low: Tensor
@@ -49,8 +48,8 @@ class QuantizedStorage:
     Args:
         spec: the format row and its scaling.
         shard: the rectangle, in the global tensor.
-        components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
-            the GEMM reads them (`kernel_dispatch.as_stored`).
+        components: resident entries of each component, in operands of a GEMM possibly as the GEMM reads them
+            (`kernel_dispatch.as_stored`).
         state: see `parameter_state`.
         high_precision: see `initial_values`.
         version: number of the last write or load, unique in the process. A copy has the version of its source.
@@ -59,8 +58,7 @@ class QuantizedStorage:
         fetch: gathers the components of a copy that FSDP2 did not gather (a collective call).
         source: the storage that a gather or a move made this one from.
         mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut.
-        products: the native products that have this operand on the left, with the facts that they were planned for.
-            The plan of a layer shares this list between all operands that it makes.
+        products: the native products with this operand on the left, shared by all operands of a layer's plan.
         gemm_views: views of components as GEMMs read them, see `gemm.backend`.
     """
 
@@ -234,11 +232,8 @@ class QuantizedStorage:
             nan_flag: float32 scalar, 0 or NaN; NaN makes all values NaN.
         """
         which = which or (Orientation.ROWWISE if self.has(Orientation.ROWWISE) else Orientation.COLUMNWISE)
-        if not self.has(which):
-            # FSDP2 gathered the other copy of an unsharded weight: a collective call
-            return self.with_copy(which).dequantize(which, dtype, nan_flag)
-        copy = self.spec.format.copies[which]
-        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, nan_flag)
+        copy, parts = self.spec.format.copies[which], self.with_copy(which).touched()
+        return kernel_dispatch.dequantize(copy, parts, self.shard.shape, self.shard.origin, dtype, nan_flag)
 
     def with_copy(self, which: Orientation) -> QuantizedStorage:
         """This storage if it has that copy; otherwise a new storage with the copy fetched (a collective call)."""

@@ -115,10 +115,7 @@ def _check_place(path: Path_, replace: bool) -> None:
 
 
 def clean(folder: Path_, only: str = "") -> None:
-    """Finish the renames of killed saves in a folder, and remove what else they left there.
-
-    `only`: the name of the checkpoint whose saves count.
-    """
+    """Finish the renames of killed saves in a folder, of one checkpoint or of all, and remove what else they left."""
     store, store_path = locate(folder)
     if not isinstance(store, LocalStore):
         return
@@ -157,10 +154,7 @@ def _remove_folder(store: Store, folder: str) -> None:
 
 
 def remove(path: Path_) -> None:
-    """Remove a checkpoint atomically, or at least make it incomplete first.
-
-    A symbolic link is removed instead of its target.
-    """
+    """Remove a checkpoint atomically, or at least make it incomplete first; of a link only the link."""
     store, store_path = locate(path)
     try:
         if isinstance(store, LocalStore):
@@ -177,12 +171,11 @@ def remove(path: Path_) -> None:
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
     """On an error in the context, remove on rank 0 what the failed save wrote.
 
-    A rank that is still writing cannot commit without these files. What such a rank adds later is removed by the next
-    save, which starts only when no rank writes any more.
+    A rank that is still writing cannot commit without these files. The next save removes what such a rank adds later.
     """
     try:
         yield
-    except BaseException:  # also KeyboardInterrupt; if other ranks still write there, the next save removes the rest
+    except BaseException:
         if agreement.rank() == 0:
             abandon(target)
         raise
