@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import numerics, private_torch
+from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader, dtype_of
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import digest
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
@@ -56,38 +55,17 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     return {key for key in missing if key.split(".")[3] not in required}
 
 
-def other_scales(reader: SafeReader, params: Mapping[str, Tensor], tags: Mapping[str, str]) -> list[str]:
-    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
-
-    Only the values show the difference, so scales must be read. Each rank reads some of them.
-    """
-    weight_names = {
-        f"model.{name}{suffix}": name
-        for name, param in params.items()
-        for suffix in component_loading.power_of_two_scales(param)
-        if tags.get(name) == components.storage_of(param).spec.tag
-    }
-    float32 = [key for key in sorted(weight_names) if dtype_of(reader.entries.get(key)) == torch.float32]
-    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
-    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
-
-
-def weight_formats(
-    model: nn.Module, stored: Stored, tags: Mapping[str, str], with_other_scales: Collection[str]
-) -> dict[str, tuple[str, str]]:
+def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
 
-    `tags`: the checkpoint's formats. `with_other_scales`: see `other_scales`. A weight on one side only belongs to
-    another model, which `check_model` reports.
+    `tags`: the checkpoint's formats. A weight on one side only belongs to another model, which `check_model` reports.
     """
     formats = {}
     for name, param in sorted(components.named_parameters(model).items()):
         local = components.quantized_local(param)
-        spec = None if local is None else local.quantized_storage.spec
-        if spec is not None and name in with_other_scales:
-            formats[name] = spec.tag, str(spec)
-        elif _MODEL + name in stored and (spec is not None or name in tags):
-            formats[name] = tags.get(name, HIGH_PRECISION), HIGH_PRECISION if spec is None else spec.tag
+        live = HIGH_PRECISION if local is None else local.quantized_storage.spec.tag
+        if _MODEL + name in stored and (local is not None or name in tags):
+            formats[name] = tags.get(name, HIGH_PRECISION), live
     return formats
 
 

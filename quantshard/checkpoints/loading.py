@@ -8,7 +8,7 @@ before anything is written.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -84,19 +84,6 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class CheckpointContents:
-    """The parts of a checkpoint that a rank reads to plan its load.
-
-    `format_tags`: the format of each quantized weight. `weights_with_other_scales`: weights whose scales are not powers
-    of two although this model requires such scales; a rank reads only some of them.
-    """
-
-    reader: SafeReader
-    format_tags: Mapping[str, str]
-    weights_with_other_scales: Collection[str]
-
-
-@dataclass(frozen=True)
 class LoadPlan:
     """The action of a load for each entry, by the checkpoint's keys.
 
@@ -146,19 +133,16 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
     """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes."""
     # All ranks read before one of them plans: making the states of a stock optimizer can be a collective call.
-    contents, summaries = agreement.exchange_results(
-        lambda: read_contents(request),
-        lambda contents: (contents.reader.manifest is not None, contents.weights_with_other_scales),
+    (reader, format_tags), have_manifest = agreement.exchange_results(
+        lambda: read_contents(request), lambda contents: contents[0].manifest is not None
     )
-    have_manifest = [has_manifest for has_manifest, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
             f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST} there and others do; load from a "
             "directory that all ranks share"
         )
-    contents = replace(contents, weights_with_other_scales=[name for _, names in summaries for name in names])
     plan, digests = agreement.exchange_results(
-        lambda: plan_load(request, contents),
+        lambda: plan_load(request, reader, format_tags),
         lambda _: None if request.numbers is None else request.numbers.digest,
     )
     optimizer_states.check_alike(digests, request.optimizer)
@@ -168,31 +152,28 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
 # Reading
 
 
-def read_contents(request: LoadRequest) -> CheckpointContents:
-    """Verify this rank's share of a checkpoint's files, and read what planning needs. Each rank reads for itself."""
+def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
+    """Verify this rank's share of a checkpoint's files, and read the formats of its quantized weights."""
     reader = SafeReader(request.path)
     if request.verify:
         reader.check_files()
     entries, params = reader.entries, components.named_parameters(request.model)
     names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
     tag_keys = [key for key in names if getattr(entries.get(key), "size", None) == _TAG_SIZE]
-    tags = {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
-    return CheckpointContents(reader, tags, fit.other_scales(reader, params, tags))
+    return reader, {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
 
 
 # Planning
 
 
-def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
+def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str, str]) -> LoadPlan:
     """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank."""
-    reader, optimizer = contents.reader, request.optimizer
+    optimizer = request.optimizer
     state_dicts: dict[str, Any] = {"model": request.model.state_dict()}
     if optimizer is not None:
         optimizer_states.check_members("load", request.model, optimizer)
         state_dicts["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, request.numbers)
-    formats = fit.weight_formats(
-        request.model, reader.entries, contents.format_tags, contents.weights_with_other_scales
-    )
+    formats = fit.weight_formats(request.model, reader.entries, format_tags)
     weight_conversions, state_conversions = [], []
     if request.requantize:
         weight_conversions = conversions.parameter_conversions(

@@ -314,11 +314,6 @@ def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
-def are_powers_of_two(x: Tensor) -> Tensor:
-    """True (a bool scalar tensor) if each of these float32 numbers is a power of two or 0."""
-    return ((torch.frexp(x).mantissa == 0.5) | (x == 0)).all()
-
-
 def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
