@@ -121,10 +121,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
 
 
 class ParameterOptimizer(torch.optim.Optimizer):
-    """Base of `ElementwiseOptimizer` and `MasterWeights`.
-
-    The keys of `_names` are all parameters in the order of the groups, which is the order of collective calls.
-    """
+    """Base of `ElementwiseOptimizer` and `MasterWeights`. The keys of `_names` are all parameters, in order."""
 
     checked_numbers: tuple[str, ...] = ("lr", "weight_decay", EMA_DECAY)
     """Group entries that must be in their range (`RANGES`)."""

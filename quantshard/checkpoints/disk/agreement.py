@@ -59,7 +59,7 @@ def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix:
     """The result of `call` on this rank, and `summarize(result)` of every rank. One collective call.
 
     If `call` fails on any rank, every rank raises the error of the first such rank, after `prefix`; errors of other
-    libraries become CheckpointErrors. A rank that was interrupted raises its interrupt.
+    libraries become CheckpointErrors.
     """
     result, summary, failure, cause = None, None, None, None
     try:

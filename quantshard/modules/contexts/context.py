@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,10 +95,6 @@ class _Context:
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         context: Any = type(self)
-        # the bodies of generators and coroutines run after the decorated call has left the context
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_of(function) for is_of in kinds):
-            raise ConfigurationError(f"{context.__name__} cannot decorate {function.__name__}; enter it inside")
 
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -113,7 +108,7 @@ class quantized_model_init(_Context):
     """Context that stores the weights of modules built inside quantized.
 
     The context affects only the thread that entered it. As a decorator, it is entered again on each call; do not
-    decorate generators, whose bodies run after the call.
+    decorate generators and coroutines, whose bodies run after the call.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
