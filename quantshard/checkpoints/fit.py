@@ -43,10 +43,9 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
 
 
 def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
-    """The keys of the optimizer's groups that keep their live value because the checkpoint lacks them.
+    """The keys of group entries of others, e.g. a scheduler, that keep their value because the checkpoint lacks them.
 
-    The optimizer itself did not create these entries, but e.g. a scheduler did. `own_seed`: also keep the optimizer's
-    rounding seed, if the checkpoint has none.
+    `own_seed`: also keep the optimizer's rounding seed, if the checkpoint has none.
     """
     if optimizer is None:
         return set()
@@ -80,12 +79,7 @@ def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
 
 
 def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
-    """Check the model's part of a checkpoint.
-
-    Args:
-        stored, live: the checkpoint's entries and the live entries to load, by key, both without converted entries.
-        casts: the keys of plain tensors that can be cast; None for all.
-    """
+    """Check the model's entries, without converted ones. `casts`: keys of plain tensors to cast; None for all."""
     missing, unexpected = _differing(stored, live, _MODEL)
     if missing or unexpected:
         raise CheckpointError(
@@ -140,10 +134,7 @@ def check_groups(
     optimizer: Optimizer,
     numbers: ParameterNumbers | None,
 ) -> None:
-    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types.
-
-    `saved_values`: the checkpoint's entries that are not tensors. `live`: the entries of the optimizer's state dict.
-    """
+    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types."""
     own_names = own_settings(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         prefix = f"{GROUPS}{number}."
@@ -156,14 +147,13 @@ def check_groups(
 
 def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """Describe the first difference of each kind. `allocates`: the optimizer creates all its states at construction."""
-    stored_groups, live_groups = (
-        len({key.split(".")[2] for key in keys if key.startswith(GROUPS)}) for keys in (stored, live)
+    stored_groups, live_groups, num_stored, num_live = (
+        len({key.split(".")[2] for key in keys if key.startswith(prefix)})
+        for prefix in (GROUPS, STATES)
+        for keys in (stored, live)
     )
     if stored_groups != live_groups:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
-    num_stored, num_live = (
-        len({key.split(".")[2] for key in keys if key.startswith(STATES)}) for keys in (stored, live)
-    )
     if allocates and num_stored != num_live:
         yield f"it has states of {num_stored} parameters and this one of {num_live} (frozen ones have none)"
     missing, unexpected = _differing(stored, live, _OPTIMIZER)
@@ -209,10 +199,9 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 
 
 def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that tied weights have equal values in the checkpoint; otherwise a load would lose one of them.
+    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs.
 
-    Each rank compares some of the pairs, so the caller must raise errors on all ranks. Parameters of the optimizer need
-    no check: if the weights were not tied in the checkpoint, the number of states differs.
+    Parameters of the optimizer need no check: if the weights were not tied, the number of states differs.
     """
     first_names: dict[nn.Parameter, str] = {}
     groups = [] if optimizer is None else optimizer.param_groups

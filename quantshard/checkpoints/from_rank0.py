@@ -42,9 +42,6 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
 
     Returns:
         `missing_keys` and `unexpected_keys`, like `load_state_dict`.
-
-    Raises:
-        CheckpointError: an entry of rank 0 does not fit. The same on every rank, and nothing was written.
     """
     components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))

@@ -49,9 +49,6 @@ def high_precision_state_dict(
         full: return unsharded tensors instead of DTensors that are sharded like the parameters.
         cpu_offload: return tensors on the CPU. With `full`, only rank 0 gets them, and the others get {}, as with
             `StateDictOptions`.
-
-    Raises:
-        ConfigurationError: a trained weight has no master in the optimizer, or was changed since the optimizer read it.
     """
     live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
@@ -177,9 +174,6 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         model: unsharded, or sharded by `fully_shard`; not on the meta device.
         state_dict: the values of every parameter: a full tensor, or a DTensor sharded like the parameter. Entries of
             buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, of another shape, or not finite; on every rank.
     """
     components.check_offsets(model.named_parameters())
     for module in model.modules():
