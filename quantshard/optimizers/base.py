@@ -12,20 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import limits, numerics, private_torch
-from quantshard.collectives import process_groups, rank_checks
+from quantshard import numerics, private_torch
+from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    warn_user,
-)
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
-from quantshard.optimizers import loading
+from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
 from quantshard.optimizers.state import layout
-from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
@@ -43,9 +37,6 @@ RANGES: Final = {
     EMA_DECAY: (0.0, _BELOW_ONE),
 }
 """The range of each number in a parameter group."""
-
-SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
-"""Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
 
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
 """Group entries that count steps."""
@@ -157,13 +148,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Return a new group with its parameters in a list. Options of the whole optimizer, except `options`, raise."""
         group, params = dict(param_group), param_group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
-        invalid += [name for name in SWITCHES if group.get(name) and name not in options]
-        if group.get(EMA_DECAY) and not self._is_averaging:
-            invalid.append(EMA_DECAY)
-        if invalid:
-            where = f"{self._name}: param_groups[{len(self.param_groups)}]"
-            raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
+        where = f"{self._name}: param_groups[{len(self.param_groups)}]"
+        checks.check_group_options(where, group, options, self._is_averaging)
         return group
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
@@ -216,47 +202,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
             )
         self._make_states()
 
-    def _warn_of_replaced_parameters(self) -> None:
-        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
-        # A parameter with a gradient is in another model, too.
-        unused = [param for param in self._names if param.grad is None]
-        replaced = [self._names[param] for param in unused if getattr(param, components.REPLACED, False)]
-        if replaced:
-            warn_user(
-                f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
-                "it does not train the new ones; build the optimizer after them"
-            )
-
     def _check_parameters(self) -> None:
-        """Check random keys, the seed and the places of shards, with one collective per axis of each mesh."""
-        seed = {}
-        if self._seed is not None:
-            seed[f"{self._name}'s {ROUNDING_SEED}"] = torch.tensor([self._seed], dtype=torch.int64, device="cpu")
-        components.check_offsets([(name, param) for param, name in self._names.items()])
-        keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
-        owners: dict[int, str] = {}
-        for param, name in self._names.items():
-            checked = keys.setdefault(private_torch.mesh_group(param), dict(seed))
-            quantized = components.quantized_local(param)
-            if quantized is None:
-                continue
-            key = checked[name] = quantized.quantized_storage.state[RNG_KEY]
-            owner = owners.setdefault(id(key), name)
-            if owner != name:
-                raise ConfigurationError(
-                    f"{owner} and {name} were one tied weight that fully_shard has cut twice; wrap the modules that "
-                    "share it as one group, fully_shard([a, b]), or their parent alone"
-                )
-        for group, checked in keys.items():
-            rank_checks.check_equal_on_ranks(checked, group, "the random key")
-
-    def _check_trainable(self, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Check that a parameter has values and is quantized or of one of the given dtypes."""
-        where = f"{self._name}: {self._names[param]}"
-        if param.is_meta:
-            raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
-        if components.quantized_local(param) is None and param.dtype not in dtypes:
-            raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
+        checks.check_parameters(self._name, self._names, self._seed)
 
     def _is_overwritten(
         self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool

@@ -23,7 +23,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
-from quantshard.optimizers import base
+from quantshard.optimizers import base, checks
 from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
@@ -180,7 +180,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             self._drop_plan()
         if self._plan is not None:
             return self._plan
-        self._warn_of_replaced_parameters()
+        checks.warn_of_replaced_parameters(self._name, self._names)
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
         items = [
@@ -332,7 +332,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def _initialize(self, param: Tensor, group: Mapping[str, Any], remainders: bool) -> None:
         if remainders:
             check_remainders(self._name, self._master_weights, self._dtypes[MASTER])
-        self._check_trainable(param, PLAIN_DTYPES)
+        checks.check_trainable(f"{self._name}: {self._names[param]}", param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             # a captured step would repeat its random draw, whose number the host reads
             raise ConfigurationError(

@@ -18,14 +18,9 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import loading
-from quantshard.optimizers.base import (
-    SWITCHES,
-    ParameterOptimizer,
-    check_alike,
-    check_ranges,
-    weight_version,
-)
+from quantshard.optimizers import checks, loading
+from quantshard.optimizers.base import ParameterOptimizer, check_alike, check_ranges, weight_version
+from quantshard.optimizers.checks import SWITCHES
 from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
 from quantshard.optimizers.state import adopt, initial_master, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
@@ -150,7 +145,7 @@ class MasterWeights(ParameterOptimizer):
 
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
-        self._check_trainable(param, (*PLAIN_DTYPES, torch.float64))
+        checks.check_trainable(f"{self._name}: {self._names[param]}", param, (*PLAIN_DTYPES, torch.float64))
         self._versions[param] = weight_version(param)
         self._made_for[param] = param.dtype, param.shape
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
@@ -262,7 +257,7 @@ class MasterWeights(ParameterOptimizer):
             self.check_group(f"MasterWeights: param_groups[{number}]", group)
         self._check_parameters_unchanged()
         if not self._has_updates():
-            self._warn_of_replaced_parameters()
+            checks.warn_of_replaced_parameters(self._name, self._names)
         layout = FlagLayout((self._names[param], param) for param in self._masters)
         flags = GradientFlags(layout, [param.grad for param in self._masters], FlatMax(), wrong=self._overflown)
         flags.warn_of_no_gradient()
