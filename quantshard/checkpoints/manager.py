@@ -87,8 +87,6 @@ class Manager:
             RNG states (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
         read_only: for a process that only lists and restores checkpoints, while another run writes.
 
-    Raises:
-        CheckpointError: another run writes there, or the directory cannot be created; the same on every rank.
     """
 
     def __init__(
@@ -152,12 +150,8 @@ class Manager:
         """Save a checkpoint of the current state. A collective call.
 
         A save that is still running is waited for first, so there are never two. With `async_`, the call returns before
-        the write ends; if that write fails, the next `save` or `wait` raises.
-
-        Raises:
-            CheckpointError: the step is saved already (unless `restore` went back to an earlier step), or cannot be
-                written; or a failed save is still running. The same on every rank; earlier checkpoints are unchanged.
-            ConfigurationError, RankMismatchError: see `checkpoints.save`; raised by this call in any mode.
+        the write ends; if that write fails, the next `save` or `wait` raises. A step that is saved already is an error,
+        unless `restore` went back to an earlier one.
         """
         start = time.perf_counter()
         agreement.run_on_all_ranks(lambda: self._check_save(step))
@@ -261,12 +255,9 @@ class Manager:
     ) -> Restored | None:
         """Verify and load the checkpoint of `step`, by default the last good one. A collective call.
 
-        Each rank verifies a part of the files. A damaged checkpoint is skipped with a warning that names the file, and
-        the previous one is tried. A checkpoint without a manifest (from plain `dcp.save`) is loaded unverified. For
-        `requantize` and `lossy` see `checkpoints.load`.
-
-        Returns:
-            None if the directory holds no complete checkpoint and `step` is None.
+        A damaged checkpoint is skipped with a warning that names the file, and the previous one is tried. A checkpoint
+        without a manifest (from plain `dcp.save`) is loaded unverified. For `requantize` and `lossy` see
+        `checkpoints.load`. Returns None if there is no complete checkpoint.
         """
         self.wait()
         steps = agreement.from_rank0(self.steps)
@@ -311,8 +302,8 @@ class Manager:
     def close(self) -> None:
         """Release the directory and the resources of background saves. Not a collective call.
 
-        A running save is waited for, up to `CLOSE_SECONDS`. After that it continues on its own, and the directory stays
-        locked until the save ends. Errors of the save are not raised; call `wait` first.
+        A running save is waited for, up to `CLOSE_SECONDS`; the directory stays locked until it ends. Call `wait`
+        before to see its errors.
         """
         self._closed = True
         if self._background is not None:

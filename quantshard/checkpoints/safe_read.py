@@ -46,9 +46,6 @@ OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
 """Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
 than bytes."""
 
-_SMALL_BYTES = 1 << 20
-"""An entry of at most this length is read at once, which saves calls of Python."""
-
 
 @contextmanager
 def named(key: str) -> Iterator[None]:
@@ -60,43 +57,13 @@ def named(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key} cannot be read: {reason}") from error
 
 
-class _FileSlice(io.RawIOBase):
-    """A range of bytes of a file, as a file. DCP's own does not support seeking from the end, which zipfile needs."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self.file, self.offset, self.length, self.position = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self.position = max(0, offset + (0, self.position, self.length)[whence])
-        return self.position
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(0, self.length - self.position)]
-        self.file.seek(self.offset + self.position)
-        count = self.file.readinto(view) if len(view) else 0  # type: ignore[attr-defined]
-        self.position += count
-        return int(count)
-
-
 def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
     """Load the `torch.save` archive in a range of a file, without running code from it.
 
     An archive that is damaged, claims more than its bytes hold, or needs code to be read raises a CheckpointError.
     """
-    if length <= _SMALL_BYTES:
-        file.seek(offset)
-        part: Any = io.BytesIO(file.read(length))
-    else:
-        part = _FileSlice(file, offset, length)
+    file.seek(offset)
+    part = io.BytesIO(file.read(length))
     try:
         total = 0
         for record in zipfile.ZipFile(part).infolist():
@@ -187,14 +154,9 @@ class NoManifestWarning(UserWarning):
 class SafeReader(FileSystemReader):
     """A checkpoint that is open for reading, by itself or by DCP. Its metadata are read and checked on construction.
 
-    Args:
-        path: a directory or URL.
-        packed: accept tensors with fewer bytes than their dtype implies, down to half a byte per element, as from
-            libraries that save quantized tensors with their nominal dtype.
-
-    Raises:
-        MissingError: there is no checkpoint, or it is incomplete.
-        DamagedError: the metadata cannot be read, or contradict themselves, the manifest or the files.
+    A MissingError means that there is no complete checkpoint, a DamagedError that the metadata cannot be read, or
+    contradict themselves, the manifest or the files. `packed`: accept tensors with fewer bytes than their dtype
+    implies, down to half a byte per element, as from libraries that save quantized tensors with a nominal dtype.
     """
 
     def __init__(self, path: Path_, packed: bool = False) -> None:
@@ -239,10 +201,6 @@ class SafeReader(FileSystemReader):
         """Read entries into a state dict of flat keys. A collective call unless `no_dist`.
 
         Tensors are read in place, for each rank its own part. Other values are replaced by objects.
-
-        Raises:
-            DamagedError: an entry could not be read; raised on every rank, with the first failure of any rank.
-            CheckpointError: a rank ran out of memory, or was lost or interrupted.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         is_local = no_dist or not dist.is_initialized()

@@ -240,13 +240,7 @@ class MasterWeights(ParameterOptimizer):
         """Update masters and weights from the gradients, and return the result of `closure`.
 
         If this update makes a master infinite or NaN (a learning rate or weight decay too large for the inner
-        optimizer), the next step raises an error that names the master. A checkpoint saved in between contains the bad
-        master.
-
-        Raises:
-            RankMismatchError: a gradient is missing on some ranks only.
-            NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
-                infinite or NaN.
+        optimizer), the next step raises an error that names the master. A checkpoint saved in between contains it.
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -271,10 +265,7 @@ class MasterWeights(ParameterOptimizer):
         return loss
 
     def _overflown_masters(self) -> Tensor | None:
-        """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
-
-        The next step sends the result with its gradient flags, which saves a collective and a synchronization.
-        """
+        """Return `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere: flags for the next step."""
         if not self._masters:
             return None
         local_masters = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
@@ -282,8 +273,7 @@ class MasterWeights(ParameterOptimizer):
         return (flags >= NOT_FINITE) * WEIGHT
 
     def _check_parameters_unchanged(self) -> None:
-        """Check that only this optimizer has changed the parameters. Values written to plain parameters are copied into
-        their masters."""
+        """Check the parameters' gradients and versions; copy values written to plain ones into their masters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:

@@ -33,11 +33,7 @@ Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The global shape [rows, columns] of a matrix, and the shard of each rank.
-
-    `groups`: process groups of the mesh axes that cut it. `pieces`: shards by coordinate in these groups; a matrix that
-    is not cut has only the coordinate ().
-    """
+    """The global shape of a matrix, and the shard of each rank, by coordinate in the process groups that cut it."""
 
     shape: tuple[int, int]
     groups: tuple[dist.ProcessGroup, ...]
@@ -228,10 +224,7 @@ class MatrixExchange:
             yield number, self._layouts[number].whole(tensors.pop(number))
 
     def scatter(self, wholes: dict[int, Tensor]) -> list[Tensor]:
-        """Return this rank's shard of every matrix, given the `wholes` that this rank owns. A collective call.
-
-        Empties `wholes`, to free their memory.
-        """
+        """Return this rank's shard of every matrix. A collective call, which empties `wholes`, those of this rank."""
         tensors = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
         for exchange in reversed(self._exchanges):
             tensors = exchange.back(tensors)

@@ -93,10 +93,9 @@ def _described(owner: dict[str, object]) -> str:
 
 
 def lock(folder: Path_) -> BaseFileLock | None:
-    """Lock a local folder until the result is released or garbage, or this process ends.
+    """Lock a local folder until the result is released or garbage, or this process ends; TimeoutError if it is locked.
 
-    If another process holds the lock for `LOCK_SECONDS`, a TimeoutError is raised. A file system without locks is
-    warned about, and the result is None.
+    A file system without locks is warned about, and the result is None.
     """
     # not thread-local: a background save releases it from its own thread
     file_lock = FileLock(os.path.join(folder, LOCK_FILE), timeout=LOCK_SECONDS, thread_local=False)
