@@ -64,11 +64,7 @@ _MOST_ORDERS = 64
 
 
 class PendingHistory(NamedTuple):
-    """A history with pending amaxes of this pass, and the ranks to reduce them over.
-
-    key, number: the name by which ranks identify the history; see `PendingAmaxes`.
-    slots: float32 scalars that hold the amaxes.
-    """
+    """A history with pending amaxes of this pass (`slots`), the ranks to reduce them over, and the history's name."""
 
     history: Tensor
     key: Tensor
@@ -142,13 +138,10 @@ class PendingAmaxes:
             slot = self._slots[name] = self._free[queue].pop()
             self._add(keys, number, histories, [slot] * len(histories), group)
             if queue[2]:
-                self._keep(slot, histories)
+                # without the histories no captured CUDA graph is replayed
+                for history in histories:
+                    private_torch.keep_with(history, slot)
         return slot
-
-    def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
-        """Keep the slot alive as long as the histories, without which no captured CUDA graph is replayed."""
-        for history in histories:
-            private_torch.keep_with(history, slot)
 
     def note_all(
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], amaxes: Tensor, group: Groups

@@ -33,11 +33,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
     Inside, you can evaluate the model and take its state dict, but not step, read, save or load the optimizer. Loading
     into the model inside is undone with a warning. Entering is a collective call if parameters are sharded. Each rank
-    holds a copy of its shards of the weights until the exit.
-
-    Args:
-        model: the model with all parameters that the optimizer averages.
-        optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
+    holds a copy of its shards of the weights until the exit. `model` must have all parameters that are averaged.
     """
     _reshard(model)  # so that model.parameters() yields the sharded parameters
     owner: Any = optimizer

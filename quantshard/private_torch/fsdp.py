@@ -74,14 +74,7 @@ def _sharded_param(fsdp_param: Any) -> Any:
 
 @dataclass(frozen=True)
 class FsdpGather:
-    """How FSDP2 gathers one parameter.
-
-    Args:
-        ranks: number of ranks that hold a shard.
-        in_backward: whether it is gathered again in backward.
-        padded_numel: elements of the padded shard.
-        dtype: the dtype that a plain parameter is gathered in; None: its own.
-    """
+    """How FSDP2 gathers one parameter: from `ranks` shards, whether again `in_backward`, and in which dtype."""
 
     param: nn.Parameter
     ranks: int

@@ -28,10 +28,9 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Copy loaded components and state, by key suffix, into a quantized parameter. No value is dequantized.
+    """Copy loaded components and state, by key suffix, into a quantized parameter, or raise and write nothing.
 
-    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component. If one
-    does not fit, a CheckpointError is raised and nothing is written.
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
     """
     write_components(param, fitting_pairs(param, values, name))
 

@@ -186,10 +186,9 @@ def exists(path: Path_) -> bool:
 
 
 def problems(path: Path_, contents: bool = True) -> list[str]:
-    """Describe each problem of the files of the checkpoint in directory `path`.
+    """Describe each problem of a checkpoint's files, also of files that its manifest does not name.
 
-    Files that the manifest does not name are problems too. A checkpoint without a manifest has none. Every byte is
-    read, or without `contents` only the manifest.
+    Every byte is read, or without `contents` only the manifest. A checkpoint without a manifest has no problems.
     """
     try:
         manifest = read_manifest(path)
@@ -210,10 +209,7 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
 
 
 def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) -> str | None:
-    """Describe the problem of one file of a checkpoint, or return None.
-
-    `contents`: also compare the checksum, which reads the file.
-    """
+    """Describe the problem of one file of a checkpoint, or return None. `contents`: also read it for its checksum."""
     store, folder = locate(path)
     file = store.join(folder, name)
     try:
@@ -393,10 +389,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether sizes of any type are a valid tensor shape.
-
-    The number of elements must be countable. Without elements, the other dims must be small enough to iterate over.
-    """
+    """Whether sizes of any type are a tensor's shape; without elements, small enough to iterate over the other dims."""
     if not _are_counts(value):
         return False
     extent = math.prod(filter(None, value))
