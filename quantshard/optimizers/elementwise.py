@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
@@ -24,15 +23,16 @@ from quantshard.numerics import adam
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import base, checks
-from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
+from quantshard.optimizers.base import COUNTERS
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
-from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
+from quantshard.optimizers.state import OptimizerState, make_average, make_states, rounded_roles
+from quantshard.optimizers.state_access import StateAccess
 from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec
 from quantshard.tensor import components
 
 
-class ElementwiseOptimizer(ParameterOptimizer, ABC):
+class ElementwiseOptimizer(StateAccess, ABC):
     """Base of optimizers for models with quantized weights whose update is an elementwise formula.
 
     A subclass declares its `states` and implements the formula as `update`. Gradient descent with momentum is
@@ -197,7 +197,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return StepPlan(items, flags, KernelStep(items, self._uses_kernels))
 
     def _drop_plan(self) -> None:
-        """Make a new plan in the next step, because states were added or removed."""
         if self._plan is not None and self._plan.is_captured:
             self._captured.append(self._plan)
         self._plan = None
@@ -354,77 +353,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             seed = base.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for entries in self.param_groups:
                 entries[ROUNDING_SEED] = seed
-
-    @torch.no_grad()
-    def reseed_masters(self) -> None:
-        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
-        self._adopt_replaced_parameters()
-        for param, states in self._states.items():
-            if MASTER in states:
-                states[MASTER].seed(initial_master(param))
-            if AVERAGE in states:
-                assign(states[AVERAGE], states.get(MASTER, states[WEIGHT]).read())
-            self._versions[param] = base.weight_version(param)
-
-    @torch.no_grad()
-    def begin_average(self, decay: float) -> None:
-        """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
-
-        Averages start from the present masters (or parameters), weighted as if all earlier steps had had these values.
-        """
-        self._adopt_replaced_parameters()
-        self._check_begins(decay)
-        for entries in (self.defaults, *self.param_groups):
-            entries[EMA_DECAY] = float(decay)
-        self._drop_plan()
-        for param, states in self._states.items():
-            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
-            self.state[param] |= states[AVERAGE].tensors(AVERAGE)
-
-    def drop_average(self) -> None:
-        """Stop averaging the weights and free the averages."""
-        self._adopt_replaced_parameters()
-        for entries in (self.defaults, *self.param_groups, *self._states.values(), *self.state.values()):
-            for name in (EMA_DECAY, AVERAGE):
-                entries.pop(name, None)
-        self._drop_plan()
-
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
-        values = self._state_of(param, state_name).read()
-        if isinstance(param, DTensor):
-            return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
-        return values
-
-    @torch.no_grad()
-    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
-        parameter. Setting a master stored as remainders sets the parameter.
-
-        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard.
-        """
-        target, local = self._state_of(param, state_name), private_torch.local_tensor(param)
-        like = param if isinstance(unscaled_state, DTensor) else local
-        base.check_alike(like, unscaled_state, self._names[param], state_name)
-        assign(target, private_torch.local_tensor(unscaled_state).to(local.device).float())
-        self._is_assigned = True
-
-    @torch.no_grad()
-    def seed_master(self, param: Tensor, values: Tensor) -> None:
-        """Set a master from this rank's float32 values, rounded to nearest, without changing the parameter. A
-        collective call for a scaled master of a sharded parameter."""
-        self._state_of(param, MASTER).seed(values)
-        self._is_assigned = True
-
-    def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
-        self._adopt_replaced_parameters()
-        self._group_of(param)
-        states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
-        if state_name not in states:
-            raise ConfigurationError(
-                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none'}"
-            )
-        return states[state_name]
 
 
 class AdamOptimizer(ElementwiseOptimizer):
