@@ -147,10 +147,12 @@ class ParameterStep:
         values = self._new_values()
         if not self.requantizations:
             self._measure(values, FlatMax())
-        rounded = [] if self.seed is None else rounded_roles(self.targets)
+        rounded = rounded_roles(self.targets)
         for role, state in self.targets.items():
-            numbers = self.seed, self.group.step, *self.streams[role], self.local.device
-            draw = partial(self.region.random_bits, *numbers) if role in rounded else None
+            draw = None
+            if role in rounded and self.seed is not None:
+                stream = self.streams[role]
+                draw = partial(self.region.random_bits, self.seed, self.group.step, *stream, self.local.device)
             state.write(values[role], self.requantizations[role], draw)
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
