@@ -314,10 +314,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, with numbers in its groups even if `capturable`, so that either kind can load it.
-
-        If `capturable`, this also raises the errors that `step` could not raise.
-        """
+        """Return the state dict, with numbers even if `capturable`. Raises the errors that `step` could not raise."""
         self._raise_for_bad_steps()
         return self.state_dict_to_fill()
 

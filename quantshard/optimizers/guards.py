@@ -64,10 +64,7 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: 
 
 
 class FlagLayout:
-    """The parameters of `GradientFlags` and their names, ordered by sharding group.
-
-    `indices`: of the parameters of each sharding group. `ranks`: process groups of all ranks that step together.
-    """
+    """The parameters of `GradientFlags`, by sharding group, and the groups of all ranks that step together."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         names, params = zip(*entries, strict=True) if (entries := list(named)) else ((), ())

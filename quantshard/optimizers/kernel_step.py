@@ -201,10 +201,7 @@ class KernelStep:
         return bool(self._captured) or any(plan.launches.is_captured for plan in self._plans)
 
     def take(self, seed: int | None, workspace: Callable[[torch.device], Tensor] | None = None) -> bool:
-        """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
-
-        `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
-        """
+        """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank."""
         if not self._enabled:
             return False
         addresses = self._current_addresses()

@@ -163,10 +163,7 @@ def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
 
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`, which it has the type of.
-
-    Any value replaces None, and an option that the optimizer did not add itself (`is_own` is False), except numbers.
-    """
+    """Whether a saved option can replace this optimizer's `own`. Any value replaces None, or an option of others."""
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
 
