@@ -205,10 +205,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise".
-
-    For TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
-    """
+    """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise"."""
 
     use_power_2_scales: bool = False
     fp8_format: str = ElementFormats.HYBRID

@@ -70,10 +70,7 @@ class Comparison:
 
 
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
-    """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
-
-    Not a collective call: one process compares, with two tensors in memory at a time.
-    """
+    """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, in one process."""
     a, b = (SafeReader(path) for path in (path_a, path_b))
     keys = sorted(a.entries.keys() | b.entries.keys())
     if len(keys_by_rank(a.entries)) != len(keys_by_rank(b.entries)):

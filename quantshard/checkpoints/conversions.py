@@ -114,10 +114,7 @@ def parameter_conversions(
     formats: Mapping[str, tuple[str, str]],
     lossy: bool,
 ) -> list[ParameterConversion]:
-    """The parameters that must be converted. The same on every rank.
-
-    `formats`: (stored format, live format) of each weight that is quantized on either side.
-    """
+    """The parameters that must be converted, by their `fit.weight_formats`. The same on every rank."""
     entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
     stored_states = by_number(entries)
     conversions, unconvertible = [], []

@@ -199,10 +199,7 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 
 
 def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs.
-
-    Parameters of the optimizer need no check: if the weights were not tied, the number of states differs.
-    """
+    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs."""
     first_names: dict[nn.Parameter, str] = {}
     groups = [] if optimizer is None else optimizer.param_groups
     stepped_ids = {id(param) for group in groups for param in group["params"]}

@@ -90,10 +90,7 @@ class FormatTotal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection.
-
-    `others`: keys of entries that are not tensors. `run`: facts of the manifest; None without a manifest.
-    """
+    """The result of an inspection: rows, keys of entries that are not tensors, and facts of the manifest, if any."""
 
     path: str
     rows: tuple[TensorSummary, ...]

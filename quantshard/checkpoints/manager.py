@@ -197,10 +197,7 @@ class Manager:
         return commit.prepare_target(self.path(step), step in self._left_behind, self._owner.proof)
 
     def wait(self) -> SaveReport | None:
-        """Wait for the background save, if there is one, and return its report. A collective call.
-
-        If the save failed on some rank, every rank raises its CheckpointError.
-        """
+        """Wait for the background save, if any: return its report, or raise on all ranks. A collective call."""
         pending = self._pending
         if pending is None:
             return None
@@ -370,10 +367,7 @@ class BackgroundSaver:
 
 @dataclass
 class PendingSave:
-    """A background save. Its future keeps its `owner` alive until the save ends, even if the Manager is gone.
-
-    `running`: the ranks that were still writing at the last poll.
-    """
+    """A background save. Its future keeps its `owner` alive until the save ends, even if the Manager is gone."""
 
     report: SaveReport
     target: SaveTarget

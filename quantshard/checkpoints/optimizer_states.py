@@ -167,11 +167,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: ParameterNumbers | None) -> None:
-    """Load a state dict of `to_load`, without casting any state.
-
-    Stock `load_state_dict` casts states to the dtype of their parameter, so float32 states of 16-bit weights would lose
-    bits.
-    """
+    """Load a state dict of `to_load`, without casting any state as stock `load_state_dict` does."""
     optimizer.load_state_dict(dict(state) if numbers is None else numbers.from_checkpoint(state, optimizer))
     if allocates(optimizer):
         return
@@ -263,10 +259,7 @@ class ParameterNumbers:
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
-    """Check that the digests of all ranks' parameter names are equal.
-
-    They differ e.g. if one rank's experts of a layer are all frozen.
-    """
+    """Check that ranks have the same parameter names; not so e.g. if one rank's experts of a layer are all frozen."""
     if optimizer is not None and len({*digests}) > 1:
         raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
 

@@ -198,10 +198,7 @@ class SafeReader(FileSystemReader):
         return done
 
     def read_into(self, state: dict[str, Any], no_dist: bool = False) -> None:
-        """Read entries into a state dict of flat keys. A collective call unless `no_dist`.
-
-        Tensors are read in place, for each rank its own part. Other values are replaced by objects.
-        """
+        """Read entries into a state dict of flat keys, tensors in place. A collective call unless `no_dist`."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         is_local = no_dist or not dist.is_initialized()
         try:

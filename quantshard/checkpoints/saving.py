@@ -58,10 +58,7 @@ def save(
 def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The entries of a checkpoint: the state dicts of model and optimizer, and `extra`. A collective call.
-
-    The state dicts hold the live tensors, not copies.
-    """
+    """The entries of a checkpoint: live state dicts of model and optimizer, and `extra`. A collective call."""
     components.check_offsets(model.named_parameters())
 
     # an optimizer's state dict can be collective, so all ranks first agree that they have a model's
@@ -164,10 +161,7 @@ def digest(value: Any) -> bytes:
 
 
 class ExtraSavePlanner(DefaultSavePlanner):
-    """DCP's default planner, except that each entry of `extra` is saved whole.
-
-    DCP would flatten dicts and lists, convert their keys to strings and drop empty ones.
-    """
+    """DCP's default planner, except that each entry of `extra` is saved whole instead of flattened."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

@@ -145,10 +145,7 @@ torch.library.register_fake(
 
 
 def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | None:
-    """Call `plan_product`, or return its result for equal arguments from `products`, to which new results are added.
-
-    In each call of a layer the arguments are mostly the same objects, so comparing them is cheap.
-    """
+    """Call `plan_product`, or return its result for equal arguments from `products`, to which new ones are added."""
     product: ProductPlan | None
     for planned_for, product in products or ():
         if planned_for == facts:
@@ -409,10 +406,7 @@ class WeightOperands:
         self._storages = cast(Sequence[QuantizedStorage], operands)
 
     def swizzle_request(self, left: Format, shard: Shard, products: list[Any]) -> SwizzleRequest | None:
-        """Work for the kernel that quantizes left operands of this format and shard: swizzling the weights for `read`.
-
-        Requires products without a nan flag. None if the weights need no swizzling, or are worth a separate launch.
-        """
+        """Swizzling of the weights for the kernel that quantizes such left operands; None if it cannot help."""
         readers = self._readers([(left, shard, products)] * len(self._storages))
         if not readers or not readers[0].is_swizzled:
             return None

@@ -73,10 +73,7 @@ def as_single(grid: Tensor) -> Tensor:
 
 
 def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
-    """A grid with exactly these strides, given that its memory already has them.
-
-    `contiguous` may leave a dim of one entry with any stride, and PyTorch's scaled products check that stride too.
-    """
+    """A grid with exactly these strides, also in a dim of one entry, which PyTorch's scaled products check too."""
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 

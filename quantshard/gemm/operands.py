@@ -111,10 +111,7 @@ def serves_both(first: QuantSpec | None, second: QuantSpec | None) -> bool:
 
 @dataclass(frozen=True)
 class OperandSplit:
-    """A matrix cut along `dim`, 0 or 1, into equal shards, one per rank of `group` in the group's order.
-
-    Without a group, or with one rank, this rank has the whole matrix and nothing communicates.
-    """
+    """A matrix cut along `dim`, 0 or 1, into equal shards, one per rank of `group`; without a group it is not cut."""
 
     dim: int
     group: Group
@@ -237,10 +234,7 @@ def quantize_and_gather(
 
 
 def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
-    """Gather the whole matrix from shards that `quantize_operand` made with `split`. A collective call.
-
-    One all-gather carries the codes and the scales that the cut divides; the other scales are already complete.
-    """
+    """Gather the whole matrix, in one collective, from shards that `quantize_operand` made with `split`."""
     if split.size == 1:
         return storage
     shard = storage.shard
@@ -253,10 +247,7 @@ def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
 
 
 def gather_values(values: Tensor, split: OperandSplit) -> Tensor:
-    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable.
-
-    The result is contiguous, unless it is `values` itself.
-    """
+    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable."""
     return values if split.size == 1 else _all_gather([values], split)[0]
 
 

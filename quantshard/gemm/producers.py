@@ -353,9 +353,6 @@ class KernelPlan(OperandPlan):
 
 
 def read_by_columns(copy: OrientedCodes) -> bool:
-    """True if products read the scales of a copy column by column (`backend`): storing them in this way saves a copy.
-
-    (A torch.compile graph does not accept such strides from an operator, and copies the tensors kept for backward.)
-    """
+    """True if products read the scales of a copy column by column: storing them in this way saves a copy."""
     eight = copy.codes.encoding.bits == 8
     return eight and copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL

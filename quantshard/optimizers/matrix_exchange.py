@@ -132,10 +132,7 @@ def buckets(layouts: Sequence[MatrixLayout], most_bytes: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class _AxisExchange:
-    """One all-to-all along a mesh axis.
-
-    `sent`, `received`: (matrix, elements) pairs to and from each rank of the group, in order.
-    """
+    """One all-to-all along a mesh axis, of (matrix, elements) pairs to and from each rank of the group, in order."""
 
     group: dist.ProcessGroup
     sent: list[list[tuple[int, int]]]
@@ -178,10 +175,7 @@ class _AxisExchange:
 
 
 class MatrixExchange:
-    """Gathers and scatters matrices that are cut over the same process groups.
-
-    All ranks of these groups must construct it with the same matrices in the same order.
-    """
+    """Gathers and scatters matrices that are cut over the same process groups, the same on all of their ranks."""
 
     def __init__(self, layouts: Sequence[MatrixLayout]) -> None:
         self._layouts = layouts
@@ -213,10 +207,7 @@ class MatrixExchange:
         )
 
     def gather(self, parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the whole matrices that this rank owns, with their numbers. A collective call.
-
-        `parts`: this rank's shard of each matrix, bfloat16. Every whole matrix is a new contiguous tensor.
-        """
+        """Yield the whole matrices that this rank owns, with their numbers, from all shards. A collective call."""
         tensors = {number: part.reshape(-1) for number, part in enumerate(parts)}
         for exchange in self._exchanges:
             tensors = exchange.forth(tensors)

@@ -253,10 +253,7 @@ class MatrixBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixPlan(StepPlan):
-    """The parameters of a step: buckets of matrices, and the others, which Adam steps (`kernels`).
-
-    `workspace_size`: number of elements of the largest bucket. Buckets use the same memory in turn.
-    """
+    """A step's buckets of matrices, which use one workspace in turn, and other parameters, which Adam steps."""
 
     buckets: list[MatrixBucket]
     workspace_size: int

@@ -305,10 +305,7 @@ class LowBytesState(OptimizerState):
 
 
 class RemainderState(LowBytesState):
-    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks.
-
-    The bits are uint8 [..., 2], low byte first, because neither gloo nor NCCL can gather int16.
-    """
+    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks: uint8 [..., 2]."""
 
     kind = StateKind.REMAINDER
     rounds = False
@@ -332,10 +329,7 @@ class RemainderState(LowBytesState):
 
 
 class SplitState(LowBytesState, QuantizedWeight):
-    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here.
-
-    The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
-    """
+    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here."""
 
     kind = StateKind.SPLIT
 

@@ -38,10 +38,7 @@ class StateAccess(ParameterOptimizer):
 
     @torch.no_grad()
     def begin_average(self, decay: float) -> None:
-        """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
-
-        Averages start from the present masters (or parameters), weighted as if all earlier steps had had these values.
-        """
+        """Start averaging the weights (`ema_decay`) from the present masters, as if all earlier steps had these."""
         self._adopt_replaced_parameters()
         self._check_begins(decay)
         for entries in (self.defaults, *self.param_groups):

@@ -84,10 +84,7 @@ class FsdpGather:
 
 
 def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
-    """How FSDP2 gathers each parameter, by (id of its module, name in it).
-
-    By default the outermost module keeps its parameters until backward, which FSDP2 decides in the first forward.
-    """
+    """How FSDP2 gathers each parameter, by (id of its module, name in it)."""
     gathers: dict[tuple[int, str], FsdpGather] = {}
     outermost: list[str] = []
     for prefix, module in model.named_modules():

@@ -70,10 +70,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the values of a tensor that DTensor's collectives are still filling, after waiting.
-
-    Not differentiable: for use inside an `autograd.Function`.
-    """
+    """The tensor itself, or the values of one that DTensor's collectives are still filling. Not differentiable."""
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
 
 

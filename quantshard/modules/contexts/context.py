@@ -181,10 +181,7 @@ def autocast_by(recipe: str | Recipe) -> autocast:
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
-
-    The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
-    """
+    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one. float64 is not cast."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x
