@@ -1,9 +1,9 @@
 """Models of transformers, converted: ms a step and peak memory beside BF16 and torchao's convert_to_float8_training.
 
-    python benchmarks/convert_models.py [--models llama-1b,qwen3-8b] [--variants bf16,current,block fused,...]
+    python benchmarks/convert_models.py [--models llama-1b,qwen3-8b-10] [--variants bf16,current,block fused,...]
         [--runs eager,compiled,graph,compiled graph] [--loss auto] [--jsonl FILE]
 
-Models have the shapes of Llama-3.2-1B and Qwen3-8B and random weights. A step is forward, loss, backward and optimizer:
+Models have the shapes of Llama-3.2-1B and 3B, Gemma 3 4B (text) and Qwen3-8B, and random weights. A step is forward, loss, backward and optimizer:
 fused AdamW of PyTorch with states of bfloat16 for BF16 and torchao, `FusedAdam(preset="lean8")` for ours. "host" is the
 time in which the host has launched a step. Layers are compiled one by one, so that one graph serves all; activations of
 every layer are recomputed where the table says so. Each variant has a fresh process. A recipe with " fused" behind it
@@ -53,6 +53,26 @@ MODELS = {
             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True,
         },
         batch=4,
+        length=2048,
+    ),
+    "llama-3b": Subject(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True,
+        },
+        batch=4,
+        length=2048,
+    ),
+    "gemma3-4b": Subject(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024,
+        },
+        batch=2,
         length=2048,
     ),
     "qwen3-8b": Subject(

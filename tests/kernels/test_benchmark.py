@@ -1,4 +1,4 @@
-"""The lines of benchmarks/kernels.py and adam.py say what was timed and whether it is right."""
+"""The lines of benchmarks/kernel_speed.py and adam.py say what was timed and whether it is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import adam, kernels
+from benchmarks import adam, kernel_speed
 from quantshard.kernels.quantize import transpose
 from quantshard.optimizers import kernel_step
 from tests.interpreter import kernels_on
@@ -21,12 +21,14 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(kernels, "milliseconds", lambda call, repeats, device: [2.0] * repeats)
-    monkeypatch.setattr(kernels, "DEVICE", DEVICE)
+    monkeypatch.setattr(kernel_speed, "milliseconds", lambda call, repeats, device: [2.0] * repeats)
+    monkeypatch.setattr(kernel_speed, "DEVICE", DEVICE)
     real = transpose.transpose
     monkeypatch.setattr(transpose, "transpose", lambda codes: real(codes) ^ 1)
-    monkeypatch.setattr("sys.argv", ["kernels.py", "--rows", "3", "--cols", "34", "--repeats", "2", "--only", "of "])
-    kernels.main()
+    monkeypatch.setattr(
+        "sys.argv", ["kernel_speed.py", "--rows", "3", "--cols", "34", "--repeats", "2", "--only", "of "]
+    )
+    kernel_speed.main()
     found = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     told = {line[0].lstrip("| "): line[-1] for line in found}
     several = ("error of ", "values and amaxes of ")

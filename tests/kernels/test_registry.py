@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import quantshard
-from benchmarks import kernels as benchmark
+from benchmarks import kernel_speed as benchmark
 from tests.kernels import cases as table
 from tests.kernels.cases.base import TOO_FAR, Bound, KernelCase, agrees, bytes_of, values_of
 from tests.memory import memory_checked

@@ -1,6 +1,6 @@
 """Measure the kernels on this GPU: bytes a second beside a copy of the device's, after a check against the oracle.
 
-    python -m benchmarks.kernels [--rows 16384] [--cols 14336] [--repeats 20] [--only WORD] [--json FILE]
+    python -m benchmarks.kernel_speed [--rows 16384] [--cols 14336] [--repeats 20] [--only WORD] [--json FILE]
 
 The default shape is that of the activations of a Llama-3-8B block with 2 x 8192 tokens. Bytes are those that a kernel
 must move: values read once, codes and scales written once; so the fraction is of what memory allows.
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/kernels.py: there is no GPU that torch can use")
+        sys.exit("benchmarks/kernel_speed.py: there is no GPU that torch can use")
     x = torch.randn(given.rows, given.cols, device=DEVICE, dtype=torch.bfloat16)
     other = torch.empty_like(x)
     copy = statistics.median(milliseconds(lambda: other.copy_(x), given.repeats, DEVICE))
