@@ -13,7 +13,7 @@ is no infinity.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Final
@@ -110,11 +110,11 @@ class Component:
     role: Role
     encoding: Encoding
     block_shape: tuple[int, int]
+    key_suffix: str = field(init=False, repr=False, compare=False)
+    """Suffix that turns a weight's name into the state-dict key of this component."""
 
-    @property
-    def key_suffix(self) -> str:
-        """Suffix that turns a weight's name into the state-dict key of this component."""
-        return "" if self.name == "codes" else f"_{self.name}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key_suffix", "" if self.name == "codes" else f"_{self.name}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: plans of kernels are looked up by it

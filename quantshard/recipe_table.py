@@ -45,11 +45,11 @@ class QuantSpec:
 
     format: formats.Format
     scaling: Scaling = field(default_factory=Scaling)
+    tag: str = field(init=False, repr=False, compare=False)
+    """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
 
-    @property
-    def tag(self) -> str:
-        """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
-        return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tag", self.format.name + (_HISTORY_MARK if self.scaling.history else ""))
 
     def __str__(self) -> str:
         settings = ((option.name, getattr(self.scaling, option.name), option.default) for option in fields(Scaling))

@@ -138,10 +138,13 @@ class PendingAmaxes:
             slot = self._slots[name] = self._free[queue].pop()
             self._add(keys, number, histories, [slot] * len(histories), group)
             if queue[2]:
-                # without the histories no captured CUDA graph is replayed
-                for history in histories:
-                    private_torch.keep_with(history, slot)
+                self._keep(slot, histories)
         return slot
+
+    def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
+        """Keep the slot alive as long as the histories, without which no captured CUDA graph is replayed."""
+        for history in histories:
+            private_torch.keep_with(history, slot)
 
     def note_all(
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], amaxes: Tensor, group: Groups

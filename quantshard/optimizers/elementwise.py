@@ -390,8 +390,8 @@ class AdamOptimizer(ElementwiseOptimizer):
         super().check_group(where, group)
         if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
             raise ConfigurationError(
-                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which these moments "
-                "need; use a larger beta2, or one dtype for both"
+                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
+                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
             )
 
     @cached_property
