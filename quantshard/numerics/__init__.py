@@ -169,10 +169,7 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble.
-
-    An odd last element is paired with code zero. Other encodings are stored unchanged.
-    """
+    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble."""
     if encoding.bits >= 8:
         return codes
     if codes.shape[-1] % 2:

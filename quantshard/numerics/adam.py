@@ -180,8 +180,5 @@ def average_share(decay: float, step: int | Tensor) -> float | Tensor:
 
 
 def moved_average(average: Tensor, values: Tensor, share: float | Tensor) -> Tensor:
-    """Return the average after a step, in float32, out of place.
-
-    `lerp` and `add(alpha=)` would fuse these three operations on some devices.
-    """
+    """Return the average after a step, in float32, out of place; `lerp` would fuse operations on some devices."""
     return average + (values - average) * share

@@ -116,10 +116,7 @@ def shard_of(param: Tensor) -> Shard:
 
 
 def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that DTensor's metadata, by which DCP saves and loads, match how these tensors are really cut.
-
-    The check is arithmetic over the mesh, so all ranks raise the same error.
-    """
+    """Check, alike on all ranks, that DTensor's metadata, by which DCP saves and loads, match how tensors are cut."""
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh

@@ -27,10 +27,7 @@ from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
-    """Process groups to reduce amaxes over, by component, for components with blocks on several ranks.
-
-    `owner`: the parameter that the storage, or an optimizer state with this storage, belongs to.
-    """
+    """Process groups to reduce amaxes over, by component, for the storage of a parameter or of one of its states."""
     if not isinstance(owner, DTensor):
         return {}
     dims, by_name = private_torch.cut_dims(owner.placements), storage.spec.format.by_name

@@ -294,10 +294,7 @@ def _factory(kind: type) -> type:
 
 
 def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> Metadata:
-    """Read and check the metadata of the checkpoint at `path`, a directory or URL.
-
-    `described`: the checkpoint's manifest, if it has one. See `SafeReader` for `packed` and errors.
-    """
+    """Read and check a checkpoint's metadata, also against its manifest, if any. For `packed` see `SafeReader`."""
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "
     try:
