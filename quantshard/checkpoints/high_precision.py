@@ -51,21 +51,24 @@ def high_precision_state_dict(
             `StateDictOptions`.
     """
     live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
-    buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
-    left_out = _entries_of_weights(params, live.keys()) - buffers
+    left_out: set[str] = set()
+    for name, param in params.items():
+        is_plain = components.quantized_local(param) is None
+        left_out |= {name + suffix for suffix in (_STATES if is_plain else components.suffixes(param))}
+    left_out -= {*params, *(components.canonical_name(name) for name, _ in model.named_buffers())}
     is_kept = not (full and cpu_offload) or agreement.rank() == 0
     result: dict[str, Any] = {}
     values_by_id: dict[int, Tensor] = {}
     for key, value in live.items():
         if key in left_out:
             continue
-        param = params.get(key)
-        if param is None:
+        weight = params.get(key)
+        if weight is None:
             entry = _placed(value.detach().clone() if isinstance(value, Tensor) else value, full, cpu_offload, is_kept)
-        elif id(param) in values_by_id:
-            entry = values_by_id[id(param)]
+        elif id(weight) in values_by_id:
+            entry = values_by_id[id(weight)]
         else:
-            entry = values_by_id[id(param)] = _placed(_values(param, optimizer, dtype), full, cpu_offload, is_kept)
+            entry = values_by_id[id(weight)] = _placed(_values(weight, optimizer, dtype), full, cpu_offload, is_kept)
         if is_kept:
             result[key] = entry
     return result
@@ -118,17 +121,6 @@ def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     quantized = components.quantized_local(param)
     version = private_torch.in_place_changes(param) if quantized is None else quantized.quantized_storage.seen_version()
     return bool(getattr(optimizer, "_versions", {}).get(param, version) != version)
-
-
-def _entries_of_weights(params: dict[str, Tensor], keys: Any) -> set[str]:
-    """The keys of a state dict that belong to weights but are not their values."""
-    keys_of_weights = set()
-    for name, param in params.items():
-        suffixes = (
-            _STATES if components.quantized_local(param) is None else [s for s in components.suffixes(param) if s]
-        )
-        keys_of_weights |= {name + suffix for suffix in suffixes}
-    return (keys_of_weights & set(keys)) - params.keys()
 
 
 def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:

@@ -262,7 +262,9 @@ class SafeReader(FileSystemReader):
             return
         files = self.manifest.files
         # Under FSDP2, a rank then loads mostly the files that it compared, and finds them in the page cache.
-        share = sorted(files.keys() - {METADATA_FILE}, key=_writer)[agreement.rank() :: agreement.rank_count()]
+        # DCP's file names are `__RANK_NUMBER.distcp`.
+        names = sorted(files.keys() - {METADATA_FILE}, key=lambda name: ([*map(int, re.findall("[0-9]+", name))], name))
+        share = names[agreement.rank() :: agreement.rank_count()]
         expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
@@ -286,8 +288,3 @@ class SafeReader(FileSystemReader):
                         yield cast(BinaryIO, file), index, item
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
-
-
-def _writer(name: str) -> tuple[list[int], str]:
-    """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
-    return [int(number) for number in re.findall("[0-9]+", name)], name

@@ -275,13 +275,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 # raised by the next step, which all ranks reach
                 self._last_bad_flags, self._late_error = flags, error
 
-    def _raise_late_error(self) -> None:
-        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
-        self._read_flags()
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-
     def _count_on_device(self, bad: Tensor, flags: GradientFlags) -> None:
         """Count a step of a `capturable` optimizer without reading `bad`, and record the flags of a bad one."""
         for group in self.param_groups:

@@ -152,7 +152,10 @@ class ElementwiseOptimizer(StateAccess, ABC):
         many consecutive steps were skipped, on a GPU one step later.
         """
         self._adopt_replaced_parameters()
-        self._raise_late_error()
+        self._read_flags()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -140,7 +140,11 @@ class ParameterStep:
     def finish(self, skip: Tensor | None = None) -> None:
         """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
         if self.grad is None:
-            self._move_average(skip)
+            if AVERAGE in self.targets:
+                # the weight stays, and the average approaches it
+                before = self.targets[AVERAGE].read()
+                after = adam.moved_average(before, self.source.read(), self.group.average_share)
+                self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
             return
         live = [tensor for state in self.targets.values() for tensor in state.live()]
         before = [] if skip is None else [tensor.clone() for tensor in live]
@@ -157,13 +161,6 @@ class ParameterStep:
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
-
-    def _move_average(self, skip: Tensor | None) -> None:
-        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
-        if AVERAGE in self.targets:
-            before = self.targets[AVERAGE].read()
-            after = adam.moved_average(before, self.source.read(), self.group.average_share)
-            self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
 
 
 # In kernels -------------------------------------------------------------------------------------------------------
