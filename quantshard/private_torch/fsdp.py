@@ -28,12 +28,7 @@ class FsdpPlan:
     reshards_to_other_mesh: bool = False
     group: weakref.ReferenceType[Any] | None = None
 
-    def changed(self) -> bool:
-        """True if FSDP2 now keeps a parameter gathered that it freed between passes before, not the other way round."""
-        group = None if self.group is None else self.group()
-        return group is not None and self.frees_between_passes and not _frees_between_passes(group)
-
-    def frees_after_passes(self) -> bool:
+    def frees_now(self) -> bool:
         """True if FSDP2 frees the parameter after each pass, by its present settings."""
         group = None if self.group is None else self.group()
         return group is not None and _frees_between_passes(group)

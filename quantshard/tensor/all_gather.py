@@ -66,7 +66,7 @@ def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
     if source not in _plans:
         _plans[source] = private_torch.fsdp_plan(source)
     plan = _plans[source]
-    if len(source.spec.format.copies) > 1 and plan.changed():
+    if len(source.spec.format.copies) > 1 and plan.frees_between_passes and not plan.frees_now():
         raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
     return plan
 
@@ -91,7 +91,7 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
 def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     """The gathered weight. Gathered components alias FSDP2's buffers."""
     local = metadata.local_storage
-    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_after_passes()
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_now()
     # draws are counted in the shard itself, not in a copy that CPU offload moved
     source = ref(local.sharded_source)
     return QuantizedStorage(
