@@ -142,16 +142,16 @@ class ParameterStep:
         if self.grad is None:
             if AVERAGE in self.targets:
                 # the weight stays, and the average approaches it
-                before = self.targets[AVERAGE].read()
-                after = adam.moved_average(before, self.source.read(), self.group.average_share)
-                self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
+                average = self.targets[AVERAGE].read()
+                moved = adam.moved_average(average, self.source.read(), self.group.average_share)
+                self.targets[AVERAGE].write(moved if skip is None else torch.where(skip, average, moved), None)
             return
         live = [tensor for state in self.targets.values() for tensor in state.live()]
         before = [] if skip is None else [tensor.clone() for tensor in live]
         values = self._new_values()
         if not self.requantizations:
             self._measure(values, FlatMax())
-        rounded = rounded_roles(self.targets)
+        rounded = [] if self.seed is None else rounded_roles(self.targets)
         for role, state in self.targets.items():
             draw = None
             if role in rounded and self.seed is not None:
