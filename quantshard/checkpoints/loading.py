@@ -1,8 +1,7 @@
 """Loads a model and its optimizer: read what planning needs, plan, agree on all ranks, then apply the plan.
 
-`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but checks everything first. Planning writes
-nothing, so a checkpoint that is damaged, or of another model or recipe, raises the same short error on every rank
-before anything is written.
+`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but a checkpoint that is damaged, or of another
+model or recipe, raises the same short error on every rank before anything is written.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class LoadPlan:
     """The action of a load for each entry, by the checkpoint's keys.
 
     Args:
-        state_dicts: state dicts of the model and the optimizer, which share memory with them where they can.
-        paths: the path of each entry in `state_dicts`.
+        state_dicts: state dicts of the model and the optimizer, and `paths` of the entries in them.
         targets: entries to read as they are stored: tensors in place, with a cast if the dtype differs.
         settings: the new values of the optimizer's entries that are not tensors.
         ignored_keys: keys of either side that are not read: they are converted, or keep their live value.

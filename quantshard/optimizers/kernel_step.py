@@ -1,9 +1,8 @@
 """One parameter's part of an optimizer step: in PyTorch, or in multi-tensor kernels for many parameters at once.
 
-The tables of `KernelStep` hold the addresses of all tensors, and are made again if one changes. It also keeps the
-tensors alive, so that no address is reused. `ParameterStep` handles what the kernels do not support: formulas of users,
-gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than two dims
-that are cut along another dim than the first.
+The tables of `KernelStep` hold the addresses of all tensors, which it keeps alive. `ParameterStep` handles what the
+kernels do not support: formulas of users, gradients other than float32, bfloat16 and float16, tensors that are not
+contiguous, and shards with more than two dims that are cut along another dim than the first.
 
 Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
 share blocks, that is one collective more than in PyTorch, but one pass less over states and weights.

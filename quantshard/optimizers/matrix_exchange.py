@@ -3,9 +3,6 @@
 The bits of a matrix product depend on its shape, so an update is the same on any mesh only if it is computed from the
 whole matrix. Shards travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back
 in as many. Each axis forwards what arrived over the earlier ones, so the mesh's process groups suffice.
-
-The positions of all shards are computed from DTensor's metadata, which `components.check_offsets` has compared with the
-actual shards.
 """
 
 from __future__ import annotations

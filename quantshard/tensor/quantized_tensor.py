@@ -1,9 +1,8 @@
 """The one tensor class: a `torch.Tensor` whose data are the components of a number format.
 
-To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
-scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen
-operations and their callers; every other operation raises. `all_gather` is what FSDP2's two hooks do.
+To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it is a handle to a
+`QuantizedStorage` of codes and scales. `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to it, so
+views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen operations.
 """
 
 from __future__ import annotations

@@ -46,12 +46,10 @@ class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
     Args:
-        spec: the format row and its scaling.
         shard: the rectangle, in the global tensor.
         components: resident entries of each component, in operands of a GEMM possibly as the GEMM reads them
             (`kernel_dispatch.as_stored`).
-        state: see `parameter_state`.
-        high_precision: see `initial_values`.
+        state: see `parameter_state`. `high_precision`: see `initial_values`.
         version: number of the last write or load, unique in the process. A copy has the version of its source.
         gathered: whether this is FSDP2's unsharded copy, which may hold only the copy that the pass needs.
         captured: whether a CUDA graph gathers this unsharded copy in each replay.

@@ -1,13 +1,8 @@
 """The two files that describe a checkpoint: quantshard's `manifest.json` and DCP's `.metadata`.
 
 `manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. Checkpoints of
-plain `dcp.save` have no manifest, and can be loaded too.
-
-    {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
-     "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
-     "zero_centered": []}
-
-Checksums are 128-bit XXH3 (Y. Collet). They detect damage at the speed of memory, but do not prevent forgery.
+plain `dcp.save` have no manifest, and can be loaded too. Checksums are 128-bit XXH3 (Y. Collet). They detect damage at
+the speed of memory, but do not prevent forgery.
 
 `.metadata` is a pickle that anyone can have written. It is read without running code from it: only plain values and
 instances of DCP's classes are created. They are then checked, against each other and against the files: file names
