@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, rank_states, saving
-from quantshard.checkpoints.disk import agreement, commit, manifest
+from quantshard.checkpoints.disk import agreement, commit, dcp_errors, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import DamagedError
 from quantshard.checkpoints.disk.ownership import Ownership
@@ -123,7 +123,7 @@ class Manager:
             self._owner = Ownership(self._store, self._folder)
             commit.clean(self._folder)
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
+            raise CheckpointError(f"{self.directory} cannot be made or locked: {dcp_errors.words(error)}") from error
 
     def path(self, step: int) -> str:
         """The path of a step's checkpoint, whether it exists or not."""
