@@ -271,7 +271,7 @@ def _to_orthogonalize(item: ParameterStep) -> Tensor:
     buffer = item.targets[MOMENTUM_BUFFER].read()
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)
-    return muon.momentum(item.grad, buffer, item.group.settings).update.to(torch.bfloat16)
+    return muon.momentum(item.grad, buffer, item.group.settings)[1].to(torch.bfloat16)
 
 
 # Parameter groups -------------------------------------------------------------------------------------------------
