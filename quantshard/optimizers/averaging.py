@@ -112,12 +112,8 @@ def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
     """Round the averages to the nearest values that the parameters can represent."""
     values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in copies}
     quantized = [copy.param for copy in copies if copy.weight.storage is not None]
-    plain = [copy.param for copy in copies if copy.weight.storage is None]
-    requantize.requantize_(
-        [(param, values[param]) for param in quantized],
-        plain=[(param, values[param]) for param in plain],
-        names=[optimizer._names[param] for param in (*quantized, *plain)],
-    )
+    names = [optimizer._names[param] for param in quantized]
+    requantize.requantize_([(param, values[param]) for param in quantized], names=names)
     for copy in copies:
         if copy.weight.storage is None:
             copy.weight.write(values[copy.param], None)
