@@ -71,10 +71,7 @@ class Requantization:
 
 
 def requantize_(
-    weights: Iterable[tuple[Tensor, Tensor]],
-    *,
-    names: Sequence[str] = (),
-    assume_finite: bool = False,
+    weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str] = (), assume_finite: bool = False
 ) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all weights together.
 
