@@ -184,7 +184,6 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     f"{_CHECKPOINT}.CheckpointFunction.forward.__code__": _RECOMPUTED,
     f"{_CHECKPOINT}.CheckpointFunction.backward.__code__": _RECOMPUTED,
     f"{_DCP}._state_dict_stager.StateDictStager": [partial(saved, async_="thread")],
-    f"{_DCP}._async_process_executor": [lambda _: private_torch.end_checkpoint_process()],
     f"{_DCP}.filesystem._StorageInfo": [loaded],
     f"{_DCP}._nested_dict.flatten_state_dict": [loaded],
     f"{_DCP}.state_dict_saver._save_state_dict": [saved],
