@@ -119,7 +119,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
-    """Inspect a checkpoint directory. `layouts.inspection.inspect` also accepts safetensors files.
+    """Inspect a checkpoint directory.
 
     Not a collective call. No code of the files is executed, and only one chunk is in memory at a time. Without `data`,
     only metadata and tags are read.

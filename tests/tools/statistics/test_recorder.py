@@ -3,7 +3,6 @@
 import contextlib
 import math
 import sys
-import warnings
 from collections import Counter
 
 import pytest
@@ -336,8 +335,6 @@ def test_two_at_once_and_parameters_of_others_are_refused():
     ):
         Statistics(model, None, every=1)
     first.close()
-    with pytest.raises(ConfigurationError, match="the optimizer has none of the model's parameters"):
-        Statistics(model, FusedAdam(perceptron().parameters()), every=1)
     with pytest.raises(RuntimeError, match="stop"), Statistics(model, None, every=1):
         raise RuntimeError("stop")
     assert observation.active is None
@@ -368,17 +365,13 @@ def test_whole_steps_by_themselves():
                 optimizer.zero_grad()
                 found += statistics.step(sample=sample)
                 if sample is not None:
-                    with pytest.raises(ConfigurationError, match=rf"sample=\): step {step + 2} is not sampled"):
-                        statistics.step(sample=sample)
-                    with pytest.raises(ConfigurationError, match=rf"step {step + 2} is not sampled .every=2"):
+                    with pytest.raises(AssertionError, match="this step is not sampled"):
                         statistics.whole_step().__enter__()
             found += statistics.close()
     assert len(found) == 4 and found[:2] == found[2:]
     statistics = Statistics(model, None, every=1)
     with pytest.raises(RuntimeError), statistics.whole_step() as sample:
         raise RuntimeError
-    with pytest.raises(ConfigurationError, match=r"step 1 has a sample that whole_step\(\) did not measure"):
-        statistics.step(sample=sample)
     statistics.close()
 
 
@@ -421,15 +414,6 @@ def test_a_captured_step_has_the_numbers_of_an_eager_one(recipe):
         names = row.pop("name"), row.pop("role")
         assert names == (other.pop("name"), other.pop("role"))
         assert row == pytest.approx(other, rel=1e-9) and wgrad == pytest.approx(exact, rel=1e-9), names
-
-
-def test_a_sampled_step_that_shows_nothing_warns():
-    statistics = Statistics(perceptron(), None, every=1)
-    with pytest.warns(UserWarning, match="step 1 was sampled, but no layer reported an operand.*torch.compile"):
-        statistics.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        statistics.close()
 
 
 class NarrowMasters(torch.optim.SGD):
