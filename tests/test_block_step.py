@@ -43,6 +43,6 @@ def test_wrong_numbers_are_told(lost: str, monkeypatch, capsys) -> None:
         real: Callable[..., torch.Tensor] = bench.gradient
         monkeypatch.setattr(bench, "gradient", lambda model, *a: real(model, *a) * (1 - isinstance(model, bench.Ours)))
     else:
-        monkeypatch.setattr(bench, "rotated", lambda t, cos, sin: t)
+        monkeypatch.setattr(bench, "rotate", lambda t, cos, sin: t)
     assert run("--only=ours-bf16", "--same-attention=none", *SHORT) == 1
     assert "WRONG" in capsys.readouterr().out
