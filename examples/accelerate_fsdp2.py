@@ -1,9 +1,9 @@
-"""A model of transformers with quantized weights, trained by accelerate under FSDP2, saved and resumed.
+"""Train, save and resume a Hugging Face model with quantized weights by accelerate under FSDP2.
 
     accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
         --fsdp_cpu_ram_efficient_loading false --num_processes 2 examples/accelerate_fsdp2.py
 
-On a machine without accelerators accelerate offers no FSDP, and the same script trains replicas.
+On a machine without GPUs, accelerate has no FSDP, and the same script trains replicas.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "n
 
 
 def build(recipe: str) -> LlamaForCausalLM:
-    """In its place: LlamaForCausalLM.from_pretrained(...), then convert."""
+    """Build and convert a small model; use LlamaForCausalLM.from_pretrained(...) for a real one."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=101)).to(torch.bfloat16)
     print(quantshard.convert(model, recipe))
     return model
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, data: Iterable[Tensor]) -> list[float]:
-    """This rank's losses."""
+    """Train, and return this rank's losses."""
     losses = []
     for tokens in data:
         with accelerator.accumulate(model):
@@ -48,17 +48,18 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, data: Iterable[T
 
 
 def main(accelerator: Accelerator, recipe: str = "auto", folder: str | Path = "state") -> list[float]:
-    """Train, save, train on, and train on once more from what was saved."""
+    """Train, save, continue, then load and continue again from the same state."""
     torch.manual_seed(0)
     data = DataLoader(torch.randint(101, (40, 16)), batch_size=4)
-    # the optimizer is given as a function, so that no rank holds masters of the whole model
+    # a function instead of an optimizer, so that no rank holds masters of the whole model
     optimizer = partial(quantshard.optimizers.FusedAdam, lr=3e-3, weight_decay=0.01)
     model, optimizer, data = prepare(accelerator, build(recipe), optimizer, data)
 
     losses = train(accelerator, model, optimizer, data)
     accelerator.save_state(str(folder))
     losses += train(accelerator, model, optimizer, data)
-    accelerator.load_state(str(folder))  # also in a new process, on any number of ranks
+    # works in a new process and on any number of ranks
+    accelerator.load_state(str(folder))
     return losses + train(accelerator, model, optimizer, data)
 
 

@@ -1,10 +1,10 @@
-"""transformers' Trainer on quantized weights: one process, DDP, or FSDP2, with checkpoints that resume bit for bit.
+"""Train quantized weights with the Trainer of transformers: one process, DDP or FSDP2, with bit-exact resumes.
 
     python examples/hf_trainer.py --out /tmp/run
     python examples/hf_trainer.py --out /tmp/run --resume /tmp/run/checkpoint-5
     torchrun --nproc-per-node 2 examples/hf_trainer.py --out /tmp/run [--fsdp]
 
---model takes a directory with a model; without it a small Llama with random weights is written and loaded.
+`--model` takes a folder with a model; the default is a small Llama with random weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FSDP2 = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARD
 
 
 class QuantizedTrainer(QuantizedTraining, Trainer):
-    """The Trainer, with FusedAdam in place of its AdamW, and replicas that are told not to copy quantized weights."""
+    """The Trainer with FusedAdam instead of AdamW, and without buffers for quantized weights in DDP."""
 
 
 def small_model(folder: Path) -> Path:
-    """A Llama with random weights, the same on every process."""
+    """Write a Llama with random weights, the same in each process."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
@@ -38,7 +38,7 @@ def small_model(folder: Path) -> Path:
 
 
 def samples(count: int = 64) -> list[dict[str, Tensor]]:
-    """Sequences that count upwards."""
+    """Return sequences that count upwards."""
     rows = [(torch.arange(LENGTH) + start) % VOCABULARY for start in range(count)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -51,20 +51,21 @@ def main(arguments: list[str] | None = None) -> Trainer:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--resume")
     parser.add_argument("--fsdp", action="store_true")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     settings = TrainingArguments(
-        str(given.out), max_steps=given.steps, per_device_train_batch_size=8, learning_rate=3e-3, save_steps=5,
+        str(args.out), max_steps=args.steps, per_device_train_batch_size=8, learning_rate=3e-3, save_steps=5,
         logging_steps=5, report_to=[], use_cpu=not torch.cuda.is_available(), seed=1,
-        fsdp=True if given.fsdp else None, fsdp_config=FSDP2 if given.fsdp else None,
+        fsdp=True if args.fsdp else None, fsdp_config=FSDP2 if args.fsdp else None,
     )  # fmt: skip
     with settings.main_process_first():
-        path = given.model or small_model(given.out / "model")
-    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=QuantshardConfig(given.recipe))
+        path = args.model or small_model(args.out / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=QuantshardConfig(args.recipe))
     trainer = QuantizedTrainer(model, settings, train_dataset=samples())
     if trainer.is_world_process_zero():
         print(model.quantshard_report)
-    trainer.train(resume_from_checkpoint=given.resume)
-    trainer.save_model(str(given.out / "trained"))  # AutoModelForCausalLM.from_pretrained goes on from it
+    trainer.train(resume_from_checkpoint=args.resume)
+    # AutoModelForCausalLM.from_pretrained loads it, still quantized
+    trainer.save_model(str(args.out / "trained"))
     return trainer
 
 

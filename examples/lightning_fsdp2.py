@@ -1,9 +1,9 @@
-"""Lightning's Trainer over a network of quantized weights, sharded by FSDP2; it saves, and goes on from what it saved.
+"""Train a network with quantized weights by Lightning's Trainer under FSDP2; save and resume.
 
     python examples/lightning_fsdp2.py --devices 2                              # Lightning starts the processes
     torchrun --nproc-per-node 2 examples/lightning_fsdp2.py --devices 2         # torchrun does
 
-The network predicts the next byte of Python's own library from the eight before it.
+The network predicts a byte of Python's standard library from the eight bytes before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT, WIDTH, LAYERS = 8, 256, 3
 
 
 class Network(nn.Module):
-    """Residual layers over the embeddings of the context."""
+    """Residual layers on the embeddings of the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Bytes int64 [batch, context] -> logits of the next one [batch, 256]."""
+        """Compute logits of the next byte [batch, 256] from int64 bytes [batch, context]."""
         x = self.embedding(text).flatten(1)
         for layer in self.layers:
             x = x + layer(x)
@@ -44,7 +44,7 @@ class Network(nn.Module):
 
 
 class NextByte(lightning.LightningModule):
-    """Nothing in here but `configure_model` and the optimizer knows of quantized weights."""
+    """An ordinary module, except for `configure_model` and the optimizer."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -63,12 +63,13 @@ class NextByte(lightning.LightningModule):
 
 
 def train(recipe: str, devices: int, steps: int, folder: Path, resume: Path | None = None) -> NextByte:
-    """The module after `steps` steps, which it has saved in `folder`."""
+    """Train for `steps` steps, save in `folder`, and return the module."""
     content = b"".join(path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
     text = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
     windows = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
     data = DataLoader(TensorDataset(windows[:, :-1], windows[:, -1]), batch_size=64)
-    torch.manual_seed(0)  # every rank builds the same network
+    # every rank builds the same network
+    torch.manual_seed(0)
     module = NextByte(recipe)
     strategy = TrainerStrategy(data_parallel_size=devices, tensor_parallel_size=1)
     trainer = lightning.Trainer(

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al., 2021, arXiv:2106.09685) over frozen quantized weights, under FSDP2.
 
-The base has no master, no moment, no gradient and no high-precision copy: it costs the bytes of its codes. Run it with
+The base model has no masters, moments, gradients or high-precision copy, so it takes the memory of its codes.
 
     torchrun --nproc-per-node 2 examples/lora.py
 """
@@ -22,7 +22,7 @@ FEATURES, LAYERS, RANK, SCALE = 96, 3, 8, 2.0
 
 
 class LoRALinear(nn.Module):
-    """y = base(x) + SCALE * up(down(x)), with `base` frozen and `up` zero at the start."""
+    """Computes base(x) + SCALE * up(down(x)). `base` is frozen, and `up` is zero at first."""
 
     def __init__(self, base: qs.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,23 +37,24 @@ class LoRALinear(nn.Module):
 
 
 def build(recipe: str | qs.recipe.Recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    """Quantized layers, each with an adapter of the same (nominal) dtype: FSDP2 wants one dtype in a group."""
+    """Build quantized layers with adapters of the same nominal dtype, because FSDP2 requires one dtype for a group."""
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe=recipe):
-        pretrained = partial(nn.init.normal_, std=FEATURES**-0.5)  # in its place: qs.checkpoints.load_high_precision
-        layers = [qs.Linear(FEATURES, FEATURES, init_method=pretrained, params_dtype=dtype) for _ in range(LAYERS)]
+        # for pretrained weights, call qs.checkpoints.load_high_precision afterwards
+        init = partial(nn.init.normal_, std=FEATURES**-0.5)
+        layers = [qs.Linear(FEATURES, FEATURES, init_method=init, params_dtype=dtype) for _ in range(LAYERS)]
     return nn.Sequential(*[LoRALinear(layer, dtype) for layer in layers])
 
 
 def shard(model: nn.Sequential, **options: object) -> nn.Sequential:
-    """One group per layer: frozen and trained parameters may share it."""
+    """Shard one group per layer. Frozen and trained parameters can share a group."""
     for layer in model:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
 def optimizer_of(model: nn.Module) -> qs.optimizers.FusedAdam:
-    """Of the adapters alone."""
+    """Build an optimizer of the adapters."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return qs.optimizers.FusedAdam(trained, lr=1e-2)
 
@@ -61,7 +62,7 @@ def optimizer_of(model: nn.Module) -> qs.optimizers.FusedAdam:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str | qs.recipe.Recipe, steps: range
 ) -> list[float]:
-    """Learn to give the first feature of the input as that of the output; this rank's losses."""
+    """Train the model to copy the first feature of its input, and return this rank's losses."""
     losses = []
     device = next(model.parameters()).device
     for step in steps:
@@ -77,12 +78,12 @@ def train(
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that was trained."""
+    """Return the trained part of the state dict."""
     return {key: value for key, value in model.state_dict().items() if ".base." not in key}
 
 
 def main(recipe: str = "auto", path: str = "adapters") -> list[float]:
-    """Train adapters, save them alone, and put them onto a new base."""
+    """Train adapters, save only them, load them into a new model, and continue."""
     model = shard(build(recipe))
     losses = train(model, optimizer_of(model), recipe, range(20))
     dcp.save(adapters(model), checkpoint_id=path)

@@ -1,8 +1,8 @@
-"""A mixture-of-experts language model, its experts spread over ranks, under FSDP2.
+"""Train a mixture-of-experts language model under expert parallelism and FSDP2.
 
 Each token goes to 2 of 8 experts (Shazeer et al., 2017, arXiv:1701.06538), SwiGLU MLPs of quantized weights, with the
-balance loss of Fedus et al. (2021, arXiv:2101.03961). Experts are spread over the axis `ep` and sharded over `dp`; all
-else is sharded over all ranks. Run it in one process, or on as many as the mesh has:
+balance loss of Fedus et al. (2021, arXiv:2101.03961). Experts are distributed over the axis `ep` and sharded over `dp`;
+everything else is sharded over all ranks. Run it in one process, or in one for each place of the mesh:
 
     python examples/moe.py
     torchrun --nproc-per-node 4 examples/moe.py --mesh dp=2,ep=2 --recipe nvfp4
@@ -32,7 +32,7 @@ TEXT = Path(ast.__file__).read_bytes()
 
 
 class Experts(nn.Module):
-    """down(silu(gate(x)) * up(x)), each token by the expert whose it is: a module of its own for `fully_shard`."""
+    """Computes down(silu(gate(x)) * up(x)) for the tokens of each expert. A separate module, for `fully_shard`."""
 
     def __init__(self, ep_mesh: DeviceMesh | None, **options: Any) -> None:
         super().__init__()
@@ -46,7 +46,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The router chooses experts in high precision; its probabilities of those chosen weigh what they make."""
+    """Routes each token to experts, and sums their outputs weighted by the router's probabilities.
+
+    The router computes in high precision.
+    """
 
     def __init__(self, ep_mesh: DeviceMesh | None, **options: Any) -> None:
         super().__init__()
@@ -56,29 +59,30 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(ep_mesh, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, sequence, HIDDEN] -> the same, and the balance loss."""
+        """Return the output [batch, sequence, HIDDEN] and the balance loss."""
         tokens = x.flatten(0, 1)
         with qs.autocast(enabled=False):
             probabilities = self.router(tokens).float().softmax(-1)
-        weights, chosen = probabilities.topk(CHOICES)
-        sent = qs.dispatch_tokens(tokens, chosen, EXPERTS, self.ep_mesh)
-        out = sent.combine(self.experts(sent.tokens, sent.m_splits), weights / weights.sum(-1, keepdim=True))
-        return out.view_as(x), balance_loss(probabilities, chosen)
+        weights, experts = probabilities.topk(CHOICES)
+        dispatched = qs.dispatch_tokens(tokens, experts, EXPERTS, self.ep_mesh)
+        outputs = self.experts(dispatched.tokens, dispatched.m_splits)
+        out = dispatched.combine(outputs, weights / weights.sum(-1, keepdim=True))
+        return out.view_as(x), balance_loss(probabilities, experts)
 
 
-def balance_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
-    """1 if the router spreads tokens and probabilities evenly, more if not.
+def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Compute the balance loss: 1 if the router spreads tokens and probabilities evenly, otherwise more.
 
-    Tokens are counted over all ranks, so that the mean of this over ranks is the loss of the global batch.
+    Tokens are counted over all ranks, so the mean over ranks is the loss of the global batch.
     """
-    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).float()
+    counts = torch.bincount(experts.flatten(), minlength=EXPERTS).float()
     if dist.is_initialized():
         dist.all_reduce(counts)
     return EXPERTS * (counts / counts.sum() * probabilities.mean(0)).sum()
 
 
 class Layer(nn.Module):
-    """Attention and a mixture of experts, each with its norm before it and the residual around it."""
+    """Attention, then a mixture of experts, each with a normalization and a residual connection."""
 
     def __init__(self, number: int, ep_mesh: DeviceMesh | None, **options: Any) -> None:
         super().__init__()
@@ -96,21 +100,21 @@ class Layer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte, and the mean balance loss of the layers."""
+    """Predicts the next byte; also returns the mean balance loss of the layers."""
 
     def __init__(self, ep_mesh: DeviceMesh | None, recipe: str | qs.recipe.Recipe, device: torch.device) -> None:
         super().__init__()
         self.recipe = recipe
         self.bytes = nn.Embedding(BYTES, HIDDEN, device=device)
-        self.places = nn.Embedding(SEQUENCE, HIDDEN, device=device)
+        self.positions = nn.Embedding(SEQUENCE, HIDDEN, device=device)
         with qs.quantized_model_init(recipe=recipe):
             self.layers = nn.ModuleList(Layer(number + 1, ep_mesh, device=device) for number in range(LAYERS))
         self.norm = qs.RMSNorm(HIDDEN, device=device)
         self.head = nn.Linear(HIDDEN, BYTES, bias=False, device=device)
 
     def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes int64 [batch, SEQUENCE] -> logits [batch, SEQUENCE, BYTES] and a scalar."""
-        x = self.bytes(text) + self.places.weight
+        """Compute logits [batch, SEQUENCE, BYTES] of int64 bytes [batch, SEQUENCE], and the balance loss."""
+        x = self.bytes(text) + self.positions.weight
         balances = []
         with qs.autocast(recipe=self.recipe):
             for layer in self.layers:
@@ -120,14 +124,15 @@ class LanguageModel(nn.Module):
 
 
 def build(recipe: str | qs.recipe.Recipe, mesh: DeviceMesh | None, device: torch.device) -> LanguageModel:
-    """The model, the same on any mesh; sharded if there is one, with the axes dp and ep."""
+    """Build the model, with the same values on any mesh. `mesh`: with axes dp and ep; None: one process."""
     torch.manual_seed(0)
     model = LanguageModel(None if mesh is None else mesh["ep"], recipe, device)
     if mesh is None:
         return model
     all_ranks = init_device_mesh(device.type, (mesh.size(),), mesh_dim_names=("all",))
     for layer in model.layers:
-        fully_shard(layer.moe.experts, mesh=mesh["dp"])  # the gradients of experts are means over `ep` already
+        # the gradients of experts are means over `ep` already
+        fully_shard(layer.moe.experts, mesh=mesh["dp"])
         fully_shard(layer, mesh=all_ranks)
     return fully_shard(model, mesh=all_ranks)
 
@@ -137,7 +142,7 @@ def optimizer_of(model: nn.Module) -> qs.optimizers.FusedAdam:
 
 
 def batch(step: int, device: torch.device) -> Tensor:
-    """This rank's part of the global batch of a step: int64 [sequences, SEQUENCE + 1]."""
+    """Return this rank's part of a step's global batch, int64 [sequences, SEQUENCE + 1]."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(TEXT) - SEQUENCE, (GLOBAL_BATCH,), generator=generator)
     windows = torch.stack([torch.tensor(list(TEXT[start : start + SEQUENCE + 1])) for start in starts.tolist()])
@@ -146,14 +151,15 @@ def batch(step: int, device: torch.device) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """The losses of the global batches, without the balance loss."""
+    """Train, and return the loss of each global batch, without the balance loss."""
     losses = []
     for step in steps:
         text = batch(step, next(model.parameters()).device)
         logits, balance = model(text[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         (loss + BALANCE * balance).backward()
-        qs.optimizers.clip_grad_norm_(model, 1.0)  # torch's own takes parameters of one mesh
+        # PyTorch's function takes parameters of one mesh only
+        qs.optimizers.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().double())
@@ -170,13 +176,13 @@ def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load one."""
+    """Load a checkpoint."""
     qs.checkpoints.load(path, model, optimizer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mesh", help="axes and their sizes, e.g. dp=2,ep=2 (default: all ranks on ep)")
+    parser.add_argument("--mesh", help="sizes of the axes, e.g. dp=2,ep=2 (default: all ranks on ep)")
     parser.add_argument("--recipe", default="auto")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save", help="folder for a checkpoint of the last step")
@@ -192,7 +198,7 @@ def main() -> None:
     if options.mesh:
         axes = {name: int(size) for name, _, size in (axis.partition("=") for axis in options.mesh.split(","))}
     if sorted(axes) != ["dp", "ep"] or axes["dp"] * axes["ep"] != ranks:
-        raise SystemExit(f"--mesh {options.mesh}: give dp and ep whose product is the {ranks} processes")
+        raise SystemExit(f"--mesh {options.mesh}: the product of dp and ep must be {ranks}, the number of processes")
     if dist.is_initialized():
         mesh = init_device_mesh(kind, (axes["dp"], axes["ep"]), mesh_dim_names=("dp", "ep"))
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

@@ -1,4 +1,4 @@
-"""LoRA over frozen quantized weights with PEFT: trained, saved, put onto a new base, merged and exported.
+"""LoRA over frozen quantized weights with PEFT: train, save, load into a new model, merge and export.
 
 python examples/peft_lora.py
 """
@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "n
 
 
 def build(recipe: str) -> LlamaForCausalLM:
-    """In its place: LlamaForCausalLM.from_pretrained(...), then convert."""
+    """Build and convert a small model; use LlamaForCausalLM.from_pretrained(...) for a real one."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=101)).to(torch.bfloat16)
     quantshard.convert(model, recipe)
@@ -27,7 +27,7 @@ def build(recipe: str) -> LlamaForCausalLM:
 
 
 def train(model: nn.Module, tokens: Tensor, steps: int) -> list[float]:
-    """Adapters are high precision, so any optimizer trains them; the base has no gradient, no master and no moment."""
+    """Train the adapters. They are in high precision, so any optimizer can."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     losses = []
     for _ in range(steps):
@@ -40,7 +40,7 @@ def train(model: nn.Module, tokens: Tensor, steps: int) -> list[float]:
 
 
 def main(recipe: str = "auto", folder: str | Path = "adapter", dora: bool = False) -> list[float]:
-    """The losses: of training, and of going on with the saved adapter."""
+    """Return the losses of training, and of continuing from the saved adapter."""
     config = LoraConfig(r=8, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
     model = get_peft_model(build(recipe), register(config))
     model.print_trainable_parameters()
@@ -50,8 +50,10 @@ def main(recipe: str = "auto", folder: str | Path = "adapter", dora: bool = Fals
 
     model = load_adapter(build(recipe), folder, is_trainable=True)
     losses += train(model, tokens, 5)
-    merged = model.merge_and_unload(safe_merge=True)  # quantized once more, with the adapters
-    quantshard.revert(merged)  # plain layers, which save_pretrained writes as any others
+    # adds the adapters to the weights and quantizes the sums
+    merged = model.merge_and_unload(safe_merge=True)
+    # back to plain layers
+    quantshard.revert(merged)
     merged.save_pretrained(Path(folder) / "merged")
     return losses
 

@@ -1,8 +1,9 @@
-"""A Llama of transformers in a plain FSDP2 loop: made on the meta device, sharded, loaded, trained, saved, exported.
+"""Train a Hugging Face Llama in a plain FSDP2 loop: convert, shard, load, compile, train, save and export it.
 
     torchrun --nproc-per-node 2 examples/plain_fsdp2_llama.py --out /tmp/run
 
-No rank holds the whole model in BF16. --model takes a directory with a Llama; without it a small one is made.
+The model is built on the meta device, and no rank holds all of it in BF16. `--model` takes a folder with a Llama; the
+default is a small one with random weights.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import quantshard as qs
-import quantshard.integrations.transformers  # save_pretrained of quantized models
+
+# for save_pretrained of quantized models
+import quantshard.integrations.transformers
 
 VOCABULARY, LENGTH = 32, 48
 
 
 def small_model(folder: Path) -> Path:
-    """A Llama with random weights, written by rank 0."""
+    """Let rank 0 write a Llama with random weights."""
     if dist.get_rank() == 0:
         torch.manual_seed(0)
         config = LlamaConfig(
@@ -38,7 +41,7 @@ def small_model(folder: Path) -> Path:
 
 
 def sharded(path: Path, recipe: str, device: torch.device) -> LlamaForCausalLM:
-    """The model of a directory, quantized; each rank has its shards."""
+    """Load the model in a folder, quantized and sharded."""
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
@@ -46,10 +49,13 @@ def sharded(path: Path, recipe: str, device: torch.device) -> LlamaForCausalLM:
     if dist.get_rank() == 0:
         print(report)
     for layer in model.model.layers:
+        if device.type == "cuda":
+            layer.compile()
         fully_shard(layer)
     fully_shard(model)
     model.to_empty(device=device)
-    with device:  # its table is in no file
+    # its buffers are not saved
+    with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     files = sorted(path.glob("*.safetensors"))
     qs.checkpoints.load_high_precision(
@@ -59,7 +65,7 @@ def sharded(path: Path, recipe: str, device: torch.device) -> LlamaForCausalLM:
 
 
 def batch(step: int, device: torch.device) -> Tensor:
-    """Sequences that count upwards, others on each rank."""
+    """Return sequences that count upwards, different ones on each rank."""
     first = torch.arange(8)[:, None] + 8 * (step * dist.get_world_size() + dist.get_rank())
     return ((first + torch.arange(LENGTH)) % VOCABULARY).to(device)
 
@@ -70,14 +76,14 @@ def main(arguments: list[str] | None = None) -> tuple[LlamaForCausalLM, list[flo
     parser.add_argument("--recipe", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group()
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    model = sharded(given.model or small_model(given.out / "model"), given.recipe, device)
+    model = sharded(args.model or small_model(args.out / "model"), args.recipe, device)
     optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=3e-3, weight_decay=0.01)
     losses = []
-    for step in range(given.steps):
+    for step in range(args.steps):
         tokens = batch(step, device)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -85,10 +91,12 @@ def main(arguments: list[str] | None = None) -> tuple[LlamaForCausalLM, list[flo
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    qs.checkpoints.save(given.out / "checkpoint", model, optimizer)  # on any number of ranks load goes on from it
+    # any number of ranks can load it
+    qs.checkpoints.save(args.out / "checkpoint", model, optimizer)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if dist.get_rank() == 0:  # what transformers and vLLM read
-        model.save_pretrained(given.out / "served", layout="compressed-tensors", state_dict=whole)
+    if dist.get_rank() == 0:
+        # transformers and vLLM read it
+        model.save_pretrained(args.out / "served", layout="compressed-tensors", state_dict=whole)
         print("losses:", ", ".join(f"{loss:.3f}" for loss in losses))
     register_fsdp_forward_method(model, "generate")
     start = torch.arange(8, device=device)[None]

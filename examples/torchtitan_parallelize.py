@@ -1,16 +1,16 @@
-"""torchtitan's Llama 3 with quantized weights, three ways.
+"""Train torchtitan's Llama 3 with quantized weights, in three ways.
 
-Its trainer and its config, from the command line, with no line of code (needs GPUs):
+torchtitan's trainer and configuration, from the command line (needs GPUs):
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.spmd_backend partial_dtensor --override.imports \\
         'quantshard.integrations.torchtitan.linear' quantshard.integrations.torchtitan.optimizer
 
-Its trainer and the config below, `quantized_debugmodel` (needs GPUs; run it in the folder of this file):
+torchtitan's trainer and the configuration below, `quantized_debugmodel` (needs GPUs; run it in this folder):
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_parallelize --config quantized_debugmodel
 
-Its model and optimizers in a loop of one's own, by FSDP2, on CPUs too:
+torchtitan's model and optimizers in your own loop under FSDP2, also on CPUs:
 
     torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 """
@@ -38,7 +38,7 @@ LAYERS, SEQUENCE, BATCH = 2, 32, 4
 
 
 def quantized_debugmodel() -> Trainer.Config:
-    """torchtitan's debug model: all of its layers' linear layers in MXFP8, FusedAdam in the place of AdamW."""
+    """Configure torchtitan's debug model with linear layers in MXFP8 and FusedAdam instead of AdamW."""
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", converters=[TitanConverter.Config()])
     config.optimizer = optimizer(config.optimizer)
@@ -47,11 +47,12 @@ def quantized_debugmodel() -> Trainer.Config:
 
 
 def build(recipe: str, mesh: DeviceMesh) -> tuple[nn.Module, TitanOptimizers]:
-    """Two layers of the model, converted, sharded while it is empty, and filled: each rank fills its part."""
+    """Build two layers on the meta device, convert and shard them; each rank initializes its shards."""
     config = model_registry("debugmodel", converters=[TitanConverter.Config(recipe=recipe)]).model
     config.layers = config.layers[:LAYERS]
     for _, _, parent, attribute in list(config.traverse(FlexAttention.Config)):
-        setattr(parent, attribute, ScaledDotProductAttention.Config())  # the other one is compiled
+        # FlexAttention would be compiled
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
     with torch.device("meta"):
         model = config.build()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -64,8 +65,9 @@ def build(recipe: str, mesh: DeviceMesh) -> tuple[nn.Module, TitanOptimizers]:
 
 
 def train(recipe: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], nn.Module, TitanOptimizers]:
-    """This rank's losses, on one batch of random tokens."""
-    torch.manual_seed(0)  # every rank draws the same keys for its weights
+    """Train on one batch of random tokens, and return this rank's losses."""
+    # every rank draws the same keys for its weights
+    torch.manual_seed(0)
     model, optimizers = build(recipe, mesh)
     generator = torch.Generator().manual_seed(mesh.get_rank())
     text = torch.randint(2048, (BATCH, SEQUENCE + 1), generator=generator).to(mesh.device_type)

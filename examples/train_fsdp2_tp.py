@@ -1,13 +1,13 @@
-"""A Llama-like language model of bytes under tensor parallelism, FSDP2 and data-parallel replicas, saved and resumed.
+"""Train a small Llama on bytes under tensor parallelism, FSDP2 and replicas (HSDP); save and resume.
 
     torchrun --nproc-per-node 4 examples/train_fsdp2_tp.py --dp 2 --tp 2 --sequence-parallel
 
-    tokens -> embedding (PyTorch's, cut over the vocabulary by parallelize_module)
-           -> layers (quantshard's, cut by heads and features; quantized weights)
-           -> normalization -> head (quantshard's, cut over the vocabulary; its weight is the embedding's)
+    tokens -> embedding (PyTorch's, vocabulary sharded by parallelize_module)
+           -> layers (quantshard's, heads and features sharded; quantized weights)
+           -> normalization -> head (quantshard's, vocabulary sharded; tied to the embedding)
 
-The tied weight stays in high precision, and the head quantizes it in each forward. The logits stay cut over the
-vocabulary, and so does the loss (`loss_parallel`). Activations are [sequence, batch, hidden].
+The tied weight stays in high precision, and the head quantizes it in each forward. The vocabulary of the logits stays
+sharded, also in the loss (`loss_parallel`). Activations are [sequence, batch, hidden].
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SEQUENCE, BATCH, LEARNING_RATE, DTYPE = 32, 8, 3e-3, torch.bfloat16
 
 
 class Llama(nn.Module):
-    """Logits of the next byte. It is built on the meta device; `fill` gives it memory and values."""
+    """Predicts the next byte. Built on the meta device; `fill` allocates and initializes it."""
 
     def __init__(self, recipe: str, tp: DeviceMesh | None, sequence_parallel: bool) -> None:
         super().__init__()
         common = {"params_dtype": DTYPE, "device": "meta", "tp_mesh": tp, "sequence_parallel": sequence_parallel}
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=DTYPE, device="meta")
         if tp is not None:
-            rows = Shard(0) if sequence_parallel else Replicate()  # of the activations
-            parallelize_module(self.embedding, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=rows))
+            layout = Shard(0) if sequence_parallel else Replicate()
+            parallelize_module(self.embedding, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=layout))
         self.rotary = qs.RotaryPositionEmbedding(HIDDEN // HEADS)
         with qs.quantized_model_init(recipe=recipe):
             self.layers = nn.ModuleList(
@@ -58,7 +58,7 @@ class Llama(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [sequence, batch] -> this rank's part of the logits [sequence, batch, vocabulary]."""
+        """Compute this rank's part of the logits [sequence, batch, vocabulary] of int64 tokens [sequence, batch]."""
         x, angles = self.embedding(tokens), self.rotary(len(tokens), device=tokens.device)
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=angles)
@@ -66,15 +66,17 @@ class Llama(nn.Module):
 
 
 def fill(model: Llama, device: str) -> None:
-    """Memory and initial values, of this rank's part alone; the values are the same on any mesh."""
+    """Allocate and initialize this rank's shards. The values are the same on any mesh."""
     model.to_empty(device=device)
-    model.head.weight = model.embedding.weight  # to_empty parts tied tensors that are no DTensors
-    for module in (*model.layers, model.norm, model.head):  # the head fills the weight that it shares
+    # to_empty unties plain tensors
+    model.head.weight = model.embedding.weight
+    # the head also initializes the embedding
+    for module in (*model.layers, model.norm, model.head):
         module.reset_parameters()
 
 
 def build(args: argparse.Namespace, mesh: DeviceMesh | None) -> tuple[Llama, qs.optimizers.FusedAdam]:
-    """The model and its optimizer; without a mesh they are whole, in this process alone."""
+    """Build the model and its optimizer; without a mesh, unsharded in this process."""
     torch.manual_seed(0)
     model = Llama(args.recipe, None if mesh is None else mesh["tp"], args.sequence_parallel)
     if mesh is not None:
@@ -86,7 +88,7 @@ def build(args: argparse.Namespace, mesh: DeviceMesh | None) -> tuple[Llama, qs.
 
 
 def batch(text: Tensor, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """One part of the global batch of a step: tokens, and the next ones, int64 [sequence, batch / parts]."""
+    """Return tokens and targets, int64 [sequence, batch / parts], of one part of a step's global batch."""
     starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=torch.Generator().manual_seed(step))
     windows = [text[start : start + SEQUENCE + 1] for start in starts.chunk(parts)[part].tolist()]
     tokens = torch.stack(windows, dim=1).long()
@@ -96,9 +98,10 @@ def batch(text: Tensor, step: int, part: int, parts: int) -> tuple[Tensor, Tenso
 def train(
     model: Llama, optimizer: torch.optim.Optimizer, recipe: str, mesh: DeviceMesh, text: Tensor, steps: range
 ) -> list[float]:
-    """The losses of the global batches."""
+    """Train, and return the mean loss of each global batch."""
     tp, losses = mesh["tp"], []
-    part, parts = dist.get_rank() // tp.size(), mesh.size() // tp.size()  # tp is the innermost axis
+    # tp is the innermost axis
+    part, parts = dist.get_rank() // tp.size(), mesh.size() // tp.size()
     for step in steps:
         tokens, targets = batch(text, step, part, parts)
         with qs.autocast(recipe=recipe):
@@ -115,17 +118,17 @@ def train(
 
 
 def save(folder: Path, model: Llama, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """A checkpoint that any mesh can load."""
-    in_model, in_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": in_model, "optimizer": in_optimizer}, checkpoint_id=folder / f"{step:06d}")
+    """Write a checkpoint that any mesh can load."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / f"{step:06d}")
 
 
 def load(folder: Path, model: Llama, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint, of whatever mesh; the number of steps behind it."""
+    """Load the newest complete checkpoint, saved on any mesh, and return its step."""
     newest = max(path for path in folder.iterdir() if qs.checkpoints.is_complete(path))
-    in_model, in_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": in_model, "optimizer": in_optimizer}, checkpoint_id=newest)
-    set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=newest)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return int(newest.name)
 
 
@@ -134,11 +137,12 @@ def whole(value: Tensor) -> Tensor:
 
 
 def differences(model: Llama, alone: Llama, tp: DeviceMesh) -> list[str]:
-    """Entries of the state dict, and weights as the GEMMs see them, that differ from those of one process."""
-    recorded = ("_draws", "amax_history")  # by forward and backward, which `alone` does not run
-    wanted = {name: value for name, value in alone.state_dict().items() if not name.endswith(recorded)}
-    found = model.state_dict()
-    wrong = [name for name in wanted if not torch.equal(whole(found[name]), wanted[name])]
+    """Name the entries of the state dict, and the gathered weights, that differ from the model of one process."""
+    # forward and backward write these, and `alone` runs neither
+    skipped = ("_draws", "amax_history")
+    expected = {name: value for name, value in alone.state_dict().items() if not name.endswith(skipped)}
+    state = model.state_dict()
+    wrong = [name for name in expected if not torch.equal(whole(state[name]), expected[name])]
     for layer, reference in zip(model.layers, alone.layers, strict=True):
         layer.unshard()
         for (name, param), value in zip(layer.named_parameters(), reference.parameters(), strict=True):
@@ -150,26 +154,26 @@ def differences(model: Llama, alone: Llama, tp: DeviceMesh) -> list[str]:
 
 
 def check(args: argparse.Namespace, mesh: DeviceMesh, text: Tensor) -> None:
-    """Compare the bits of the model with those of one process that is given the same gradients; save, train on, and
-    compare the losses with those of a resumed run; exit with 1 if anything differs."""
-    (model, optimizer), (alone, its_optimizer) = build(args, mesh), build(args, None)
+    """Exit with 1 unless training has the bits of one process with the same gradients, and a resumed run has the losses
+    of an uninterrupted one."""
+    (model, optimizer), (alone, alone_optimizer) = build(args, mesh), build(args, None)
     wrong = differences(model, alone, mesh["tp"])
 
     def follow(*_: object) -> None:
         for param, reference in zip(model.parameters(), alone.parameters(), strict=True):
             reference.grad = whole(param.grad)
-        its_optimizer.step()
+        alone_optimizer.step()
 
     hook = optimizer.register_step_pre_hook(follow)
     train(model, optimizer, args.recipe, mesh, text, range(args.steps))
     hook.remove()
     wrong += differences(model, alone, mesh["tp"])
     save(args.checkpoint, model, optimizer, args.steps)
-    after = range(args.steps, 2 * args.steps)
-    losses = train(model, optimizer, args.recipe, mesh, text, after)
+    more_steps = range(args.steps, 2 * args.steps)
+    losses = train(model, optimizer, args.recipe, mesh, text, more_steps)
     model, optimizer = build(args, mesh)
     load(args.checkpoint, model, optimizer)
-    if train(model, optimizer, args.recipe, mesh, text, after) != losses:
+    if train(model, optimizer, args.recipe, mesh, text, more_steps) != losses:
         wrong.append("the losses of the resumed run")
     if wrong:
         raise SystemExit(f"rank {dist.get_rank()}: differs: {', '.join(wrong)}")
@@ -179,14 +183,14 @@ def check(args: argparse.Namespace, mesh: DeviceMesh, text: Tensor) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="auto", help="auto, delayed, current, block, rowwise, mxfp8, nvfp4 or bf16")
-    parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded model (HSDP)")
-    parser.add_argument("--dp", type=int, default=1, help="ranks that FSDP2 shards a copy over")
+    parser.add_argument("--replicate", type=int, default=1, help="replicas of the sharded model (HSDP)")
+    parser.add_argument("--dp", type=int, default=1, help="ranks of FSDP2")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
-    parser.add_argument("--sequence-parallel", action="store_true", help="cut activations along the sequence")
+    parser.add_argument("--sequence-parallel", action="store_true", help="also shard activations along the sequence")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints"), help="folder to save to")
-    parser.add_argument("--resume", action="store_true", help="begin with the newest checkpoint there")
-    parser.add_argument("--check", action="store_true", help="first compare bits; see `check`")
+    parser.add_argument("--resume", action="store_true", help="continue from its newest checkpoint")
+    parser.add_argument("--check", action="store_true", help="first check that sharding and resuming change no bit")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -194,7 +198,8 @@ def main() -> None:
     dist.init_process_group()
     axes = {"dp_replicate": args.replicate, "dp_shard": args.dp, "tp": args.tp}
     mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    library = sorted(Path(os.__file__).parent.glob("*.py"))  # the text: Python's own
+    # the text: Python's standard library
+    library = sorted(Path(os.__file__).parent.glob("*.py"))
     content = b"".join(path.read_bytes() for path in library)[: 1 << 20]
     text = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
     if args.check:
