@@ -1,6 +1,6 @@
-"""The decoder of `convergence.py` in plain PyTorch, with the same initial weights: what other libraries convert.
+"""The decoder of `convergence.py` in plain PyTorch with the same initial weights, to convert with other libraries.
 
-Its layers hold `nn.Linear`. torchao's float8 quantizes their operands for each product; weights stay in BF16.
+Its linear layers are `nn.Linear` in BF16; torchao's float8 quantizes their operands for each GEMM.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.harness import to_float8
 from quantshard.tools.trainer.models.decoder import LanguageModel
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 PLAIN, TENSORWISE = "plain", "tensorwise"
-"""As it is; by torchao with one scale for a tensor, its recipe of this name."""
+"""Not converted; converted with torchao's recipe of this name, one scale per tensor."""
 
 
 class PlainLayer(nn.Module):
-    """Attention and MLP, each with its norm before it and the residual around it."""
+    """Attention and MLP, each with a norm in front and a residual connection."""
 
     def __init__(self, settings: TrainSettings, device: str) -> None:
         super().__init__()
         hidden, ffn = settings.hidden, settings.ffn
-        made: dict[str, Any] = {"dtype": settings.torch_params_dtype, "device": device}
+        options: dict[str, Any] = {"dtype": settings.torch_params_dtype, "device": device}
         self.heads = settings.heads
-        self.norm1, self.norm2 = (nn.LayerNorm(hidden, settings.norm_eps, **made) for _ in range(2))
-        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden, **made), nn.Linear(hidden, hidden, **made)
-        self.fc1, self.fc2 = nn.Linear(hidden, ffn, **made), nn.Linear(ffn, hidden, **made)
+        self.norm1, self.norm2 = (nn.LayerNorm(hidden, settings.norm_eps, **options) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden, **options), nn.Linear(hidden, hidden, **options)
+        self.fc1, self.fc2 = nn.Linear(hidden, ffn, **options), nn.Linear(ffn, hidden, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, sequence, hidden] -> the same shape and dtype."""
@@ -38,25 +39,25 @@ class PlainLayer(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """Logits of the next token, by a decoder of settings whose architecture is "gpt" and whose head is tied.
+    """A decoder with the weights of a `LanguageModel` of architecture "gpt" with a tied head.
 
-    `kind`: PLAIN, or a recipe's name of torchao's.
+    `kind`: PLAIN, or the name of a torchao recipe.
     """
 
     def __init__(self, source: LanguageModel, kind: str, device: str) -> None:
         super().__init__()
         settings = source.settings
         if settings.architecture != "gpt" or not settings.tied or settings.kv_heads != settings.heads:
-            raise ValueError("the plain model is a decoder of GPT-2's kind: learned positions, a tied head, no groups")
-        made: dict[str, Any] = {"dtype": settings.torch_params_dtype, "device": device}
+            raise ValueError("the plain model needs learned positions, a tied head and no grouped-query attention")
+        options: dict[str, Any] = {"dtype": settings.torch_params_dtype, "device": device}
         self.settings = settings
-        self.embedding = nn.Embedding(len(source.embedding.weight), settings.hidden, **made)
-        self.positions = nn.Embedding(settings.seq_length, settings.hidden, **made)
+        self.embedding = nn.Embedding(len(source.embedding.weight), settings.hidden, **options)
+        self.positions = nn.Embedding(settings.seq_length, settings.hidden, **options)
         self.layers = nn.ModuleList(PlainLayer(settings, device) for _ in range(settings.layers))
-        self.norm = nn.LayerNorm(settings.hidden, settings.norm_eps, **made)
-        self.load_state_dict(_renamed(source))
+        self.norm = nn.LayerNorm(settings.hidden, settings.norm_eps, **options)
+        self.load_state_dict(_plain_weights(source))
         if kind != PLAIN:
-            _to_float8(self.layers, kind, device)
+            to_float8(self.layers, kind, device)
         if device == "cuda":
             for layer in self.layers:
                 layer.compile()
@@ -69,27 +70,19 @@ class PlainModel(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight).float()
 
 
-def _renamed(source: LanguageModel) -> dict[str, Tensor]:
-    """The weights of a decoder of ours, in high precision, by the plain model's names."""
-    given = {name: param.detach() for name, param in source.named_parameters()}
-    found = {name: value for name, value in given.items() if not name.startswith("layers.")}
+def _plain_weights(source: LanguageModel) -> dict[str, Tensor]:
+    """Return the high-precision weights of a decoder by the plain model's names."""
+    params = {name: param.detach() for name, param in source.named_parameters()}
+    weights = {name: value for name, value in params.items() if not name.startswith("layers.")}
     for number in range(source.settings.layers):
-        attention, mlp = f"layers.{number}.self_attention", f"layers.{number}.layernorm_mlp"
+        layer = f"layers.{number}"
+        attention, mlp = f"{layer}.self_attention", f"{layer}.layernorm_mlp"
         for kind in ("weight", "bias"):
-            own = f"layers.{number}.{{}}.{kind}".format
-            parts = [given[f"{attention}.layernorm_qkv.{part}_{kind}"] for part in ("query", "key", "value")]
-            found[own("qkv")] = torch.cat(parts)
-            found[own("norm1")] = given[f"{attention}.layernorm_qkv.layer_norm_{kind}"]
-            found[own("proj")] = given[f"{attention}.proj.{kind}"]
-            found[own("norm2")] = given[f"{mlp}.layer_norm_{kind}"]
-            found[own("fc1")], found[own("fc2")] = given[f"{mlp}.fc1_{kind}"], given[f"{mlp}.fc2_{kind}"]
-    return found
-
-
-def _to_float8(layers: nn.ModuleList, recipe: str, device: str) -> None:
-    from dataclasses import replace
-
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device == "cpu")
-    convert_to_float8_training(layers, config=config)
+            qkv = [params[f"{attention}.layernorm_qkv.{part}_{kind}"] for part in ("query", "key", "value")]
+            weights[f"{layer}.qkv.{kind}"] = torch.cat(qkv)
+            weights[f"{layer}.norm1.{kind}"] = params[f"{attention}.layernorm_qkv.layer_norm_{kind}"]
+            weights[f"{layer}.proj.{kind}"] = params[f"{attention}.proj.{kind}"]
+            weights[f"{layer}.norm2.{kind}"] = params[f"{mlp}.layer_norm_{kind}"]
+            weights[f"{layer}.fc1.{kind}"] = params[f"{mlp}.fc1_{kind}"]
+            weights[f"{layer}.fc2.{kind}"] = params[f"{mlp}.fc2_{kind}"]
+    return weights

@@ -1,26 +1,26 @@
-"""The picture of arms of `convergence_table.py` that saw the same tokens: their losses, and what these differ by."""
+"""Plot the losses of arms of `convergence_table.py` that were trained on the same tokens."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence_table import REFERENCE, ArmResult, Record, TrainedOn, reference_name
+from benchmarks.convergence_table import REFERENCE, ArmResult, TrainedOn, reference_name
 
 SMOOTH = 10
-"""Recorded losses that a point of the curves is the mean of."""
+"""Number of recorded losses that a point of a curve averages."""
 
 _BY_LAYER = re.compile(r"(?:[^\s,=]+=[^\s,]+(?:,(?=\S)|))+")
 _DASHES = ("-", "--", ":")
 
 
 def draw(file: Path, trained: TrainedOn, arms: Mapping[str, ArmResult]) -> None:
-    """Of each arm: its training losses by tokens; what these differ by from BF16's, of the same seeds and the same
-    optimizer; and what held-out losses differ by, each seed and their mean."""
-    import matplotlib  # here, since it takes long to import
+    """Plot training losses by tokens, their differences from BF16 with the same seeds and optimizer, and the
+    differences of held-out losses: each seed and the mean."""
+    import matplotlib  # slow to import
     from matplotlib.figure import Figure
 
     compared = {
@@ -42,29 +42,29 @@ def draw(file: Path, trained: TrainedOn, arms: Mapping[str, ArmResult]) -> None:
 
 
 def label(arm: str) -> str:
-    """An arm's name, and if its recipes go by layer, the recipe of most layers first: `nvfp4; current: layers 0, 1`."""
-    matched = _BY_LAYER.match(arm)
-    if matched is None:
+    """Shorten the name of an arm with recipes by layer: `nvfp4; current: layers 0, 1`."""
+    match = _BY_LAYER.match(arm)
+    if match is None:
         return arm
     patterns: dict[str, list[str]] = {}
-    for pattern, _, recipe in (pair.partition("=") for pair in matched[0].split(",")):
+    for pattern, _, recipe in (pair.partition("=") for pair in match[0].split(",")):
         patterns.setdefault(recipe, []).append(pattern)
-    others = "; ".join(f"{recipe}: {_listed(names)}" for recipe, names in patterns.items() if "*" not in names)
-    most = next((recipe for recipe, names in patterns.items() if "*" in names), "bf16")
-    return f"{most}; {others}{arm[matched.end() :]}"
+    exceptions = "; ".join(f"{recipe}: {_layers(names)}" for recipe, names in patterns.items() if "*" not in names)
+    default = next((recipe for recipe, names in patterns.items() if "*" in names), "bf16")
+    return f"{default}; {exceptions}{arm[match.end() :]}"
 
 
-def _listed(patterns: Sequence[str]) -> str:
+def _layers(patterns: Sequence[str]) -> str:
     numbers = [pattern.removeprefix("layers.") for pattern in patterns if pattern.startswith("layers.")]
-    parts = [pattern for pattern in patterns if not pattern.startswith("layers.")]
-    return ", ".join([f"layers {', '.join(numbers)}"] * bool(numbers) + parts)
+    names = [pattern for pattern in patterns if not pattern.startswith("layers.")]
+    return ", ".join([f"layers {', '.join(numbers)}"] * bool(numbers) + names)
 
 
 def _draw_losses(panel: Any, trained: TrainedOn, arms: Mapping[str, ArmResult], styles: Mapping[str, Any]) -> None:
     for name, arm in arms.items():
-        seeds = [_smoothed(record) for record in arm.records.values()]
-        losses = [statistics.fmean(each) for each in zip(*seeds, strict=False)]
-        panel.plot(_tokens(trained, arm, len(losses)), losses, linewidth=0.9, **styles[name])
+        seeds = [_smooth(record["losses"]) for record in arm.records.values()]
+        losses = [statistics.fmean(point) for point in zip(*seeds, strict=False)]
+        panel.plot(_million_tokens(trained, arm, len(losses)), losses, linewidth=0.9, **styles[name])
     panel.set_title("training loss", fontsize="small", loc="left")
     panel.set(xlabel="million tokens", ylabel="nats a token")
 
@@ -78,49 +78,44 @@ def _draw_drift(
 ) -> None:
     for name, arm in compared.items():
         reference = arms[reference_name(name)].records
-        seeds = [
-            [100 * (own / other - 1) for own, other in zip(_smoothed(record), _smoothed(reference[seed]), strict=False)]
-            for seed, record in arm.records.items()
-            if seed in reference
-        ]
-        means = [statistics.fmean(each) for each in zip(*seeds, strict=False)]
-        panel.plot(_tokens(trained, arm, len(means)), means, linewidth=0.9, **styles[name])
+        seeds = []
+        for seed in arm.records.keys() & reference.keys():
+            pairs = zip(_smooth(arm.records[seed]["losses"]), _smooth(reference[seed]["losses"]), strict=False)
+            seeds.append([100 * (loss / reference_loss - 1) for loss, reference_loss in pairs])
+        means = [statistics.fmean(point) for point in zip(*seeds, strict=False)]
+        panel.plot(_million_tokens(trained, arm, len(means)), means, linewidth=0.9, **styles[name])
     panel.axhline(0.0, color="gray", linewidth=0.8)
-    panel.set_title(f"training loss beside {REFERENCE} of the same seeds", fontsize="small", loc="left")
+    panel.set_title(f"training loss relative to {REFERENCE} of the same seeds", fontsize="small", loc="left")
     panel.set(xlabel="million tokens", ylabel="%")
 
 
 def _draw_heldout(
     panel: Any, arms: Mapping[str, ArmResult], compared: Mapping[str, ArmResult], styles: Mapping[str, Any]
 ) -> None:
-    """Dots for seeds, a bar for their mean, and a line as in the curves; the least loss stands highest."""
-    found = {name: arm.differences(arms[reference_name(name)]) for name, arm in compared.items()}
-    shown = sorted(((statistics.fmean(each), name) for name, each in found.items() if each), reverse=True)
-    for place, (mean, name) in enumerate(shown):
+    """Draw dots for seeds, a bar for their mean, and a line in the style of the curves, the lowest loss on top."""
+    differences = {name: arm.differences(arms[reference_name(name)]) for name, arm in compared.items()}
+    rows = sorted(((statistics.fmean(values), name) for name, values in differences.items() if values), reverse=True)
+    for y, (mean, name) in enumerate(rows):
         color = styles[name]["color"]
-        panel.plot(found[name], [place] * len(found[name]), "o", color=color, markersize=4)
-        panel.plot([mean], [place], "|", color=color, markersize=12, markeredgewidth=2)
-        panel.axhline(place, linewidth=0.6, alpha=0.6, **styles[name])
+        panel.plot(differences[name], [y] * len(differences[name]), "o", color=color, markersize=4)
+        panel.plot([mean], [y], "|", color=color, markersize=12, markeredgewidth=2)
+        panel.axhline(y, linewidth=0.6, alpha=0.6, **styles[name])
     panel.axvline(0.0, color="gray", linewidth=0.8)
-    labels = [f"{label(name)} ({arms[name].latest('bytes'):.3g})" for _, name in shown]
-    panel.set_yticks(range(len(shown)), labels, fontsize="small")
-    panel.set_ylim(-0.7, max(1, len(shown)) - 0.3)
-    title = f"held-out loss beside {REFERENCE} of the same seed; in brackets bytes a parameter"
+    labels = [f"{label(name)} ({arms[name].latest('bytes'):.3g})" for _, name in rows]
+    panel.set_yticks(range(len(rows)), labels, fontsize="small")
+    panel.set_ylim(-0.7, max(1, len(rows)) - 0.3)
+    title = f"held-out loss relative to {REFERENCE} of the same seed; in brackets bytes per parameter"
     panel.set_title(title, fontsize="small", loc="left")
     panel.set(xlabel="%")
 
 
-def _tokens(trained: TrainedOn, arm: ArmResult, points: int) -> list[float]:
-    """Million tokens at each point of a curve."""
+def _million_tokens(trained: TrainedOn, arm: ArmResult, points: int) -> list[float]:
+    """Return the x coordinates of a curve."""
     step = trained.tokens / max(1, len(next(iter(arm.records.values()))["losses"])) / 1e6
-    return [step * (at + SMOOTH) for at in range(points)]
+    return [step * (index + SMOOTH) for index in range(points)]
 
 
-def _smoothed(record: Record) -> list[float]:
-    return list(_means(record["losses"]))
-
-
-def _means(losses: Sequence[float]) -> Iterator[float]:
-    """Of each `SMOOTH` in a row, or of all if there are fewer."""
+def _smooth(losses: Sequence[float]) -> list[float]:
+    """Average each `SMOOTH` consecutive losses, or all if there are fewer."""
     size = min(SMOOTH, len(losses))
-    return (statistics.fmean(losses[last - size : last]) for last in range(max(1, size), len(losses) + 1))
+    return [statistics.fmean(losses[last - size : last]) for last in range(max(1, size), len(losses) + 1)]

@@ -1,22 +1,19 @@
-"""What a module costs the host: microseconds to launch it, and how many calls, operations, kernels, copies and waits.
+"""Measure what a module costs the host: time to launch it, and how many calls, operations, kernels, copies and waits.
 
     python benchmarks/host.py [--modules linear,layer,llama,llama-fused] [--recipes bf16,current,delayed,block]
         [--hidden 2048]
-    python benchmarks/host.py --launches [--recipes current,delayed,block]
 
-Forward and backward of one module, behind which nothing waits; "bf16" is the same module of plain PyTorch. "llama" is a
-decoder layer of transformers that `quantshard.convert` converted, "llama-fused" with modules="fused". Python calls
-and ATen operations are counted in a run of their own, with the profiler's hook of Python and a dispatch mode; kernels,
-copies and waits are those that torch.profiler sees of the CUDA runtime. Without a GPU the launches of Triton and scaled
-products do nothing (`without_device`): times are then those of Python and dispatch alone, which counts repeat exactly.
+A row is forward and backward of one module; "bf16" is the same module in plain PyTorch. "llama" is a decoder layer of
+transformers converted by `quantshard.convert`, "llama-fused" with modules="fused".
 
-With --launches, on a GPU, instead: what one launch of each kernel of a layer costs the host, in microseconds, by
-Triton's `kernel[grid](...)` and by `quantshard.kernels.launch`.
+Columns: median microseconds to launch forward and backward; Python calls and ATen operations, counted in separate
+passes by a profile hook and a dispatch mode; kernel launches, copies and waits of the CUDA runtime, from
+torch.profiler; memory allocations. Without a GPU, Triton launches and scaled GEMMs do nothing (`without_device`):
+times are then only of Python and dispatch, and counts repeat exactly.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -26,7 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -35,9 +32,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels are then there without a GPU; read when they are imported
+    # Triton reads this when kernels are imported; without it there are no kernels on a CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import quantshard as qs
+from benchmarks.harness import DEVICE, make_parser, synchronize, table_head, table_row
 from quantshard import kernel_dispatch, private_torch
 from quantshard.gemm import hardware
 from quantshard.gemm.hardware import ScaledProduct
@@ -45,21 +44,21 @@ from quantshard.gemm.hardware import ScaledProduct
 TOKENS = (512, 1)
 """Length and batch."""
 REPEATS = 20
-COUNTED = {
+WARMUP = 5
+RUNTIME_CALLS = {
     "launches": ("cudaLaunchKernel", "cuLaunchKernel"),
     "copies": ("cudaMemcpy",),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
-"""What of the CUDA runtime is counted, by the beginnings of names."""
-
+"""Prefixes of the CUDA runtime functions in each column."""
 OUT_DTYPE = 7
-"""Which argument of a scaled product says its dtype, behind the two operands."""
+"""Position of the output dtype among the arguments of a scaled GEMM, after the two operands."""
 
 Row = dict[str, Any]
 
 
 class PlainLayer(nn.Module):
-    """The blocks of a Llama layer in plain PyTorch, without rotary embedding."""
+    """A Llama layer in plain PyTorch, without rotary embedding."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ def our_layer(hidden: int) -> nn.Module:
 
 
 class LlamaLayer(nn.Module):
-    """One decoder layer of transformers, with the cosines and sines that its model would give it."""
+    """A decoder layer of transformers, with the position embeddings that its model would pass."""
 
     def __init__(self, hidden: int) -> None:
         from transformers import LlamaConfig
@@ -120,21 +119,13 @@ MODULES: dict[str, tuple[Maker, Maker]] = {
     "linear": (lambda hidden: plain_linear(hidden, hidden), our_linear),
     "layer": (PlainLayer, our_layer),
 }
-"""By name, the module of plain PyTorch and ours, of a width."""
-
+"""By name: makers of the plain PyTorch module and of quantshard's, by width."""
 CONVERTED: dict[str, tuple[Maker, str]] = {"llama": (LlamaLayer, "linear"), "llama-fused": (LlamaLayer, "fused")}
-"""By name, a module of transformers and what `quantshard.convert` is to make of its layers (`modules=`)."""
+"""By name: the maker of a transformers module, and `modules=` for `quantshard.convert`."""
 
 
-def why_missing(module: str) -> str:
-    """Why a module cannot be made here; "" if it can."""
-    if module in CONVERTED and importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed"
-    return ""
-
-
-def made(module: str, recipe: str, hidden: int, device: str) -> nn.Module:
-    """A module of `MODULES` or `CONVERTED`, plain if the recipe is "bf16"."""
+def make_module(module: str, recipe: str, hidden: int, device: str) -> nn.Module:
+    """Make a module of `MODULES` or `CONVERTED`, in plain PyTorch if the recipe is "bf16"."""
     with torch.device(device):
         if module in CONVERTED:
             maker, modules = CONVERTED[module]
@@ -151,16 +142,16 @@ def made(module: str, recipe: str, hidden: int, device: str) -> nn.Module:
 
 @contextlib.contextmanager
 def without_device() -> Iterator[Counter[str]]:
-    """Kernels and scaled products do nothing, on tensors of the CPU; yields how many kernels were launched."""
+    """Replace kernels and scaled GEMMs by empty functions on CPU tensors; yields a counter of their launches."""
     from triton.runtime import interpreter
 
-    counted: Counter[str] = Counter()
+    launch_counter: Counter[str] = Counter()
 
     def launch(*args: Any, **kwargs: Any) -> None:
-        counted["launches"] += 1
+        launch_counter["launches"] += 1
 
-    def product(a: Tensor, b: Tensor, *args: Any) -> Tensor:
-        counted["launches"] += 1
+    def scaled_mm(a: Tensor, b: Tensor, *args: Any) -> Tensor:
+        launch_counter["launches"] += 1
         return a.new_empty((a.shape[0], b.shape[1]), dtype=args[OUT_DTYPE])
 
     with contextlib.ExitStack() as stack:
@@ -168,11 +159,12 @@ def without_device() -> Iterator[Counter[str]]:
         stack.enter_context(
             mock.patch.object(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: launch)
         )
-        stack.enter_context(mock.patch.object(private_torch, "scaled_mm", product))
+        stack.enter_context(mock.patch.object(private_torch, "scaled_mm", scaled_mm))
         stack.enter_context(mock.patch.object(ScaledProduct, "is_of", lambda product, capability: True))
-        known = functools.cache(lambda device: (9, 0))  # any GPU's: operands of other devices are read in float32
-        stack.enter_context(mock.patch.object(hardware, "capability_of", known))
-        yield counted
+        # A device without a capability would read operands in float32.
+        capability_of = functools.cache(lambda device: (9, 0))
+        stack.enter_context(mock.patch.object(hardware, "capability_of", capability_of))
+        yield launch_counter
 
 
 class _Operations(TorchDispatchMode):
@@ -186,13 +178,14 @@ class _Operations(TorchDispatchMode):
 
 
 class Subject:
-    """One module and recipe, and its forward and backward."""
+    """A module with a recipe, an input and an output gradient."""
 
     def __init__(self, module: str, recipe: str, hidden: int, device: str) -> None:
         self.device = device
         torch.manual_seed(0)
-        self.module = made(module, recipe, hidden, device)
-        self.recipe = None if recipe == "bf16" or module in CONVERTED else recipe  # whose forward enters its own
+        self.module = make_module(module, recipe, hidden, device)
+        # The forward of converted modules enters its recipe by itself.
+        self.recipe = None if recipe == "bf16" or module in CONVERTED else recipe
         self.x = torch.randn(*TOKENS, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
         self.grad = torch.randn_like(self.x)
 
@@ -203,30 +196,28 @@ class Subject:
     def step(self) -> None:
         self.forward().backward(self.grad)
 
-    def wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
 
 def microseconds(subject: Subject, repeats: int) -> Row:
-    """Medians of the host's time to launch forward and backward; the device has nothing else to do."""
-    found: dict[str, list[float]] = {"forward us": [], "backward us": []}
+    """Return the median host times to launch forward and backward on an idle device."""
+    forward_times, backward_times = [], []
     for _ in range(repeats):
-        subject.wait()
-        begin = time.perf_counter()
+        synchronize(subject.device)
+        forward_start = time.perf_counter()
         y = subject.forward()
-        middle = time.perf_counter()
-        subject.wait()
-        again = time.perf_counter()
+        forward_end = time.perf_counter()
+        synchronize(subject.device)
+        backward_start = time.perf_counter()
         y.backward(subject.grad)
-        for name, value in zip(found, (middle - begin, time.perf_counter() - again), strict=True):
-            found[name].append(value * 1e6)
-    return {name: round(statistics.median(values)) for name, values in found.items()}
+        backward_end = time.perf_counter()
+        forward_times.append((forward_end - forward_start) * 1e6)
+        backward_times.append((backward_end - backward_start) * 1e6)
+    times = {"forward us": forward_times, "backward us": backward_times}
+    return {name: round(statistics.median(values)) for name, values in times.items()}
 
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """What Python calls where it frees what others left, as the callbacks of weak references, is no call of a step."""
+    """Disable garbage collection, so that freeing earlier objects (weak reference callbacks) adds no Python calls."""
     gc.collect()
     gc.disable()
     try:
@@ -235,139 +226,71 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def counts(subject: Subject, launched: Counter[str]) -> Row:
-    """Python calls and ATen operations of a step, and what it asks of the device."""
+def counts(subject: Subject, launch_counter: Counter[str]) -> Row:
+    """Count Python calls, ATen operations and device requests of a step."""
     calls = 0
 
-    def called(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_name != "__eq__"  # with equal keys that others left in a cache
+        # Lookups in a cache call __eq__ on equal keys of earlier modules.
+        calls += event == "call" and frame.f_code.co_name != "__eq__"
 
-    with torch.autograd.set_multithreading_enabled(False), without_garbage_collection():  # backward on this thread
-        sys.setprofile(called)
+    # Without multithreading, backward runs on this thread.
+    with torch.autograd.set_multithreading_enabled(False), without_garbage_collection():
+        sys.setprofile(count_call)
         subject.step()
         sys.setprofile(None)
         with _Operations() as operations:
             subject.step()
-    found = {"calls": calls, "operations": operations.count}
+    row = {"calls": calls, "operations": operations.count}
     if subject.device == "cuda":
-        return found | _of_runtime(subject)
-    launched.clear()
+        return row | _runtime_counts(subject)
+    launch_counter.clear()
     subject.step()
-    return found | {"launches": launched["launches"]}
+    return row | {"launches": launch_counter["launches"]}
 
 
-def _of_runtime(subject: Subject) -> Row:
+def _runtime_counts(subject: Subject) -> Row:
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     with torch.profiler.profile(activities=kinds) as profile:
         subject.step()
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
-    events = Counter({each.key: each.count for each in profile.key_averages()})
-    seen = {
-        name: sum(count for key, count in events.items() if key.startswith(begins)) for name, begins in COUNTED.items()
+    events = Counter({event.key: event.count for event in profile.key_averages()})
+    row = {
+        name: sum(count for key, count in events.items() if key.startswith(prefixes))
+        for name, prefixes in RUNTIME_CALLS.items()
     }
-    return seen | {"allocations": allocated}
+    return row | {"allocations": allocated}
 
 
 def measure(module: str, recipe: str, hidden: int, repeats: int = REPEATS) -> Row:
-    """One row of the table."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with contextlib.nullcontext(Counter()) if device == "cuda" else without_device() as launched:
-        subject = Subject(module, recipe, hidden, device)
-        for _ in range(5):
+    """Measure one row of the table."""
+    with contextlib.nullcontext(Counter()) if DEVICE == "cuda" else without_device() as launch_counter:
+        subject = Subject(module, recipe, hidden, DEVICE)
+        for _ in range(WARMUP):
             subject.step()
-        return {"module": module, "recipe": recipe, **microseconds(subject, repeats), **counts(subject, launched)}
-
-
-def launches(step: Callable[[], None]) -> dict[str, tuple[Any, ...]]:
-    """Of each kernel that a step launches, by its name: the kernel, a grid, arguments, and options."""
-    from triton.runtime.jit import KernelInterface
-
-    from quantshard.kernels import launch
-
-    found: dict[str, tuple[Any, ...]] = {}
-    real = KernelInterface.__getitem__
-
-    def noted(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            found.setdefault(kernel.fn.__name__, (kernel, grid, args, options))
-            return real(kernel, grid)(*args, **options)
-
-        return run
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", noted))
-        stack.enter_context(mock.patch.object(launch, "KNOWN_TRITON", False))  # each launch is Triton's own
-        stack.enter_context(mock.patch.object(launch, "_VARIANTS", {}))
-        step()
-    return found
-
-
-def host_time(call: Callable[[], object], repeats: int = 20, calls: int = 100) -> float:
-    """Microseconds of a call, the least of some means; the device's queue holds the calls of one mean."""
-    for _ in range(3):
-        call()
-    found = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append((time.perf_counter() - begin) / calls)
-    torch.cuda.synchronize()
-    return round(min(found) * 1e6, 1)
-
-
-def triton_launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """`launch_kernel` by Triton's own means."""
-    with torch.cuda.device(device):
-        kernel[grid](*args, **options)
-
-
-def launch_times(recipe: str, hidden: int) -> Iterator[Row]:
-    """Rows of the table of launches, of a layer under a recipe."""
-    from quantshard.kernels.launch import launch_kernel
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    subject = Subject("layer", recipe, hidden, "cuda")
-    subject.step()
-    for name, (kernel, grid, args, options) in launches(subject.step).items():
-        plain, direct = (
-            host_time(functools.partial(function, kernel, grid, device, *args, **options))
-            for function in (triton_launch, launch_kernel)
-        )
-        yield {"recipe": recipe, "kernel": name, "arguments": len(args), "Triton us": plain, "direct us": direct}
-
-
-def table(rows: Iterable[Row]) -> None:
-    """Print rows as they come."""
-    heads: list[str] = []
-    for row in rows:
-        if not heads:
-            heads = list(row)
-            print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-        print(f"| {' | '.join(str(row[name]) for name in heads)} |", flush=True)
+        times = microseconds(subject, repeats)
+        return {"module": module, "recipe": recipe, **times, **counts(subject, launch_counter)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--modules", default=",".join([*MODULES, *CONVERTED]))
     parser.add_argument("--recipes", default="bf16,current,delayed,block,rowwise,mxfp8,nvfp4")
     parser.add_argument("--hidden", type=int, default=2048 if torch.cuda.is_available() else 256)
-    parser.add_argument("--launches", action="store_true", help="what one launch of each kernel costs; needs a GPU")
-    asked = parser.parse_args()
-    recipes = asked.recipes.split(",")
-    if asked.launches:
-        table(row for recipe in recipes if recipe != "bf16" for row in launch_times(recipe, asked.hidden))
-        return
-    modules = []
-    for module in asked.modules.split(","):
-        if reason := why_missing(module):
-            print(f"{module}: left out, {reason}", file=sys.stderr)
-        else:
-            modules.append(module)
-    table(measure(module, recipe, asked.hidden) for module in modules for recipe in recipes)
+    options = parser.parse_args()
+    head = ""
+    for module in options.modules.split(","):
+        if module in CONVERTED and importlib.util.find_spec("transformers") is None:
+            print(f"{module}: left out, transformers is not installed", file=sys.stderr)
+            continue
+        for recipe in options.recipes.split(","):
+            row = measure(module, recipe, options.hidden)
+            if not head:
+                head = table_head(row)
+                print(head)
+            print(table_row(row.values()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Processes, one for each GPU, that measure one thing and end: what it leaves behind is no matter of the next.
+"""Measure a function in fresh processes, one per GPU.
 
-One that fails, hangs or runs out of memory ends alone: the others, which may wait for it in a collective, are killed.
+A request starts its own processes, so its leftovers never affect the next one. If a rank fails, hangs or
+runs out of memory, all ranks of the request are killed, including those that wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -18,38 +19,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "quantshard"]
-"""Once, by the process that all are forked from."""
-ENDING = 10.0
-"""Seconds that idle processes have to end."""
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "quantshard"]
+"""Modules that the fork server imports once for all processes."""
+EXIT_SECONDS = 10.0
+"""Time that idle processes have to exit before they are killed."""
 
 Row = dict[str, Any]
 Measure = Callable[..., Row]
-"""Of the mesh of all processes, or None of one alone, and of what it is given."""
+"""Takes the mesh of all ranks (None: one rank) and the arguments of a request."""
 
 
 class RankFailure(Exception):
-    """What one rank raised, in a line."""
+    """A rank raised or exited; the message is one line."""
 
 
 class OutOfTime(Exception):
-    """No rank failed, and not all answered."""
+    """No rank failed, but some did not answer in time."""
 
 
 class Ranks:
-    """`size` processes on a device; `measure` is of a module, and picklable."""
+    """`size` processes on a type of device that run `measure`, a picklable module-level function."""
 
     def __init__(self, size: int, device: str, measure: Measure) -> None:
         self.size, self.device, self.measure = size, device, measure
         self.folders = ExitStack()
         self.ranks = list[tuple[Connection, Any]]()
 
-    def ask(self, seconds: float, *request: Any) -> list[Row]:
-        """The rows of all ranks.
+    def run(self, seconds: float, *request: Any) -> list[Row]:
+        """Run `measure` in new processes and return the rows of all ranks.
 
         Raises:
-            RankFailure: one of them raised, or ended.
-            OutOfTime: it takes longer.
+            RankFailure: a rank raised or exited.
+            OutOfTime: the ranks took longer than `seconds`.
         """
         rows: dict[int, Row] = {}
         try:
@@ -63,10 +64,11 @@ class Ranks:
         self.stop()
         return [rows[rank] for rank in range(self.size)]
 
-    def _receive(self, rows: dict[int, Row], until: float) -> None:
+    def _receive(self, rows: dict[int, Row], deadline: float) -> None:
         pipes = {pipe: rank for rank, (pipe, _) in enumerate(self.ranks)}
         while len(rows) < self.size:
-            ready = wait([pipe for pipe, rank in pipes.items() if rank not in rows], max(0.0, until - time.monotonic()))
+            waiting = [pipe for pipe, rank in pipes.items() if rank not in rows]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise OutOfTime
             for pipe in ready:
@@ -75,7 +77,7 @@ class Ranks:
                     row = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     process = self.ranks[rank][1]
-                    process.join(10)
+                    process.join(EXIT_SECONDS)
                     raise RankFailure(f"process {rank} ended with {process.exitcode}") from None
                 if isinstance(row, str):
                     raise RankFailure(row)
@@ -83,26 +85,25 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
-        meeting = str(Path(self.folders.enter_context(tempfile.TemporaryDirectory())) / "meeting")
+        context.set_forkserver_preload(PRELOADED)
+        rendezvous = str(Path(self.folders.enter_context(tempfile.TemporaryDirectory())) / "rendezvous")
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            args = (rank, self.size, self.device, meeting, self.measure, theirs)
+            parent_end, child_end = context.Pipe()
+            args = (rank, self.size, self.device, rendezvous, self.measure, child_end)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            theirs.close()
-            self.ranks.append((ours, process))
+            child_end.close()
+            self.ranks.append((parent_end, process))
 
     def stop(self) -> None:
-        """End all processes, which wait for work."""
+        """Close the pipes of idle processes, so that they exit."""
         for pipe, _ in self.ranks:
             pipe.close()
         for _, process in self.ranks:
-            process.join(ENDING)
+            process.join(EXIT_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
-        """End all processes, whatever they do."""
         for pipe, process in self.ranks:
             pipe.close()
             process.kill()
@@ -112,14 +113,15 @@ class Ranks:
         self.folders.close()
 
 
-def _serve(rank: int, size: int, device: str, meeting: str, measure: Measure, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, rendezvous: str, measure: Measure, pipe: Connection) -> None:
+    """Answer requests until the pipe is closed; an exception is sent as a line of text."""
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
         mesh: DeviceMesh | None = None
         if size > 1:
             backend = "nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
+            dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size)
             mesh = init_device_mesh(device, (size,))
         while True:
             try:
@@ -130,5 +132,5 @@ def _serve(rank: int, size: int, device: str, meeting: str, measure: Measure, pi
         if mesh is not None:
             dist.destroy_process_group()
     except BaseException as error:
-        first = str(error).strip().splitlines() or [""]
-        pipe.send(f"{type(error).__name__}: {first[0][:300]}")
+        lines = str(error).strip().splitlines() or [""]
+        pipe.send(f"{type(error).__name__}: {lines[0][:300]}")

@@ -1,21 +1,21 @@
-"""Whole training steps of Llama blocks: forward, backward, optimizer; on one GPU, and sharded by FSDP2 on several.
+"""Measure whole training steps of Llama blocks (forward, backward, optimizer) on one GPU or under FSDP2 on several.
 
     python benchmarks/train_step.py [--gpus 1,2,4] [--shapes llama-1b,llama-3b,llama-8b] [--batches 4x2048,1x8192]
-        [--arms 'bf16,torchao-*,ours-*-lean'] [--jsonl ROWS] [--minutes 8] [--picture ROWS.png]
+        [--arms 'bf16,torchao-*,ours-*-lean'] [--jsonl ROWS] [--minutes 8]
 
-Each row is written when it is done, also that of an arm that failed, and is left out by a later call with the same
-file, so that a few minutes of a GPU at a time do; `--again bf16` measures a baseline again, on the GPU of that call.
-The processes are an arm's own, one for each GPU: what fails or hangs ends with them (`ranks.py`).
+Each arm runs in its own processes, one per GPU (`ranks.py`). With --jsonl each row is appended to a file as soon as it
+is measured, even if an arm failed. A later call with the same file skips these rows, so a few minutes of a
+GPU at a time are enough; `--again bf16` measures a baseline again, on the GPU of that call.
 
-All arms of a batch have the same weights, input and gradient of the output. BF16 and torchao compile each layer, as
-torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours step
-`FusedAdam` with the states of `training_arms.STATES`, eagerly or in one of the ways there. Times are of steps that
-follow each other as in a training, by the device's clock, medians with the fastest and the slowest; "host ms" is until
-one is launched that finds the device idle. MFU is of a BF16 product of 8192 x 8192 x 8192 that is timed in the same
-process. "peak GiB" is what tensors had at most, the most of all ranks;
-"reserved GiB" is with what the allocator keeps, as the memory of CUDA graphs. Collectives are counted where they are
-called, with the bytes of their results; "exposed ms" is the time in which NCCL's kernels run and no other one. W and
-MHz are of one GPU that steps without pause, and J is its energy for a step.
+All arms of a batch have the same weights, input and output gradient. BF16 and torchao compile each layer, as torchtitan
+does, and use PyTorch's fused AdamW with BF16 states; torchao all-gathers FP8 where it can. quantshard uses `FusedAdam`
+with the states of `training_arms.STATES`, eagerly or in another mode of `training_arms.MODES`.
+
+Columns: "ms" is the median device time of consecutive steps; "host ms" the time to launch one on an idle device; "MFU"
+is relative to an 8192 x 8192 x 8192 BF16 GEMM timed in the same process. "peak GiB" is the memory of tensors,
+"reserved GiB" includes what the allocator keeps; both are the largest over the ranks. "collectives" and "MiB" count
+calls and the bytes of their results; "exposed ms" is the time in which only NCCL's kernels run. "W", "MHz" and "J"
+(energy per step) are of one GPU that steps without a pause. "of BF16" is the speed relative to BF16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import power, step_profile
-from benchmarks.block_step import GIB, Shape, held
+from benchmarks import harness, step_profile
+from benchmarks.block_step import Shape
+from benchmarks.harness import DEVICE, GIB, allocated_bytes, append_json, make_parser, matches, table_head, table_row
 from benchmarks.ranks import OutOfTime, RankFailure, Ranks
 from benchmarks.training_arms import ARMS, CAPTURED, NAMES, Arm, TrainingArm
 
@@ -53,15 +53,14 @@ SHAPES = {
     "llama-8b": Shape(layers=8, hidden=4096, ffn=14336, heads=32, kv_heads=8),
     "tiny": Shape(layers=2, hidden=128, ffn=256, heads=4, kv_heads=2),
 }
-"""Blocks of Llama 3.2 1B and 3B, and a quarter of those of Llama 3 8B; "tiny" tries the script."""
+"""Blocks of Llama 3.2 1B and 3B, a quarter of Llama 3 8B's, and a tiny shape to try the script."""
 
 BATCHES = "2x2048,4x2048,8x2048,16x2048,1x8192,2x8192,4x8192"
-SHOWN = (
+COLUMNS = (
     "shape", "layers", "batch", "GPUs", "arm", "ms", "ms min", "ms max", "host ms", "tokens/s/GPU", "MFU", "peak GiB",
     "reserved GiB", "collectives", "MiB", "NCCL kernels", "exposed ms", "kernels", "busy ms", "W", "MHz", "J",
 )  # fmt: skip
-"""The columns of the table."""
-GEMM = 8192
+GEMM_SIZE = 8192
 HOST_STEPS = 3
 
 Row = dict[str, Any]
@@ -69,7 +68,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """One row to be."""
+    """A row to measure."""
 
     name: str
     batch: str
@@ -83,289 +82,246 @@ class Work:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What a row is of."""
+    """Identify what a row measures."""
     return tuple(row[name] for name in ("shape", "layers", "batch", "GPUs", "arm", "device"))
 
 
-# In the processes of the GPUs -----------------------------------------------------------------------------------------
+# On the ranks ---------------------------------------------------------------------------------------------------------
 
 
 def synchronize(shape: Shape) -> None:
-    if shape.device == "cuda":
-        torch.cuda.synchronize()
+    harness.synchronize(shape.device)
     if dist.is_initialized():
         dist.barrier()
 
 
-def measure(mesh: DeviceMesh | None, arm: Arm, shape: Shape, steps: int, seconds: float) -> Row:
-    """The row of an arm on this rank. `seconds`: for how long power is measured."""
-    peak, before = peak_flops(shape.device), held(shape)
-    return _measured(TrainingArm(arm, shape, mesh), steps, seconds, before, peak)
-
-
-def _measured(trained: TrainingArm, steps: int, seconds: float, before: int, peak: float) -> Row:
-    shape, cuda = trained.shape, trained.shape.device == "cuda"
+def measure(mesh: DeviceMesh | None, arm: Arm, shape: Shape, steps: int, power_seconds: float) -> Row:
+    """Measure an arm on this rank. `power_seconds`: time for watts and clocks (0: skip them)."""
+    peak, allocated = peak_flops(shape.device), allocated_bytes(shape.device)
+    trained = TrainingArm(arm, shape, mesh)
     trained.warm_up()
-    traffic = _traffic(trained) if trained.arm.way == CAPTURED else {}  # a replay calls nothing that could be counted
+    # A replayed graph has no calls to count, so count before capturing.
+    traffic = count_traffic(trained) if arm.mode == CAPTURED else {}
     trained.record()
     trained.run()
-    if cuda:
+    if shape.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    host = launches(trained.run, shape, HOST_STEPS)
-    times = durations(trained.run, shape, steps)
-    middle, tokens = statistics.median(times), shape.batch * shape.tokens
-    row: Row = {"ms": middle * 1e3, "ms min": min(times) * 1e3, "ms max": max(times) * 1e3}
-    row |= {"host ms": statistics.median(host) * 1e3, "tokens/s/GPU": tokens / middle}
-    row |= {"MFU": flops(shape) / middle / peak, "peak TFLOP/s": peak / 1e12}
-    if cuda:
-        row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / GIB
+    host_times = launch_times(trained.run, shape, HOST_STEPS)
+    times = step_times(trained.run, shape, steps)
+    median = statistics.median(times)
+    row: Row = {"ms": median * 1e3, "ms min": min(times) * 1e3, "ms max": max(times) * 1e3}
+    row |= {"host ms": statistics.median(host_times) * 1e3, "tokens/s/GPU": shape.batch * shape.tokens / median}
+    row |= {"MFU": flops(shape) / median / peak, "peak TFLOP/s": peak / 1e12}
+    if shape.device == "cuda":
+        row["peak GiB"] = (torch.cuda.max_memory_allocated() - allocated) / GIB
         row["reserved GiB"] = torch.cuda.max_memory_reserved() / GIB
         row |= step_profile.kernels(trained.run)
-        row |= _power(trained, seconds, middle) if seconds else {}
-    return row | (traffic or _traffic(trained))  # last: under a mode compiled layers run eagerly, and are compiled anew
+        row |= measure_power(trained, power_seconds, median) if power_seconds else {}
+    # Last, because under a dispatch mode compiled layers run eagerly and are compiled again.
+    return row | (traffic or count_traffic(trained))
 
 
-def launches(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
-    """Seconds of the host for each of some steps that find the device idle."""
-    found = []
+def launch_times(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
+    """Return the host's seconds to launch each of several steps on an idle device."""
+    times = []
     for _ in range(count):
         synchronize(shape)
         start = time.perf_counter()
         step()
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
-def durations(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
-    """Seconds between the ends of steps that follow each other, none of which is waited for; that before them is not
-    timed."""
+def step_times(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
+    """Return the device's seconds of consecutive steps, after an untimed one, without waiting between them."""
     synchronize(shape)
     step()
     if shape.device != "cuda":
-        return launches(step, shape, count)
+        return launch_times(step, shape, count)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     ends[0].record()
     for end in ends[1:]:
         step()
         end.record()
     synchronize(shape)
-    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ends)]
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(ends)]
 
 
-def _power(trained: TrainingArm, seconds: float, each: float) -> Row:
+def measure_power(trained: TrainingArm, seconds: float, step_seconds: float) -> Row:
     try:
-        found = power.draw(trained.run, seconds, each, _agreed)
+        return step_profile.power(trained.run, seconds, step_seconds, from_first_rank)
     except (OSError, ValueError) as error:
         return {"no power": str(error)}
-    return {"W": found.reading.power, "MHz": found.reading.clock, "J": found.joules}
 
 
-def _traffic(trained: TrainingArm) -> Row:
+def count_traffic(trained: TrainingArm) -> Row:
     if trained.mesh is None:
         return {"collectives": 0, "MiB": 0.0}
-    with step_profile.Collectives() as seen:
+    with step_profile.Collectives() as collectives:
         trained.step()
-    return {"collectives": seen.calls, "MiB": seen.bytes / 2**20}
+    return {"collectives": collectives.calls, "MiB": collectives.bytes / 2**20}
 
 
-def _agreed(count: int) -> int:
-    """The first rank's."""
+def from_first_rank(count: int) -> int:
+    """Return the first rank's count on all ranks."""
     if not dist.is_initialized():
         return count
-    found = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.broadcast(found, 0)
-    return int(found)
+    tensor = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(tensor, 0)
+    return int(tensor)
 
 
 def flops(shape: Shape) -> float:
-    """Of a forward and backward of one GPU's tokens: the products of the weights, and those of causal attention."""
+    """Count the floating-point operations of forward and backward on one GPU: weights and causal attention."""
     kv = shape.kv_heads * shape.head
     weights = shape.hidden * (2 * shape.hidden + 2 * kv + 3 * shape.ffn)
-    attention = shape.hidden * shape.tokens  # scores and values, each of half of all pairs
+    attention = shape.hidden * shape.tokens  # scores and values, each for half of all pairs
     return 6.0 * shape.layers * shape.batch * shape.tokens * (weights + attention)
 
 
 def peak_flops(device: str) -> float:
-    """Of a BF16 product, as it is timed here."""
-    size = GEMM if device == "cuda" else 256
+    """Measure the floating-point operations per second of a BF16 GEMM."""
+    size = GEMM_SIZE if device == "cuda" else 256
     a, b = (torch.randn((size, size), dtype=torch.bfloat16, device=device) for _ in range(2))
     for _ in range(3):
         a @ b
-    if device == "cuda":
-        torch.cuda.synchronize()
+    harness.synchronize(device)
     start = time.perf_counter()
     for _ in range(10):
         a @ b
-    if device == "cuda":
-        torch.cuda.synchronize()
+    harness.synchronize(device)
     return 20.0 * size**3 / (time.perf_counter() - start)
 
 
-# In the process that is called ----------------------------------------------------------------------------------------
+# In the launching process ---------------------------------------------------------------------------------------------
 
 
-def run(works: list[Work], rows: list[Row], asked: argparse.Namespace, until: float) -> None:
-    """Measure one after another, and add their rows as they come, also to the file."""
-    say, missing = partial(print, flush=True), len(works)
-    about = {"torch": torch.__version__, "date": str(datetime.date.today()), "call": round(time.time())}
-    for gpus in dict.fromkeys(work.gpus for work in works):
-        ranks = Ranks(gpus, asked.device, measure)
-        try:
-            for work in (work for work in works if work.gpus == gpus):
-                left, row = until - time.monotonic(), work.row() | about | {"sizes": asdict(work.shape)}
-                told = f"- {work.gpus} x {work.name} {work.batch} {work.arm.name}: "
-                if left <= 0:
-                    continue
-                try:
-                    row |= joined(ranks.ask(min(left, asked.seconds), work.arm, work.shape, asked.steps, asked.power))
-                    say(f"{told}{row['ms']:.1f} ms, host {row['host ms']:.1f}")
-                except RankFailure as error:
-                    row["failed"] = str(error)
-                    say(f"{told}failed, {error}")
-                except OutOfTime:
-                    if left < asked.seconds:
-                        say(f"{told}cut off")
-                        continue
-                    row["failed"] = f"took longer than {asked.seconds:g} s"
-                    say(f"{told}failed, {row['failed']}")
-                missing -= 1
-                rows.append(row)
-                if asked.jsonl is not None:
-                    append(asked.jsonl, row)
-        finally:
-            ranks.stop()
+def run(works: list[Work], rows: list[Row], options: argparse.Namespace, deadline: float) -> None:
+    """Measure one row after another, and append each to `rows` and to the file."""
+    missing = len(works)
+    call = {"torch": torch.__version__, "date": str(datetime.date.today()), "call": round(time.time())}
+    for work in works:
+        row = run_work(work, options, deadline)
+        if row is not None:
+            missing -= 1
+            rows.append(work.row() | call | {"sizes": asdict(work.shape)} | row)
+            if options.jsonl is not None:
+                append_json(options.jsonl, rows[-1])
     if missing:
-        say(f"\n{missing} of {len(works)} are left for another call")
+        print(f"\n{missing} of {len(works)} are left for another call", flush=True)
 
 
-def joined(of_ranks: list[Row]) -> Row:
-    """The first rank's row, with the most memory of all."""
-    most = {name: max(row[name] for row in of_ranks) for name in ("peak GiB", "reserved GiB") if name in of_ranks[0]}
-    return of_ranks[0] | most
+def run_work(work: Work, options: argparse.Namespace, deadline: float) -> Row | None:
+    """Measure a row on its ranks. Returns its figures, or {"failed": why}, or None if the time was used up."""
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        return None
+    label = f"- {work.gpus} x {work.name} {work.batch} {work.arm.name}: "
+    arguments = (work.arm, work.shape, options.steps, options.power)
+    try:
+        row = merge_ranks(Ranks(work.gpus, options.device, measure).run(min(remaining, options.seconds), *arguments))
+    except RankFailure as error:
+        row = {"failed": str(error)}
+    except OutOfTime:
+        if remaining < options.seconds:
+            print(f"{label}cut off", flush=True)
+            return None
+        row = {"failed": f"took longer than {options.seconds:g} s"}
+    result = f"failed, {row['failed']}" if "failed" in row else f"{row['ms']:.1f} ms, host {row['host ms']:.1f}"
+    print(label + result, flush=True)
+    return row
+
+
+def merge_ranks(rows: list[Row]) -> Row:
+    """Return the first rank's row with the largest memory of all ranks."""
+    largest = {name: max(row[name] for row in rows) for name in ("peak GiB", "reserved GiB") if name in rows[0]}
+    return rows[0] | largest
 
 
 def table(rows: list[Row]) -> list[str]:
-    """In Markdown, without columns that no row has; speeds are beside those of BF16 on as many GPUs with the same shape
-    and batch, by choice of the same call."""
-    columns = [name for name in SHOWN if any(name in row for row in rows)]
-    lines = ["| " + " | ".join([*columns, "of BF16"]) + " |", "|" + "---|" * (len(columns) + 1)]
+    """Format rows in Markdown, without columns that no row has.
+
+    "of BF16" compares with a BF16 row of the same GPUs, shape and batch, from the same call if there is one.
+    """
+    columns = [name for name in COLUMNS if any(name in row for row in rows)]
+    lines = [table_head([*columns, "of BF16"])]
     for row in rows:
-        cells = [_cell(row.get(name, "")) for name in columns]
+        values = [row.get(name, "") for name in columns]
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
         if "failed" in row:
             cells[columns.index("arm")] += f": {row['failed']}"
-        like = [r for r in rows if r["arm"] == "bf16" and "ms" in r and key(r | {"arm": ""}) == key(row | {"arm": ""})]
-        like = [r for r in like if r["call"] == row["call"]] or like
-        of = f"{row['tokens/s/GPU'] / like[-1]['tokens/s/GPU']:.2f}" if like and "ms" in row else ""
-        lines.append("| " + " | ".join([*cells, of]) + " |")
+        bf16_key = key(row | {"arm": "bf16"})
+        bf16_rows = [candidate for candidate in rows if "ms" in candidate and key(candidate) == bf16_key]
+        bf16_rows = [bf16_row for bf16_row in bf16_rows if bf16_row["call"] == row["call"]] or bf16_rows
+        is_comparable = bf16_rows and "ms" in row
+        ratio = f"{row['tokens/s/GPU'] / bf16_rows[-1]['tokens/s/GPU']:.2f}" if is_comparable else ""
+        lines.append(table_row([*cells, ratio]))
     return lines
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def picture(rows: list[Row], path: Path) -> None:
-    """Tokens a second and memory of the arms, one pair of panels for each number of GPUs, shape and batch; light bars
-    are what the allocator reserves. The last row of an arm is shown."""
-    from matplotlib.figure import Figure  # here, since it takes long to import
-
-    kinds: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        kinds.setdefault((row["GPUs"], row["shape"], row["batch"]), {})[row["arm"]] = row
-    counts = [len(arms) for arms in kinds.values()]
-    figure = Figure(figsize=(11, sum(0.22 * count + 0.9 for count in counts)), layout="constrained")
-    panels = figure.subplots(len(kinds), 2, squeeze=False, sharey="row", height_ratios=[n + 2 for n in counts])
-    for ((gpus, shape, batch), arms), (speed, memory) in zip(kinds.items(), panels, strict=True):
-        names = list(arms)[::-1]
-        speed.barh(names, [arms[name].get("tokens/s/GPU", 0.0) for name in names])
-        for column, color in (("reserved GiB", "C1"), ("peak GiB", "C0")):
-            alpha = 0.4 if column == "reserved GiB" else 1.0
-            memory.barh(names, [arms[name].get(column, 0.0) for name in names], color=color, alpha=alpha, label=column)
-        for place, name in enumerate(names):
-            if "failed" in arms[name]:
-                speed.text(0, place, f" {arms[name]['failed'][:70]}", va="center", fontsize=7)
-        speed.set_title(f"{gpus} x {shape}, {batch}", loc="left")
-        speed.set_xlabel("tokens/s/GPU")
-        memory.set_xlabel("GiB")
-    panels[0][1].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
-def chosen(patterns: str) -> list[Arm]:
-    """The arms whose names match one of some patterns, in the order of the patterns.
-
-    Raises:
-        SystemExit: a pattern matches none.
-    """
-    found: dict[str, Arm] = {}
+def select_arms(patterns: str) -> list[Arm]:
+    """Return the arms with names that match a pattern, in the order of the patterns; exits if one matches nothing."""
+    arms: dict[str, Arm] = {}
     for pattern in patterns.split(","):
-        matching = fnmatch.filter(ARMS, pattern)
-        if not matching:
-            sys.exit(f"--arms: {pattern!r} matches none; arms are {NAMES}")
-        found |= {name: ARMS[name] for name in matching}
-    return list(found.values())
+        names = fnmatch.filter(ARMS, pattern)
+        if not names:
+            sys.exit(f"--arms: {pattern!r} matches no arm; arms are {NAMES}")
+        arms |= {name: ARMS[name] for name in names}
+    return list(arms.values())
 
 
-def parse(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--gpus", default="1", help="numbers of them, by commas; larger ones than there are are left out"
-    )
-    parser.add_argument("--shapes", default="llama-1b,llama-3b,llama-8b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--batches", default=BATCHES, help="of one GPU: sequences x tokens")
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--gpus", default="1", help="numbers of GPUs; those above the number of GPUs are skipped")
+    parser.add_argument("--shapes", default="llama-1b,llama-3b,llama-8b", help=f"any of {', '.join(SHAPES)}")
+    parser.add_argument("--batches", default=BATCHES, help="SEQUENCESxTOKENS per GPU")
     parser.add_argument("--arms", default="bf16,torchao-tensorwise,torchao-rowwise,ours-*-lean", help=NAMES)
-    parser.add_argument("--again", default="", help="patterns of arms that are measured though they have rows")
-    parser.add_argument("--retry", action="store_true", help="measure again what failed")
-    parser.add_argument("--layers", type=int, help="fewer or more than the shape has")
+    parser.add_argument("--again", default="", help="patterns of arms to measure even if they have rows")
+    parser.add_argument("--retry", action="store_true", help="measure failed rows again")
+    parser.add_argument("--layers", type=int, help="overrides the shape's number of layers")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--power", type=float, default=2.0, help="seconds for watts and clocks; 0 for none")
+    parser.add_argument("--power", type=float, default=2.0, help="seconds to measure watts and clocks; 0 skips them")
     parser.add_argument("--seconds", type=float, default=240.0, help="an arm that takes longer has failed")
-    parser.add_argument("--minutes", type=float, default=600.0, help="when to stop")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--jsonl", "--json", type=Path, help="a file that each row is appended to, and that is read first"
-    )
-    parser.add_argument("--picture", type=Path, help="of all rows, PNG or SVG")
-    return parser.parse_args(given)
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time")
+    parser.add_argument("--device", default=DEVICE)
+    parser.add_argument("--jsonl", "--json", type=Path, help="file of earlier rows, to which each row is appended")
+    return parser.parse_args(arguments)
 
 
 def plan(options: argparse.Namespace) -> list[Work]:
-    """All rows that are asked for.
-
-    Raises:
-        SystemExit: there is no shape of a name, a batch is not two numbers, or no such arm.
-    """
-    arms, found = chosen(options.arms), []
-    for name in options.shapes.split(","):
+    """Return the rows that the options name, and print why any are left out; exits on an invalid option."""
+    arms, shapes, batches = select_arms(options.arms), options.shapes.split(","), options.batches.split(",")
+    for name in shapes:
         if name not in SHAPES:
             sys.exit(f"--shapes: {name!r} is none of {', '.join(SHAPES)}")
-    for batch in options.batches.split(","):
+    for batch in batches:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", batch):
             sys.exit(f"--batches: {batch!r} is not SEQUENCESxTOKENS, as in 4x2048")
     if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", options.gpus):
         sys.exit(f"--gpus: {options.gpus!r} is not numbers with commas, as in 1,2,4")
     if "RANK" in os.environ:
         sys.exit("benchmarks/train_step.py starts its own processes: call it without torchrun, with --gpus 2")
+    works = []
     for gpus in map(int, options.gpus.split(",")):
         if options.device == "cuda" and gpus > torch.cuda.device_count():
             print(f"- {gpus} GPUs: left out, there are {torch.cuda.device_count()}")
             continue
-        for name in options.shapes.split(","):
-            for batch in options.batches.split(","):
+        for arm in arms:
+            if reason := arm.why_not(gpus):
+                print(f"- {gpus} x {arm.name}: left out, {reason}")
+        for name in shapes:
+            for batch in batches:
                 sequences, tokens = map(int, batch.split("x"))
                 shape = replace(SHAPES[name], batch=sequences, tokens=tokens, device=options.device)
                 shape = shape if options.layers is None else replace(shape, layers=options.layers)
-                found += [Work(name, batch, gpus, arm, shape) for arm in arms]
-    for arm, gpus, why in dict.fromkeys((w.arm.name, w.gpus, w.arm.why_not(w.gpus)) for w in found):
-        if why:
-            print(f"- {gpus} x {arm}: left out, {why}")
-    return [work for work in found if not work.arm.why_not(work.gpus)]
+                works += [Work(name, batch, gpus, arm, shape) for arm in arms if not arm.why_not(gpus)]
+    return works
 
 
 def read(file: Path | None) -> list[Row]:
-    """The rows of earlier calls, in a file in which lines may have been cut off."""
+    """Read the rows of earlier calls, skipping lines that were cut off."""
     if file is None or not file.exists():
         return []
     rows = []
@@ -375,28 +331,21 @@ def read(file: Path | None) -> list[Row]:
     return rows
 
 
-def append(file: Path, row: Row) -> None:
-    cut_off = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
-    with file.open("a") as opened:
-        opened.write("\n" * cut_off + json.dumps(row) + "\n")
-
-
-def main(given: list[str] | None = None) -> None:
-    options = parse(given)
-    until = time.monotonic() + 60 * options.minutes
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
     works, rows = plan(options), read(options.jsonl)
-    repeated = {name for pattern in options.again.split(",") for name in fnmatch.filter(ARMS, pattern)}
-    done = {key(row) for row in rows if not (options.retry and "failed" in row) and row["arm"] not in repeated}
-    left = [work for work in works if key(work.row()) not in done]
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"## {where}, torch {torch.__version__}, {datetime.date.today()}; {len(works) - len(left)} rows are there\n")
-    run(left, rows, options, until)
-    asked = {key(work.row()) for work in works}
-    print("\n" + "\n".join(table([row for row in rows if key(row) in asked])))
-    if options.picture is not None:
-        picture(rows, options.picture)
+    finished = {
+        key(row) for row in rows if not (options.retry and "failed" in row) and not matches(row["arm"], options.again)
+    }
+    missing = [work for work in works if key(work.row()) not in finished]
+    print(f"{harness.heading(options.device)}; {len(works) - len(missing)} rows are there\n")
+    run(missing, rows, options, deadline)
+    selected = {key(work.row()) for work in works}
+    print("\n" + "\n".join(table([row for row in rows if key(row) in selected])))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes of ranks end with this one
+    # SystemExit makes `Ranks.run` kill its processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

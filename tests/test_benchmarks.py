@@ -1,4 +1,4 @@
-"""The benchmark of optimizers, with a small model and two steps: what it trains, keeps, compares and refuses."""
+"""What the host does for a module, counted by benchmarks/host.py on a machine without a GPU."""
 
 import gc
 import json
@@ -6,62 +6,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 from benchmarks import host
-from benchmarks import optimizers as bench
-from benchmarks.optimizers import Run
-from quantshard.tools.trainer.data import collect
 from tests.covering import exhaustive
-
-SMALL = replace(
-    bench.DEMO,
-    hidden=32,
-    layers=1,
-    heads=2,
-    kv_heads=2,
-    ffn=32,
-    seq_length=16,
-    steps=2,
-    global_batch=1,
-    eval_sequences=3,
-)
-NO_MASTERS, FP32 = Run("mxfp8", "no masters", 0), Run("mxfp8", "fp32 masters", 0)
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(range(1, 128)) * 41)
-    return collect([str(tmp_path / "text")])
-
-
-def test_a_second_call_trains_only_what_is_missing(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "PLAN", {"mxfp8": ("no masters",)})
-    monkeypatch.setattr(bench, "SEEDS", {})
-    file = tmp_path / "results.json"
-    first = bench.measure(file, SMALL, corpus)
-    trained = []
-    monkeypatch.setattr(bench, "train", lambda run, *_: trained.append(run) or {"heldout": 1.0, "seconds": 0.0})
-    monkeypatch.setattr(bench, "PLAN", {"mxfp8": ("fp32 masters", "no masters")})
-    second = bench.measure(file, SMALL, corpus)
-    assert trained == [FP32] and second[NO_MASTERS] == first[NO_MASTERS]
-    with pytest.raises(ValueError, match="other settings"):
-        bench.measure(file, replace(SMALL, steps=3), corpus)
-
-
-def test_runs_of_one_seed_differ_in_the_optimizer_alone(corpus):
-    windows = bench.Windows(corpus, SMALL.seq_length, SMALL.heldout)
-    fp32, no_masters = (bench.train(run, SMALL, windows) for run in (FP32, NO_MASTERS))
-    assert fp32["losses"][0] == no_masters["losses"][0]  # of the weights that both were born with
-    assert fp32["heldout"] != no_masters["heldout"]
-    assert bench.train(NO_MASTERS, SMALL, windows)["heldout"] == no_masters["heldout"]
-    assert bench.train(NO_MASTERS._replace(seed=1), SMALL, windows)["losses"][0] != no_masters["losses"][0]
-    assert (fp32["state_bytes"], no_masters["state_bytes"]) == (12, 8)
-
 
 HOST_WORK = {
     "linear": {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import convergence, convergence_table
-from benchmarks.convergence import ARMS, DENSE, LLAMA, MIXTURE, NVFP4_BETWEEN, Training, bytes_kept
+from benchmarks.convergence import ARMS, DENSE, LLAMA, MIXTURE, NVFP4_BETWEEN, Training, bytes_per_parameter
 from benchmarks.convergence_table import RESULTS, TrainedOn
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive
@@ -57,33 +57,35 @@ def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
     training = Training(ARMS[NVFP4_BETWEEN], 0, corpus, settings, "cpu")
     formats = [layer.self_attention.proj.weight.quantized_storage.spec.format.name for layer in training.model.layers]
     assert formats == 2 * ["fp8_e4m3"] + 8 * ["nvfp4_16x16"] + 2 * ["fp8_e4m3"]
-    assert training.train(math.inf) and bytes_kept(training) == pytest.approx(8 + 4 + 2 / 3, abs=0.1)  # and scales
+    assert training.train(math.inf) and bytes_per_parameter(training) == pytest.approx(
+        8 + 4 + 2 / 3, abs=0.1
+    )  # and scales
     asked = Namespace(settings=settings, corpus=corpus, work=tmp_path / "work")
     assert convergence.run("bf16 AdamW", 0, asked, math.inf)["model"] == "llama 12x32"
 
 
 def test_steps_and_batches_are_chosen():
-    assert convergence.chosen_settings(DENSE, 1500, 64) == convergence.SMALL
-    short = convergence.chosen_settings(MIXTURE, 300, 96)
+    assert convergence.make_settings(DENSE, 1500, 64) == convergence.SMALL
+    short = convergence.make_settings(MIXTURE, 300, 96)
     assert (short.steps, short.decay_steps, short.warmup, short.micro_batches) == (300, 300, 30, 3)
     assert (short.experts, short.kv_heads, short.seq_length, short.architecture) == (16, 4, 512, "llama")
-    llama = convergence.chosen_settings(LLAMA, 1200, 32, 256)
+    llama = convergence.make_settings(LLAMA, 1200, 32, 256)
     run = TrainSettings(
         architecture="llama", hidden=768, layers=12, heads=12, ffn=2048, tied=True, seq_length=1024, steps=1200,
         global_batch=32, lr=1e-3, warmup=120, eval_sequences=256, save_every=0,
     )  # fmt: skip
-    assert llama == run.resolved() and convergence.model_of(llama) == LLAMA
+    assert llama == run.resolved() and convergence.model_name(llama) == LLAMA
     with pytest.raises(ValueError, match="--batch 65 cannot be taken in 3 equal parts"):
-        convergence.chosen_settings(DENSE, 10, 65)
+        convergence.make_settings(DENSE, 10, 65)
     folders = {
-        convergence.work_folder(Path("w"), "block lean8", 1, convergence.chosen_settings(*chosen))
+        convergence.work_folder(Path("w"), "block lean8", 1, convergence.make_settings(*chosen))
         for chosen in ((DENSE, 1500, 64), (DENSE, 300, 64), (DENSE, 1500, 32), (MIXTURE, 1500, 64), (LLAMA, 1500, 64))
     }
     assert len(folders) == 5 and Path("w/block-lean8-1") in folders
 
 
 def test_an_arm_of_other_tokens_is_run_again(corpus, tmp_path):
-    trained = convergence.what_is_trained(corpus, convergence.SMALL)
+    trained = convergence.training_key(corpus, convergence.SMALL)
     record = {"arm": "bf16", "seed": 1, "corpus": "01234567", "tokens": 1500 * 64 * 1024}
     others = [{"corpus": "76543210"}, {"tokens": 64 * 1024}, {"model": MIXTURE}, {"batch": 32}]
     results = tmp_path / "results.jsonl"

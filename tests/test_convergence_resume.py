@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from benchmarks import convergence_resume as bench
-from benchmarks.convergence_runs import _arm
+from benchmarks.convergence_runs import arm_name
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 FIRST = {
@@ -42,13 +42,13 @@ def test_arms_are_named_by_their_flags():
             key = words.pop(0).removeprefix("--").replace("-", "_")
             given |= {key.removeprefix("no_"): False} if key.startswith("no_") else {key: words.pop(0)}
         given = {key: float(value) if key == "lr" else value for key, value in given.items()}
-        assert _arm(TrainSettings(**given).resolved()) == name
+        assert arm_name(TrainSettings(**given).resolved()) == name
     partly = TrainSettings(recipe="current", master_dtype="float16", momentum_dtype="fp8", optimizer="muon").resolved()
-    assert _arm(partly) == "current muon master=float16 momentum=fp8"
+    assert arm_name(partly) == "current muon master=float16 momentum=fp8"
     spelled = replace(TrainSettings(recipe="current", preset="lean8").resolved(), preset="", momentum_dtype="float32")
-    assert _arm(spelled) == "current lean8"
+    assert arm_name(spelled) == "current lean8"
     assert (
-        _arm(replace(spelled, optimizer="muon"))
+        arm_name(replace(spelled, optimizer="muon"))
         == "current muon master=float16 master_remainders=on exp_avg=fp8 exp_avg_sq=fp8"
     )
-    assert _arm(TrainSettings(recipe="block", master_weights=False)) == "block master_weights=False"
+    assert arm_name(TrainSettings(recipe="block", master_weights=False)) == "block master_weights=False"

@@ -50,7 +50,7 @@ def test_the_table_is_what_a_layer_keeps(recipe: str, recomputes: bool, stores: 
         if recipes == "all" or recipe in recipes:
             codes = stores and name in ("gate", "up")
             expected += [size(each, SIZES) for each in (STORED.split(" + ") if codes else [formula])]
-    kept = memory.kept(recipe, recomputes, stores)
+    kept = memory.saved_storages(recipe, recomputes, stores)
     assert [each.bytes for each in kept if each.bytes > 4] == expected  # but for statistics of rows
 
 
@@ -66,7 +66,7 @@ def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
     for before, after in (("108,672", "80,896"), ("109,120", "81,344"), ("94,336", "66,560")):
         assert int(before.replace(",", "")) - fewer == int(after.replace(",", "")) and before in text and after in text
     subject = next(iter(memory.BLOCKS))
-    planned = [f"{memory.planned(subject, f'delayed{way}, stored'):.2f}" for way in ("", ", recomputed")]
+    planned = [f"{memory.planned_gib(subject, f'delayed{way}, stored'):.2f}" for way in ("", ", recomputed")]
     assert "planned to peak at {} GiB, and {}".format(*planned) in text
 
 
@@ -75,19 +75,19 @@ def test_the_peak_of_a_step(recomputes: bool) -> None:
     """Current scaling keeps what delayed scaling keeps; the peak adds what docs/performance.md#kernels says."""
     h, f = SIZES["h"], SIZES["f"]
     added = {recipe: memory.peak(recipe, recomputes) for recipe in ("delayed", "current", "block")}
-    assert added["current"].kept <= added["delayed"].kept
-    assert added["current"].most <= added["delayed"].most
+    assert added["current"].after_forward <= added["delayed"].after_forward
+    assert added["current"].in_backward <= added["delayed"].in_backward
     for recipe, found in added.items():
         scales = 1.04 if recipe == "block" else 1.0
         most = (4 * f + h if recomputes else 2 * f + 4 * f - f) * scales
-        assert 0.95 * most < found.most - found.kept <= most + 16, recipe
+        assert 0.95 * most < found.in_backward - found.after_forward <= most + 16, recipe
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_emulated_products_take_no_more_than_native_ones(recipe: str) -> None:
     """Of large gradients, whose values are twice the bytes of codes, no two wait for their products."""
     emulated, native = (memory.peak(recipe, capability=capability) for capability in ((9, 0), (10, 0)))
-    assert emulated.kept == native.kept and emulated.most < 1.01 * native.most
+    assert emulated.after_forward == native.after_forward and emulated.in_backward < 1.01 * native.in_backward
 
 
 def test_planned_peaks_are_those_measured_on_gpus() -> None:
@@ -97,7 +97,7 @@ def test_planned_peaks_are_those_measured_on_gpus() -> None:
     arms = [*blocks, *steps]
     assert (len(blocks), len(steps)) == (8, 10)
     for subject, arm, day, gib in arms:
-        found = memory.planned(subject, arm)
+        found = memory.planned_gib(subject, arm)
         assert abs(found / gib - 1) < 0.07, (subject, arm, found)
         assert f"| {subject} | {arm} | {day} | {gib:.2f} | {found:.2f} | {found / gib - 1:+.1%} |" in text
 

@@ -49,7 +49,7 @@ def after_steps(name: str, mesh: DeviceMesh | None = None) -> dict[str, str]:
 )
 def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are run again here."""
-    monkeypatch.setattr(training_arms, "recorded", lambda step: step)
+    monkeypatch.setattr(training_arms, "capture", lambda step: step)
     stored = "-fp8-activations" * way.endswith("-fp8-activations")
     eager, found = (after_steps(f"ours-delayed-lean{end}") for end in (stored, f"-{way}"))
     assert eager.keys() <= found.keys() and all(found[name] == eager[name] for name in eager)
@@ -69,8 +69,8 @@ def test_rows_are_kept_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFi
         return [row["arm"] + "!" * ("failed" in row) for row in rows], capsys.readouterr().out
 
     broken = "ours-block-captured-step"  # there is no GPU
-    arms, out = called("--arms", f"{broken},ours-block-lean,ours-block-graphed-ddp", "--picture", f"{tmp_path}/a.png")
-    assert arms == [f"{broken}!", "ours-block-lean"] and (tmp_path / "a.png").stat().st_size > 5000
+    arms, out = called("--arms", f"{broken},ours-block-lean,ours-block-graphed-ddp")
+    assert arms == [f"{broken}!", "ours-block-lean"]
     assert "1 x ours-block-graphed-ddp: left out, one GPU has no replicas" in out
     assert re.search(rf"\| tiny \| 1 \| 1x16 \| 1 \| {broken}: (Runtime|Accelerator)Error: ", out)
     with file.open("a") as opened:
@@ -107,15 +107,15 @@ def test_a_rank_that_fails_ends_them_all() -> None:
     ranks = Ranks(2, "cpu", doing)
 
     def processes(what: str = "") -> list[int]:
-        return [row["process"] for row in ranks.ask(60, what)]
+        return [row["process"] for row in ranks.run(60, what)]
 
     try:
         assert set(processes()).isdisjoint(processes())
         for what, told in {"fail": "ValueError: a line$", "end": "process 0 ended with 3"}.items():
             with pytest.raises(RankFailure, match=told):
-                ranks.ask(60, what)
+                ranks.run(60, what)
         with pytest.raises(OutOfTime):
-            ranks.ask(8, "hang")
+            ranks.run(8, "hang")
         assert not ranks.ranks and len(processes()) == 2
     finally:
         ranks.stop()

@@ -156,12 +156,12 @@ def test_hardware_table():
 
 def test_the_page_has_the_table_of_the_reports():
     text = hardware.PAGE.read_text(encoding="utf-8")
-    assert hardware.written(text, hardware.table(hardware.reports())) == text, "run: python benchmarks/hardware.py"
+    assert hardware.insert_table(text, hardware.table(hardware.reports())) == text, "run: python benchmarks/hardware.py"
 
 
 def test_the_table_is_put_between_the_marks():
     text = f"a\n{hardware.BEGIN}\nold\n{hardware.END}\nb\n"
-    assert hardware.written(text, "| new |") == f"a\n{hardware.BEGIN}\n\n| new |\n\n{hardware.END}\nb\n"
+    assert hardware.insert_table(text, "| new |") == f"a\n{hardware.BEGIN}\n\n| new |\n\n{hardware.END}\nb\n"
 
 
 def test_names_of_recipes():
