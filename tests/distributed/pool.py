@@ -80,7 +80,8 @@ def fork_server() -> None:
             os._exit(0)
 
     multiprocessing.get_context("forkserver").set_forkserver_preload(LIBRARY)
-    resource_tracker.ensure_running()
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of semaphores of ranks, which are killed at the end
+        resource_tracker.ensure_running()
     before = _open_files()
     with mock.patch.object(util, "spawnv_passfds", fork):
         forkserver.ensure_running()

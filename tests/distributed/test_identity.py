@@ -204,7 +204,7 @@ def moved() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=EXHAUSTIVE), 3])
 def test_a_sharded_model_may_be_moved(ranks: int) -> None:
     """1 and 3 ranks, after a step of AdamW: parameters remain, with their attributes, and train on."""
     assert run_ranks(ranks, moved) == [[]] * ranks
