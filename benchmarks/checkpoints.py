@@ -7,9 +7,8 @@ Each of `--ranks` processes, on the CPU or on a GPU of its own, holds its FSDP2 
 quantized weights, float32 masters, FP8 moments, `--gigabytes` in all. Rates are bytes on disk by seconds; every way
 makes its files durable. What is loaded has just been written, so it comes from the page cache. Ours is verified as it
 is restored: every byte is read twice. The stall is how long `save` held the training loop, in its second call: in the
-first one memory for the copy is allocated, and a process of its own is started. During that first call every weight
-and state is changed, and what is restored must be the state at the call, bit for bit. Peak memory is of a whole
-process, so far, without that of a GPU.
+first one memory for the copy is allocated. During that first call every weight and state is changed, and what is
+restored must be the state at the call, bit for bit. Peak memory is of a whole process, so far, without that of a GPU.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str, results: Any) -
     change(model, optimizer)  # its states are made, and moments are not zero
     built = peak()
     ours: dict[str | None, dict[str, float]] = {}
-    for mode in (None, "thread", "process"):
+    for mode in (None, "thread"):
         ours[mode] = managed(Path(folder, str(mode)), model, optimizer, mode)
     found = {f"ours, {mode or 'sync'}": row for mode, row in ours.items()}
     found = {"plain DCP, BF16": plain(Path(folder, "plain"), model)} | found

@@ -19,10 +19,11 @@ from typing import Final, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.formats import E4M3, UE5M3
-from quantshard.interop.layouts.source import CheckpointModel
+from quantshard.interop.layouts.source import optimizer_parameters
 from quantshard.numerics.adam import EXP_AVG_SQ
 
 BLOCK: Final = 128
@@ -54,14 +55,14 @@ def reach(values: Tensor) -> Reach:
 
 def by_kind(path: Path) -> dict[str, Reach]:
     """The matrices of a checkpoint with float32 second moments, by the last words of their names."""
-    source, reader = CheckpointModel(path), SafeReader(path)
-    names = {name: states for name, states in source.states().items() if EXP_AVG_SQ in states}
+    reader = SafeReader(path)
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for name, states in names.items():
-        dtype, shape = states[EXP_AVG_SQ]
-        if dtype is torch.float32 and len(shape) == 2:
+    for number, name, _ in optimizer_parameters(reader):
+        entry = reader.entries.get(key := f"optimizer.state.{number}.{EXP_AVG_SQ}")
+        is_tensor = isinstance(entry, TensorStorageMetadata) and len(entry.size) == 2
+        if is_tensor and entry.properties.dtype is torch.float32:
             kind = ".".join(part for part in name.split(".") if not part.isdecimal()).removeprefix("layers.")
-            found[kind].append(beside_largest(reader.value(source.state_key(name, EXP_AVG_SQ))))
+            found[kind].append(beside_largest(reader.value(key)))
     if not found:
         raise SystemExit(f"{path} has no float32 second moments of matrices under the optimizer's names")
     return {kind: reach(torch.cat(values)) for kind, values in found.items()}

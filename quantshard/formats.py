@@ -35,8 +35,6 @@ class Encoding:
     storage: dtype of the tensor that holds the values. FP8 and E8M0 are stored as uint8, because gloo cannot gather
         float8. E2M1 packs two values into a byte, the element of lower index in the low nibble.
     native: the torch dtype with the same bits, or None.
-    is_signed: whether the encoding has negative values. If not, negative inputs become zero.
-    magnitude: mask of all bits of a code except the sign; as a code it is NaN, if there is a NaN and no infinity.
     """
 
     name: str
@@ -47,12 +45,16 @@ class Encoding:
     max: float
     storage: torch.dtype
     native: torch.dtype | None
-    is_signed: bool = field(init=False, compare=False)
-    magnitude: int = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "is_signed", self.bits > self.exponent_bits + self.mantissa_bits)
-        object.__setattr__(self, "magnitude", (1 << (self.bits - self.is_signed)) - 1)
+    @property
+    def is_signed(self) -> bool:
+        """Whether the encoding has negative values. If not, negative inputs become zero."""
+        return self.bits > self.exponent_bits + self.mantissa_bits
+
+    @property
+    def magnitude(self) -> int:
+        """Mask of all bits of a code except the sign; as a code it is NaN, if there is a NaN and no infinity."""
+        return (1 << (self.bits - self.is_signed)) - 1
 
     @property
     def gemm_dtype(self) -> torch.dtype:
@@ -135,19 +137,15 @@ class Format:
 
     name: str
     components: tuple[Component, ...]
-    by_name: dict[str, Component] = field(init=False, repr=False, compare=False)
-    """The components by name."""
 
     def __hash__(self) -> int:
         """Hash the name only, which is unique: every GEMM looks up the formats of its operands."""
         return hash(self.name)
 
-    def __post_init__(self) -> None:
-        assert len(self.name) <= FORMAT_NAME_BYTES, self.name
-        # neither this file nor the kernels define how codes of other widths are packed
-        for part in self.components:
-            assert part.encoding.bits in (4, 8, 16, 32), f"{part.encoding.name}: codes of {part.encoding.bits} bits"
-        object.__setattr__(self, "by_name", {c.name: c for c in self.components})
+    @cached_property
+    def by_name(self) -> dict[str, Component]:
+        """The components by name."""
+        return {component.name: component for component in self.components}
 
     @cached_property
     def copies(self) -> dict[Orientation, OrientedCodes]:
@@ -193,19 +191,6 @@ FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""
 
 
-def _copy(
-    which: Orientation, element: Encoding, scale: Encoding, block: tuple[int, int], scale_name: str
-) -> tuple[Component, Component]:
-    prefix = "" if which is Orientation.ROWWISE else f"{which.value}_"
-    codes_name = "codes" if which is Orientation.ROWWISE else which.value
-    # Codes are packed along dim 1, so that dim 0 can be cut anywhere.
-    packed = max(1, 8 // element.bits)
-    return (
-        Component(codes_name, which, Role.CODES, element, (1, packed)),
-        Component(prefix + scale_name, which, Role.SCALE, scale, block),
-    )
-
-
 def _row(
     name: str,
     element: Encoding,
@@ -214,8 +199,13 @@ def _row(
     amax: bool = False,
     scale_name: str = "scale_inv",
 ) -> Format:
-    copies = zip(Orientation, blocks, strict=False)
-    parts = [part for orientation, block in copies for part in _copy(orientation, element, scale, block, scale_name)]
+    assert len(name) <= FORMAT_NAME_BYTES, name
+    # Codes are packed along dim 1, so that dim 0 can be cut anywhere.
+    packed, parts = max(1, 8 // element.bits), []
+    for which, block in zip(Orientation, blocks, strict=False):
+        codes_name, prefix = ("codes", "") if which is Orientation.ROWWISE else (which.value, f"{which.value}_")
+        parts.append(Component(codes_name, which, Role.CODES, element, (1, packed)))
+        parts.append(Component(prefix + scale_name, which, Role.SCALE, scale, block))
     if amax:
         parts.append(Component("amax", Orientation.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
     row = FORMATS[name] = Format(name, tuple(parts))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
-from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
+from quantshard.formats import Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
 from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error
 
@@ -120,26 +120,6 @@ def quantize_codes(
 
 def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
     return x.dtype in KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
-
-
-def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
-    """True if `quantize` can handle x: one kernel measures and quantizes it, with each block in one tile."""
-    if isinstance(words, Tensor):
-        return False
-    return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
-
-
-def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
-    """Quantize a whole matrix [R, C] like `numerics.quantize`, after any Hadamard transform. Requires `sees_blocks`."""
-    parts = {c.name: block_amax(x, c.block_shape) for c in fmt.components if c.role is Role.AMAX}
-    scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
-    for copy in fmt.copies.values():
-        second = None if copy.amax is None else parts[copy.amax.name]
-        request = QuantizeRequest(QuantizeSpec(copy, scaling), second_amax=second, words=words)
-        result, _ = quantize_kernel.quantize_matrix(x, request)
-        assert result.scale is not None
-        parts |= {copy.codes.name: result.codes, copy.scale.name: result.scale}
-    return parts
 
 
 def dequantize(

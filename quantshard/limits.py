@@ -78,7 +78,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
     "waits for token counts": Limit(
         "the host waits for the number of tokens of each expert",
         "m_splits is on the device, and these experts run one after another",
-        "use delayed, current, block or mxfp8, or bf16 with multiples of 8 features, not under torch.compile",
+        "use delayed, current, block or mxfp8, or bf16 with multiples of 8 features",
     ),
     "mlp not fused": Limit(
         "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
@@ -134,11 +134,6 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the gather buffers of each pass have fixed sizes",
         "call set_reshard_after_forward and set_reshard_after_backward before the first forward",
     ),
-    "compiled tensor parallelism": Limit(
-        "a layer that tensor parallelism cuts is not compiled",
-        "the shapes in a graph do not include the rows that ranks gather",
-        "leave it out of the compiled function (torch.compiler.disable)",
-    ),
     "other stages": Limit(
         "delayed scaling does not reduce amaxes over other stages of a pipeline",
         "stages end their passes at different times, so ranks would wait for each other",
@@ -183,11 +178,6 @@ REFUSALS: Final[dict[str, Limit]] = {
         "create_graph=True through an activation whose inputs are stored as codes is not supported",
         "codes have no derivative",
         "build the module with activation_storage='high_precision'",
-    ),
-    "compiled codes": Limit(
-        "recompute_activation with activation_storage='fp8' is not compiled if the MLP is not one operator",
-        "the compiler chooses what to recompute, and codes give another activation",
-        "omit recompute_activation or return_layernorm_output, or do not compile without a GPU",
     ),
     "unknown first forward": Limit(
         "a layer with quantized weights or delayed scaling cannot be recomputed in backward here",

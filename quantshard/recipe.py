@@ -153,14 +153,9 @@ class HighPrecision(Recipe):
         return {}
 
 
-_PER_TENSOR = (ElementFormats.E4M3, ElementFormats.HYBRID)
-
-
 def _check_element_formats(name: str, fp8_format: str) -> None:
-    if fp8_format not in _PER_TENSOR:
-        raise ConfigurationError(
-            f"{name}(fp8_format={fp8_format!r}): use one of: {', '.join(member.value for member in _PER_TENSOR)}"
-        )
+    if fp8_format not in (ElementFormats.E4M3, ElementFormats.HYBRID):
+        raise ConfigurationError(f"{name}(fp8_format={fp8_format!r}): use one of: E4M3, HYBRID")
 
 
 def _per_tensor_table(fp8_format: str, scaling: Scaling) -> Table:
@@ -174,8 +169,7 @@ def _per_tensor_table(fp8_format: str, scaling: Scaling) -> Table:
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, computed from the last `amax_history_len` amaxes of that tensor.
 
-    `amax_compute_algo` is "max" or "most_recent". Amaxes of activations are reduced over
-    `autocast(amax_reduction_group=)`. For TransformerEngine's accumulation in forward, pass
+    `amax_compute_algo` is "max" or "most_recent". For TransformerEngine's accumulation in forward, pass
     `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
     """
 
@@ -211,10 +205,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise".
-
-    For TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
-    """
+    """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise"."""
 
     use_power_2_scales: bool = False
     fp8_format: str = ElementFormats.HYBRID

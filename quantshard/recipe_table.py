@@ -52,7 +52,7 @@ class QuantSpec:
         object.__setattr__(self, "tag", self.format.name + (_HISTORY_MARK if self.scaling.history else ""))
 
     def __str__(self) -> str:
-        settings = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
+        settings = ((option.name, getattr(self.scaling, option.name), option.default) for option in fields(Scaling))
         options = [f"{name}={value}" for name, value, default in settings if value != default]
         return self.tag + (f" ({', '.join(options)})" if options else "")
 

@@ -179,10 +179,7 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
 
 @dataclass(frozen=True, slots=True)
 class GatherSlot:
-    """One all-gather input: `rows` x `cols` entries of the component `name`, padded to `numel` entries.
-
-    `name` is None if this pass sends nothing in a slot that another pass uses.
-    """
+    """One all-gather input: `rows` x `cols` entries of a component, or None, padded to `numel` entries."""
 
     name: str | None
     rows: int

@@ -230,10 +230,7 @@ class CommonOptions(TypedDict, total=False):
 def storage_arguments(
     optimizer: str, state_dtypes: Mapping[str, torch.dtype | None], common: CommonOptions
 ) -> dict[str, Any]:
-    """Return an optimizer's options as keyword arguments of `ElementwiseOptimizer`.
-
-    `state_dtypes`: dtype of each state, by role; None for the preset's, or float32.
-    """
+    """Return an optimizer's options as keyword arguments of `ElementwiseOptimizer`, with a dtype for each state."""
     arguments: dict[str, Any] = dict(common)
     explicit: dict[str, Any] = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
     names = ("master_weights", "master_weight_dtype", "store_param_remainders")

@@ -34,7 +34,6 @@ ATTRIBUTES = {
     "torch.utils.checkpoint._CheckpointFrame": "recompute_fn",
     "torch.distributed.tensor.DTensor": "_local_tensor",
     "torch.distributed.device_mesh.DeviceMesh": "_get_root_mesh",
-    "torch.distributed.checkpoint._async_process_executor": "_CHECKPOINT_PROCESS",
     "torch.distributed.checkpoint._state_dict_stager.StateDictStager": "stage close",
     "torch.distributed.fsdp.fully_shard": "state",
     f"{_FSDP}._fsdp_state.FSDPState": "_is_root _auto_reshard_after_forward _fsdp_param_group _fsdp_param_groups",

@@ -42,12 +42,6 @@ def test_an_unknown_name_is_a_type_error(call):
         call(4, 4, no_such=1)
 
 
-def test_a_deprecated_argument_is_warned_of_at_the_line_of_the_call():
-    with pytest.warns(DeprecationWarning, match="set_grad_none") as caught:
-        optimizers.FusedAdam([nn.Parameter(torch.ones(2, 2))], set_grad_none=True)
-    assert [each.filename for each in caught] == [__file__]
-
-
 def test_numbers_of_checkpoints_to_keep():
     with pytest.raises(ConfigurationError, match=r"^keep_last = 0: must be 1 or more, "):
         checkpoints.Manager("new", keep_last=0)

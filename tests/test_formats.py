@@ -51,13 +51,6 @@ def test_names_fit_and_are_ascii(fmt):
     assert len(fmt.name.encode("ascii")) <= formats.FORMAT_NAME_BYTES < 16  # a tag of 16 bytes holds it
 
 
-def test_a_name_that_does_not_fit_is_refused():
-    longest = "n" * formats.FORMAT_NAME_BYTES
-    assert Format(longest, ()).name == longest
-    with pytest.raises(AssertionError, match="nnn"):
-        Format(longest + "n", ())
-
-
 @every_format
 def test_keys_are_unique(fmt):
     """Component names, and the suffixes that make them keys of a state dict, apart from those of other state too."""

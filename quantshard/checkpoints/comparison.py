@@ -27,12 +27,11 @@ _SLICE_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Difference:
-    """One entry that differs.
+    """One entry that differs, described by `what`.
 
-    `what`: description, with the first index that differs and both of its values. `index`: the first index that differs
-    in the global tensor, for tensors of one shape and dtype. `count`: number of differing elements, out of `elements`.
-    `largest`: largest difference of two floating-point values, infinite for NaN; None for codes and other entries.
-    `only_in`: "A" or "B" if the other checkpoint lacks the entry.
+    `index`: the first index that differs in the global tensor, for tensors of one shape and dtype. `count`: number of
+    differing elements, out of `elements`. `largest`: largest difference of two floating-point values, infinite for NaN;
+    None for codes and other entries. `only_in`: "A" or "B" if the other checkpoint lacks the entry.
     """
 
     key: str
@@ -49,11 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare`.
-
-    `differences`: in the order of keys. `tensors`, `others`: number of compared tensors and of other entries. `bytes`:
-    size of the tensors of one shape and dtype. `keys`: the keys of all entries in the comparison.
-    """
+    """The result of `compare`: numbers of compared `tensors` and `others`, and `bytes` of tensors of one kind."""
 
     path_a: str
     path_b: str
@@ -75,10 +70,7 @@ class Comparison:
 
 
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
-    """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
-
-    Not a collective call: one process compares, with two tensors in memory at a time.
-    """
+    """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, in one process."""
     a, b = (SafeReader(path) for path in (path_a, path_b))
     keys = sorted(a.entries.keys() | b.entries.keys())
     if len(keys_by_rank(a.entries)) != len(keys_by_rank(b.entries)):

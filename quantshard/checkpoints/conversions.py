@@ -59,8 +59,7 @@ class ParameterConversion:
     """A parameter that is not loaded as it is stored.
 
     `index`: its number in the optimizer. `source`: the entries its values are read from: "master", "split master" or
-    "codes" (also for plain values). `sets_master`: whether to write the optimizer's master too, because it is of
-    another kind than the stored one, or is a remainder of another format.
+    "codes" (also for plain values). `sets_master`: whether to write the optimizer's master too.
     """
 
     name: str
@@ -101,10 +100,9 @@ class ParameterConversion:
 
     def problem(self, value: Tensor) -> str:
         """The reason why the values cannot be quantized, or ""."""
-        local = components.quantized_local(self.param)
-        if local is None or not self.requantizes:
+        if components.quantized_local(self.param) is None or not self.requantizes:
             return ""
-        problem = requantize.non_finite(value, local.quantized_storage.shard.origin)
+        problem = requantize.non_finite(value, components.storage_of(self.param).shard.origin)
         return problem and f"{self.name} by {_described(self.source)}: {problem}; codes saturate, which would hide it"
 
 
@@ -116,10 +114,7 @@ def parameter_conversions(
     formats: Mapping[str, tuple[str, str]],
     lossy: bool,
 ) -> list[ParameterConversion]:
-    """The parameters that must be converted. The same on every rank.
-
-    `formats`: (stored format, live format) of each weight that is quantized on either side.
-    """
+    """The parameters that must be converted, by their `fit.weight_formats`. The same on every rank."""
     entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
     stored_states = by_number(entries)
     conversions, unconvertible = [], []
@@ -166,8 +161,7 @@ def converted_keys(
 ) -> set[str]:
     """The keys of either side that a load does not read, because they are converted or keep their live value.
 
-    RNG keys and draw counts are read if both sides have them. An amax history belongs to its recipe: it is not read if
-    one side lacks it, or if the lengths differ.
+    RNG keys and draw counts are read if both sides have them, and amax histories if the lengths are equal too.
     """
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
@@ -263,10 +257,9 @@ def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
 def stored_values(
     param: Tensor, key: str, dtype: torch.dtype, spec: QuantSpec | None, tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
-    """Add the tensors to read for one stored tensor of a parameter's shape to `tensors`, by key.
+    """Add the tensors to read for a tensor of a parameter's shape under `key`, plain or of `spec`, to `tensors`.
 
-    The tensor is stored under `key`, as plain numbers of `dtype` or as codes and scales of `spec`. Returns a function
-    that computes this rank's float32 values from the tensors that were read.
+    Returns a function that computes this rank's float32 values from the tensors that were read.
     """
     if spec is not None:
         return _codes_of(param, key, spec, tensors).dequantize
@@ -288,11 +281,7 @@ def _codes_of(param: Tensor, key: str, spec: QuantSpec, tensors: dict[str, Tenso
 
 @dataclass(frozen=True)
 class StateConversion:
-    """An optimizer state that is not loaded as it is stored.
-
-    `param`, `role`, `key`: its parameter, its name in the optimizer, and its key in the checkpoint. `stored_kind`,
-    `live_kind`: the stored and the live dtype, each with the format of its codes and scales, or None for plain values.
-    """
+    """An optimizer state that is not loaded as it is stored: its dtypes, with formats of codes and scales, if any."""
 
     param: Tensor
     role: str
@@ -312,11 +301,7 @@ class StateConversion:
     def problem(self, value: Tensor) -> str:
         """See `ParameterConversion`."""
         count = int(value.isfinite().logical_not().sum())
-        return (
-            f"{count} values of {self.key} are infinite or NaN, and would spoil those that share their scale"
-            if count
-            else ""
-        )
+        return f"{count} values of {self.key} are infinite or NaN, and would spoil their blocks" if count else ""
 
 
 def state_conversions(

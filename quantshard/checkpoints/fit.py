@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import numerics, private_torch
+from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader, dtype_of
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import digest
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
@@ -44,10 +43,9 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
 
 
 def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
-    """The keys of the optimizer's groups that keep their live value because the checkpoint lacks them.
+    """The keys of group entries of others, e.g. a scheduler, that keep their value because the checkpoint lacks them.
 
-    The optimizer itself did not create these entries, but e.g. a scheduler did. `own_seed`: also keep the optimizer's
-    rounding seed, if the checkpoint has none.
+    `own_seed`: also keep the optimizer's rounding seed, if the checkpoint has none.
     """
     if optimizer is None:
         return set()
@@ -56,38 +54,17 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     return {key for key in missing if key.split(".")[3] not in required}
 
 
-def other_scales(reader: SafeReader, params: Mapping[str, Tensor], tags: Mapping[str, str]) -> list[str]:
-    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
-
-    Only the values show the difference, so scales must be read. Each rank reads some of them.
-    """
-    weight_names = {
-        f"model.{name}{suffix}": name
-        for name, param in params.items()
-        for suffix in component_loading.power_of_two_scales(param)
-        if tags.get(name) == components.storage_of(param).spec.tag
-    }
-    float32 = [key for key in sorted(weight_names) if dtype_of(reader.entries.get(key)) == torch.float32]
-    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
-    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
-
-
-def weight_formats(
-    model: nn.Module, stored: Stored, tags: Mapping[str, str], with_other_scales: Collection[str]
-) -> dict[str, tuple[str, str]]:
+def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
 
-    `tags`: the checkpoint's formats. `with_other_scales`: see `other_scales`. A weight on one side only belongs to
-    another model, which `check_model` reports.
+    `tags`: the checkpoint's formats. A weight on one side only belongs to another model, which `check_model` reports.
     """
     formats = {}
     for name, param in sorted(components.named_parameters(model).items()):
         local = components.quantized_local(param)
-        spec = None if local is None else local.quantized_storage.spec
-        if spec is not None and name in with_other_scales:
-            formats[name] = spec.tag, str(spec)
-        elif _MODEL + name in stored and (spec is not None or name in tags):
-            formats[name] = tags.get(name, HIGH_PRECISION), HIGH_PRECISION if spec is None else spec.tag
+        live = HIGH_PRECISION if local is None else local.quantized_storage.spec.tag
+        if _MODEL + name in stored and (local is not None or name in tags):
+            formats[name] = tags.get(name, HIGH_PRECISION), live
     return formats
 
 
@@ -102,12 +79,7 @@ def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
 
 
 def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
-    """Check the model's part of a checkpoint.
-
-    Args:
-        stored, live: the checkpoint's entries and the live entries to load, by key, both without converted entries.
-        casts: the keys of plain tensors that can be cast; None for all.
-    """
+    """Check the model's entries, without converted ones. `casts`: keys of plain tensors to cast; None for all."""
     missing, unexpected = _differing(stored, live, _MODEL)
     if missing or unexpected:
         raise CheckpointError(
@@ -162,10 +134,7 @@ def check_groups(
     optimizer: Optimizer,
     numbers: ParameterNumbers | None,
 ) -> None:
-    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types.
-
-    `saved_values`: the checkpoint's entries that are not tensors. `live`: the entries of the optimizer's state dict.
-    """
+    """Check that a step can run with the checkpoint's groups: the same parameters, and options of the same types."""
     own_names = own_settings(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         prefix = f"{GROUPS}{number}."
@@ -178,14 +147,13 @@ def check_groups(
 
 def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """Describe the first difference of each kind. `allocates`: the optimizer creates all its states at construction."""
-    stored_groups, live_groups = (
-        len({key.split(".")[2] for key in keys if key.startswith(GROUPS)}) for keys in (stored, live)
+    stored_groups, live_groups, num_stored, num_live = (
+        len({key.split(".")[2] for key in keys if key.startswith(prefix)})
+        for prefix in (GROUPS, STATES)
+        for keys in (stored, live)
     )
     if stored_groups != live_groups:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
-    num_stored, num_live = (
-        len({key.split(".")[2] for key in keys if key.startswith(STATES)}) for keys in (stored, live)
-    )
     if allocates and num_stored != num_live:
         yield f"it has states of {num_stored} parameters and this one of {num_live} (frozen ones have none)"
     missing, unexpected = _differing(stored, live, _OPTIMIZER)
@@ -231,11 +199,7 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 
 
 def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that tied weights have equal values in the checkpoint; otherwise a load would lose one of them.
-
-    Each rank compares some of the pairs, so the caller must raise errors on all ranks. Parameters of the optimizer need
-    no check: if the weights were not tied in the checkpoint, the number of states differs.
-    """
+    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs."""
     first_names: dict[nn.Parameter, str] = {}
     groups = [] if optimizer is None else optimizer.param_groups
     stepped_ids = {id(param) for group in groups for param in group["params"]}

@@ -42,14 +42,11 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
 
     Returns:
         `missing_keys` and `unexpected_keys`, like `load_state_dict`.
-
-    Raises:
-        CheckpointError: an entry of rank 0 does not fit. The same on every rank, and nothing was written.
     """
     components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))
     sent = state_dict or {} if agreement.rank() == 0 else {}
-    live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
+    live = agreement.run_on_all_ranks(lambda: _fitting(model, description, strict), _CALL)
     parts = {}
     for key, like in description.items():
         value = _broadcast(like, sent.get(key))
@@ -85,20 +82,15 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     return description
 
 
-def _fitting(
-    model: nn.Module, described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
-) -> dict[str, Any]:
-    """This rank's live state dict, checked against the description of rank 0's.
-
-    `sent`: the state dict itself on rank 0, {} on the others.
-    """
+def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) -> dict[str, Any]:
+    """This rank's live state dict, checked against the description of rank 0's."""
     live = model.state_dict()
     for key, live_value in live.items():
         if isinstance(live_value, Tensor) and live_value.is_meta and key in described:
             raise CheckpointError(
                 f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
             )
-    _check_weights(model, live, described, sent)
+    _check_weights(model, live, described)
     missing = [key for key in live if key not in described]
     unexpected = sorted(described.keys() - live.keys() - component_loading.held_elsewhere(model, described))
     if strict and (missing or unexpected):
@@ -122,9 +114,7 @@ def _kind(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-def _check_weights(
-    model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor]
-) -> None:
+def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
     """Check the format and the completeness of each weight that is quantized in the model or on rank 0."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
@@ -134,7 +124,6 @@ def _check_weights(
             if tag is None:
                 values.pop(FORMAT_SUFFIX, None)
             component_loading.fitting_pairs(param, values, name)
-            component_loading.check_scales(param, {s: sent[name + s] for s in values if name + s in sent}, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(
                 f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "

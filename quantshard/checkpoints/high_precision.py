@@ -49,26 +49,26 @@ def high_precision_state_dict(
         full: return unsharded tensors instead of DTensors that are sharded like the parameters.
         cpu_offload: return tensors on the CPU. With `full`, only rank 0 gets them, and the others get {}, as with
             `StateDictOptions`.
-
-    Raises:
-        ConfigurationError: a trained weight has no master in the optimizer, or was changed since the optimizer read it.
     """
     live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
-    buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
-    left_out = _entries_of_weights(params, live.keys()) - buffers
+    left_out: set[str] = set()
+    for name, param in params.items():
+        is_plain = components.quantized_local(param) is None
+        left_out |= {name + suffix for suffix in (_STATES if is_plain else components.suffixes(param))}
+    left_out -= {*params, *(components.canonical_name(name) for name, _ in model.named_buffers())}
     is_kept = not (full and cpu_offload) or agreement.rank() == 0
     result: dict[str, Any] = {}
     values_by_id: dict[int, Tensor] = {}
     for key, value in live.items():
         if key in left_out:
             continue
-        param = params.get(key)
-        if param is None:
+        weight = params.get(key)
+        if weight is None:
             entry = _placed(value.detach().clone() if isinstance(value, Tensor) else value, full, cpu_offload, is_kept)
-        elif id(param) in values_by_id:
-            entry = values_by_id[id(param)]
+        elif id(weight) in values_by_id:
+            entry = values_by_id[id(weight)]
         else:
-            entry = values_by_id[id(param)] = _placed(_values(param, optimizer, dtype), full, cpu_offload, is_kept)
+            entry = values_by_id[id(weight)] = _placed(_values(weight, optimizer, dtype), full, cpu_offload, is_kept)
         if is_kept:
             result[key] = entry
     return result
@@ -123,17 +123,6 @@ def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_versions", {}).get(param, version) != version)
 
 
-def _entries_of_weights(params: dict[str, Tensor], keys: Any) -> set[str]:
-    """The keys of a state dict that belong to weights but are not their values."""
-    keys_of_weights = set()
-    for name, param in params.items():
-        suffixes = (
-            _STATES if components.quantized_local(param) is None else [s for s in components.suffixes(param) if s]
-        )
-        keys_of_weights |= {name + suffix for suffix in suffixes}
-    return (keys_of_weights & set(keys)) - params.keys()
-
-
 def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:
     """A parameter's values as a new tensor; a DTensor if the parameter is one."""
     quantized, local = components.quantized_local(param), private_torch.local_tensor(param).detach()
@@ -177,9 +166,6 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         model: unsharded, or sharded by `fully_shard`; not on the meta device.
         state_dict: the values of every parameter: a full tensor, or a DTensor sharded like the parameter. Entries of
             buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, of another shape, or not finite; on every rank.
     """
     components.check_offsets(model.named_parameters())
     for module in model.modules():

@@ -90,10 +90,7 @@ class FormatTotal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection.
-
-    `others`: keys of entries that are not tensors. `run`: facts of the manifest; None without a manifest.
-    """
+    """The result of an inspection: rows, keys of entries that are not tensors, and facts of the manifest, if any."""
 
     path: str
     rows: tuple[TensorSummary, ...]
@@ -122,7 +119,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
-    """Inspect a checkpoint directory. `layouts.inspection.inspect` also accepts safetensors files.
+    """Inspect a checkpoint directory.
 
     Not a collective call. No code of the files is executed, and only one chunk is in memory at a time. Without `data`,
     only metadata and tags are read.
@@ -343,10 +340,7 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
 
 
 def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
-    """The fields of a `TensorSummary` that come from data. A plain tensor is only read, to find out whether it can be.
-
-    Scales are multiplied by the second scale, if there is one.
-    """
+    """The fields of a `TensorSummary` that come from data. A plain tensor is only read, to see whether it can be."""
     components = {} if group.format is None else {key: group.format.by_name[name] for name, key in group.parts.items()}
     codes = zeros = saturated = 0
     low, high, second_scale, wrong = math.inf, 0.0, 1.0, [*group.wrong]

@@ -1,14 +1,13 @@
 """Loads a model and its optimizer: read what planning needs, plan, agree on all ranks, then apply the plan.
 
-`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but checks everything first. Planning writes
-nothing, so a checkpoint that is damaged, or of another model or recipe, raises the same short error on every rank
-before anything is written.
+`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but a checkpoint that is damaged, or of another
+model or recipe, raises the same short error on every rank before anything is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,10 +57,8 @@ def load(
         The saved `extra` entries.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. The model and
-            the optimizer are unchanged, unless the message says that the model is partly loaded (no manifest, a failing
-            disk).
-        ConfigurationError, UnsupportedOperationError: see `save`.
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. Nothing has
+            changed, unless the message says that the model is partly loaded (no manifest, a failing disk).
     """
     extra, _, _ = load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify))
     return extra
@@ -86,29 +83,14 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class CheckpointContents:
-    """The parts of a checkpoint that a rank reads to plan its load.
-
-    `format_tags`: the format of each quantized weight. `weights_with_other_scales`: weights whose scales are not powers
-    of two although this model requires such scales; a rank reads only some of them.
-    """
-
-    reader: SafeReader
-    format_tags: Mapping[str, str]
-    weights_with_other_scales: Collection[str]
-
-
-@dataclass(frozen=True)
 class LoadPlan:
     """The action of a load for each entry, by the checkpoint's keys.
 
     Args:
-        state_dicts: state dicts of the model and the optimizer, which share memory with them where they can.
-        paths: the path of each entry in `state_dicts`.
+        state_dicts: state dicts of the model and the optimizer, and `paths` of the entries in them.
         targets: entries to read as they are stored: tensors in place, with a cast if the dtype differs.
         settings: the new values of the optimizer's entries that are not tensors.
-        ignored_keys: keys of either side that are not read: the results of conversions, and entries that keep their
-            live value.
+        ignored_keys: keys of either side that are not read: they are converted, or keep their live value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
     """
 
@@ -127,8 +109,7 @@ class LoadPlan:
 def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ...], str]:
     """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call.
 
-    Returns:
-        The caller's entries, the names of the objects that kept their state, and a description of what was converted.
+    Returns the caller's entries, the names of the objects that kept their state, and what was converted, in words.
     """
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
@@ -150,19 +131,16 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
     """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes."""
     # All ranks read before one of them plans: making the states of a stock optimizer can be a collective call.
-    contents, summaries = agreement.exchange_results(
-        lambda: read_contents(request),
-        lambda contents: (contents.reader.manifest is not None, contents.weights_with_other_scales),
+    (reader, format_tags), have_manifest = agreement.exchange_results(
+        lambda: read_contents(request), lambda contents: contents[0].manifest is not None
     )
-    have_manifest = [has_manifest for has_manifest, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
             f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST} there and others do; load from a "
             "directory that all ranks share"
         )
-    contents = replace(contents, weights_with_other_scales=[name for _, names in summaries for name in names])
     plan, digests = agreement.exchange_results(
-        lambda: plan_load(request, contents),
+        lambda: plan_load(request, reader, format_tags),
         lambda _: None if request.numbers is None else request.numbers.digest,
     )
     optimizer_states.check_alike(digests, request.optimizer)
@@ -172,31 +150,28 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
 # Reading
 
 
-def read_contents(request: LoadRequest) -> CheckpointContents:
-    """Verify this rank's share of a checkpoint's files, and read what planning needs. Each rank reads for itself."""
+def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
+    """Verify this rank's share of a checkpoint's files, and read the formats of its quantized weights."""
     reader = SafeReader(request.path)
     if request.verify:
         reader.check_files()
     entries, params = reader.entries, components.named_parameters(request.model)
     names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
     tag_keys = [key for key in names if getattr(entries.get(key), "size", None) == _TAG_SIZE]
-    tags = {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
-    return CheckpointContents(reader, tags, fit.other_scales(reader, params, tags))
+    return reader, {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
 
 
 # Planning
 
 
-def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
+def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str, str]) -> LoadPlan:
     """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank."""
-    reader, optimizer = contents.reader, request.optimizer
+    optimizer = request.optimizer
     state_dicts: dict[str, Any] = {"model": request.model.state_dict()}
     if optimizer is not None:
         optimizer_states.check_members("load", request.model, optimizer)
         state_dicts["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, request.numbers)
-    formats = fit.weight_formats(
-        request.model, reader.entries, contents.format_tags, contents.weights_with_other_scales
-    )
+    formats = fit.weight_formats(request.model, reader.entries, format_tags)
     weight_conversions, state_conversions = [], []
     if request.requantize:
         weight_conversions = conversions.parameter_conversions(
@@ -239,10 +214,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
 
 
 def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
-    """The keys of the optimizer's entries that are not tensors, and the new values of those that are loaded.
-
-    The groups keep their parameters.
-    """
+    """The keys of the optimizer's entries that are not tensors, and the new values, except the groups' parameters."""
     if request.optimizer is None:
         return set(), {}
     entries = reader.entries

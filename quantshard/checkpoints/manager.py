@@ -9,28 +9,24 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, rank_states, saving
-from quantshard.checkpoints.disk import agreement, commit, manifest
+from quantshard.checkpoints.disk import agreement, commit, dcp_errors, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
-from quantshard.checkpoints.disk.manifest import MANIFEST, DamagedError
-from quantshard.checkpoints.disk.ownership import Ownership, read_lock
+from quantshard.checkpoints.disk.manifest import DamagedError
+from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.loading import LoadRequest
 from quantshard.checkpoints.safe_read import SafeReader
@@ -38,7 +34,6 @@ from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
 
 _NAME = re.compile(r"step-(\d{6,})")
-MODES = (None, "thread", "process")
 CLOSE_SECONDS = 60.0
 """How long `close` waits for a running save, which might never end because other ranks are gone."""
 POLL_SECONDS, POLLS_AFTER_FAILURE = 10.0, 3
@@ -84,21 +79,15 @@ class Manager:
 
     Args:
         directory: a path, or a URL that fsspec supports. It is created if it does not exist.
-        keep_last: the number of newest checkpoints to keep; None for all. The last good checkpoint, and checkpoints
-            that are being read, are never removed.
+        keep_last: the number of newest checkpoints to keep; None for all. The last good checkpoint is never removed.
         keep_every: also keep the checkpoints of steps that are multiples of this number; 0 for none.
-        async_: None to block training during a save; "thread" or "process" to save in the background, from a copy of
-            the state in host memory (pinned if there is a GPU, and reused by the next save).
+        async_: None to block training during a save; "thread" to save in the background, from a copy of the state in
+            host memory (pinned if there is a GPU, and reused by the next save).
         state: objects with `state_dict` and `load_state_dict` and a state per rank, e.g. a data loader or a scheduler.
             RNG states (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
         read_only: for a process that only lists and restores checkpoints, while another run writes.
 
-    Raises:
-        CheckpointError: another run writes there, or the directory cannot be created; the same on every rank.
     """
-
-    _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
-    """Running saves of the one process that all Managers share, which takes one at a time: torch mixes up results."""
 
     def __init__(
         self,
@@ -112,10 +101,8 @@ class Manager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
-        if async_ not in MODES:
-            raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
-        if async_ == "process" and world() is None:
-            raise ConfigurationError('async_ = "process" needs a process group; take "thread" in a single process')
+        if async_ not in (None, "thread"):
+            raise ConfigurationError(f'async_ = {async_!r}: choose None or "thread"')
         self.directory, self.keep_last, self.keep_every, self.async_ = directory, keep_last, keep_every, async_
         self.state = rank_states.with_generators(state or {})
         self._store, self._folder = locate(directory)
@@ -129,15 +116,14 @@ class Manager:
             agreement.from_rank0(self._own)
         self._read_only = read_only
         self._group: Any = dist.new_group(backend="gloo") if async_ and world() is not None else None
-        self._stager = Stager(shared=async_ == "process") if async_ else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if async_ == "thread" else None
+        self._background = BackgroundSaver(self._group) if async_ else None
 
     def _own(self) -> None:
         try:
             self._owner = Ownership(self._store, self._folder)
             commit.clean(self._folder)
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
+            raise CheckpointError(f"{self.directory} cannot be made or locked: {dcp_errors.words(error)}") from error
 
     def path(self, step: int) -> str:
         """The path of a step's checkpoint, whether it exists or not."""
@@ -164,30 +150,24 @@ class Manager:
         """Save a checkpoint of the current state. A collective call.
 
         A save that is still running is waited for first, so there are never two. With `async_`, the call returns before
-        the write ends; if that write fails, the next `save` or `wait` raises.
-
-        Raises:
-            CheckpointError: the step is saved already (unless `restore` went back to an earlier step), or cannot be
-                written; or a failed save is still running. The same on every rank; earlier checkpoints are unchanged.
-            ConfigurationError, RankMismatchError: see `checkpoints.save`; raised by this call in any mode.
+        the write ends; if that write fails, the next `save` or `wait` raises. A step that is saved already is an error,
+        unless `restore` went back to an earlier one.
         """
         start = time.perf_counter()
         agreement.run_on_all_ranks(lambda: self._check_save(step))
         self._failed = None
         self.wait()
-        if self.async_ == "process":
-            wait_for_process(Manager._by_process)
         state = saving.checkpoint_state(model, optimizer, extra or {})
         state[rank_states.RANKS] = agreement.run_on_all_ranks(lambda: rank_states.rank_states(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**saving.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
-        if self.async_ is None:
+        if self._background is None:
             with commit.abandoned_if_it_fails(target):
                 saving.write_checkpoint(state, writer)
             agreement.from_rank0(lambda: self._retire(step))
             return replace(report, held_seconds=time.perf_counter() - start)
-        future = self._start(state, writer)
+        future = self._background.start(state, writer)
         now = time.perf_counter()
         report = replace(report, held_seconds=now - start, background_seconds=None)
         pending = self._pending = PendingSave(report, target, future, self._owner, now)
@@ -216,32 +196,8 @@ class Manager:
             raise CheckpointError(commit.save_failure(self.path(step), error)) from error
         return commit.prepare_target(self.path(step), step in self._left_behind, self._owner.proof)
 
-    def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
-        """Copy the state, and start writing the copy."""
-        assert self._stager is not None
-        stager = self._stager
-        copy = agreement.run_on_all_ranks(
-            lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: "
-        )
-        if self._thread is not None:
-            return self._thread.submit(saving.write_checkpoint, copy, writer, self._group)
-        future = dcp.async_save(
-            copy,
-            storage_writer=writer,
-            planner=saving.ExtraSavePlanner(),
-            async_stager=CopiedStateStager(),
-            process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        assert isinstance(future, Future)
-        Manager._by_process.add(future)
-        return future
-
     def wait(self) -> SaveReport | None:
-        """Wait for the background save, if there is one, and return its report. A collective call.
-
-        If the save failed on some rank, every rank raises its CheckpointError.
-        """
+        """Wait for the background save, if any: return its report, or raise on all ranks. A collective call."""
         pending = self._pending
         if pending is None:
             return None
@@ -279,14 +235,11 @@ class Manager:
             *(step for step in good_steps if self.keep_every and step % self.keep_every == 0),
         }
         for step in good_steps:
-            if step in kept_steps:
-                continue
-            with read_lock(self._store, self._store.join(self.path(step), MANIFEST), exclusive=True) as is_unread:
-                try:
-                    if is_unread:
-                        commit.remove(self.path(step))
-                except CheckpointError as error:
-                    warnings.warn(str(error), stacklevel=4)
+            try:
+                if step not in kept_steps:
+                    commit.remove(self.path(step))
+            except CheckpointError as error:
+                warnings.warn(str(error), stacklevel=4)
 
     def restore(
         self,
@@ -299,12 +252,9 @@ class Manager:
     ) -> Restored | None:
         """Verify and load the checkpoint of `step`, by default the last good one. A collective call.
 
-        Each rank verifies a part of the files. A damaged checkpoint is skipped with a warning that names the file, and
-        the previous one is tried. A checkpoint without a manifest (from plain `dcp.save`) is loaded unverified. For
-        `requantize` and `lossy` see `checkpoints.load`.
-
-        Returns:
-            None if the directory holds no complete checkpoint and `step` is None.
+        A damaged checkpoint is skipped with a warning that names the file, and the previous one is tried. A checkpoint
+        without a manifest (from plain `dcp.save`) is loaded unverified. For `requantize` and `lossy` see
+        `checkpoints.load`. Returns None if there is no complete checkpoint.
         """
         self.wait()
         steps = agreement.from_rank0(self.steps)
@@ -313,14 +263,13 @@ class Manager:
         problem_by_step: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
             path = self.path(candidate)
-            with read_lock(self._store, self._store.join(path, MANIFEST)):
-                try:
-                    request = LoadRequest(path, model, optimizer, requantize, lossy, objects=self.state)
-                    extra, unloaded, requantized = loading.load_checkpoint(request)
-                    self._left_behind = {n for n in steps if n > candidate}
-                    return Restored(candidate, path, extra, unloaded, tuple(problem_by_step), requantized)
-                except DamagedError as error:  # if a rank is gone, all_gather_object raises that instead
-                    problem = agreement.all_gather_object(str(error))[0]
+            try:
+                request = LoadRequest(path, model, optimizer, requantize, lossy, objects=self.state)
+                extra, unloaded, requantized = loading.load_checkpoint(request)
+                self._left_behind = {n for n in steps if n > candidate}
+                return Restored(candidate, path, extra, unloaded, tuple(problem_by_step), requantized)
+            except DamagedError as error:  # if a rank is gone, all_gather_object raises that instead
+                problem = agreement.all_gather_object(str(error))[0]
             problem_by_step[candidate] = problem
             self._damaged.add(candidate)
             if step is None and agreement.rank() == 0:
@@ -350,21 +299,19 @@ class Manager:
     def close(self) -> None:
         """Release the directory and the resources of background saves. Not a collective call.
 
-        A running save is waited for, up to `CLOSE_SECONDS`. After that it continues on its own, and the directory stays
-        locked until the save ends. Errors of the save are not raised; call `wait` first.
+        A running save is waited for, up to `CLOSE_SECONDS`; the directory stays locked until it ends. Call `wait`
+        before to see its errors.
         """
         self._closed = True
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+        if self._background is not None:
+            self._background.thread.shutdown(wait=False)
         running = self._pending or self._failed
         if running is not None and wait_for([running.future], CLOSE_SECONDS).not_done:
             if (owner := self._owner) is not None:
                 running.future.add_done_callback(lambda _: owner.release())
             return
-        if self._stager is not None:
-            self._stager.close()
-        if self.async_ == "process" and not wait_for(Manager._by_process, 0).not_done:
-            private_torch.end_checkpoint_process()
+        if self._background is not None:
+            self._background.copier.close()
         if self._owner is not None:
             self._owner.release()
 
@@ -393,49 +340,34 @@ def _held_bytes(state: Any) -> int:
 # Background saves
 
 
-class Stager:
-    """Copies states to host memory. When `stage` returns, the copy is complete.
+class BackgroundSaver:
+    """Copies states to host memory, and writes the copies in a thread.
 
-    The memory is pinned if there is a GPU, and reused by the next copy. So the previous copy must be written before the
-    next `stage`. `shared`: put the copy in shared memory, for another process.
+    The memory is pinned if there is a GPU, and reused by the next copy, so the previous copy must be written before.
     """
 
-    def __init__(self, shared: bool) -> None:
-        self._gpu = torch.cuda.is_available()
-        self._copier = private_torch.state_dict_stager(pin_memory=self._gpu, share_memory=shared)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group, self.thread = group, ThreadPoolExecutor(1, "checkpoint")
+        self.copier = private_torch.state_dict_stager(pin_memory=torch.cuda.is_available(), share_memory=False)
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the copy; entries keep their types (a DTensor keeps its placements)."""
-        copy: dict[str, Any] = self._copier.stage(state_dict, non_blocking=self._gpu)
-        if self._gpu:
+    def start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
+        """Copy the state, and start writing the copy. A collective call."""
+        prefix = f"{writer.target.path} could not be copied to memory: "
+        copy = agreement.run_on_all_ranks(lambda: self.copied(state), prefix)
+        return self.thread.submit(saving.write_checkpoint, copy, writer, self.group)
+
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a complete copy; entries keep their types (a DTensor keeps its placements)."""
+        has_gpu = torch.cuda.is_available()
+        copy: dict[str, Any] = self.copier.stage(state, non_blocking=has_gpu)
+        if has_gpu:
             torch.cuda.synchronize()
         return copy
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._copier.close()
-
-
-class CopiedStateStager(AsyncStager):
-    """Stager for a state that is already a copy."""
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state itself."""
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing: the memory belongs to the `Stager`."""
 
 
 @dataclass
 class PendingSave:
-    """A background save. Its future keeps its `owner` alive until the save ends, even if the Manager is gone.
-
-    `running`: the ranks that were still writing at the last poll.
-    """
+    """A background save. Its future keeps its `owner` alive until the save ends, even if the Manager is gone."""
 
     report: SaveReport
     target: SaveTarget
@@ -452,8 +384,8 @@ class PendingSave:
     def failures(self) -> list[agreement.Failure | None]:
         """Each rank's failure, or None, once all ranks have written or soon after one has failed. A collective call.
 
-        A rank cannot simply wait for its own write: if another rank has failed, the saving process waits half an hour
-        for the rest of its group.
+        A rank cannot simply wait for its own write: if another rank has failed, the write waits half an hour for the
+        rest of its group.
         """
         polls_after_failure = 0
         while True:
@@ -467,22 +399,3 @@ class PendingSave:
             self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)
             if not self.running or polls_after_failure > POLLS_AFTER_FAILURE:
                 return errors
-
-
-def wait_for_process(saves: Collection[Future[Any]]) -> None:
-    """Wait on every rank until the saving process is free. A collective call.
-
-    Ranks end a save within moments of each other. If a save still runs on some ranks only, it failed on the others, and
-    every rank raises.
-    """
-    polls_after_failure = 0
-    while True:
-        ranks = agreement.all_gather_object(bool(wait_for(saves, POLL_SECONDS).not_done))
-        if not any(ranks):
-            return
-        polls_after_failure += not all(ranks)
-        if polls_after_failure > POLLS_AFTER_FAILURE:
-            raise CheckpointError(
-                f"on rank {ranks.index(True)}: a save of another Manager has failed and is still running; call that "
-                "Manager's wait() to see the error"
-            )

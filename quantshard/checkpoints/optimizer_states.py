@@ -46,8 +46,8 @@ V = TypeVar("V")
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
 
-    An optimizer is rejected if it has none of the model's parameters, and either has quantized weights, or has only
-    unsharded parameters while the model is sharded. Otherwise it can be an optimizer of hand-made masters.
+    An optimizer with none of the model's parameters may be one of hand-made masters, unless it has quantized weights,
+    or only unsharded parameters while the model is sharded.
     """
     model_params = list(model.parameters())
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -77,10 +77,9 @@ def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, A
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load.
+    """The optimizer's state dict as the target of a load, with states for the parameters that the checkpoint has.
 
-    Parameters get states if the checkpoint has some for them. The optimizer and its parameters are not changed. A
-    collective call if the optimizer's step on sharded parameters is one.
+    A collective call if the optimizer's step on sharded parameters is one.
     """
     # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
     state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
@@ -168,11 +167,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: ParameterNumbers | None) -> None:
-    """Load a state dict of `to_load`, without casting any state.
-
-    Stock `load_state_dict` casts states to the dtype of their parameter, so float32 states of 16-bit weights would lose
-    bits.
-    """
+    """Load a state dict of `to_load`, without casting any state as stock `load_state_dict` does."""
     optimizer.load_state_dict(dict(state) if numbers is None else numbers.from_checkpoint(state, optimizer))
     if allocates(optimizer):
         return
@@ -264,10 +259,7 @@ class ParameterNumbers:
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
-    """Check that the digests of all ranks' parameter names are equal.
-
-    They differ e.g. if one rank's experts of a layer are all frozen.
-    """
+    """Check that ranks have the same parameter names; not so e.g. if one rank's experts of a layer are all frozen."""
     if optimizer is not None and len({*digests}) > 1:
         raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from quantshard import private_torch
-from quantshard.checkpoints.disk import agreement, manifest
+from quantshard.checkpoints.disk import agreement, dcp_errors, manifest
 from quantshard.checkpoints.disk.manifest import METADATA_FILE, DamagedError, read_metadata
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable
@@ -46,9 +46,6 @@ OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
 """Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
 than bytes."""
 
-_SMALL_BYTES = 1 << 20
-"""An entry of at most this length is read at once, which saves calls of Python."""
-
 
 @contextmanager
 def named(key: str) -> Iterator[None]:
@@ -60,43 +57,13 @@ def named(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key} cannot be read: {reason}") from error
 
 
-class _FileSlice(io.RawIOBase):
-    """A range of bytes of a file, as a file. DCP's own does not support seeking from the end, which zipfile needs."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self.file, self.offset, self.length, self.position = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self.position = max(0, offset + (0, self.position, self.length)[whence])
-        return self.position
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer)[: max(0, self.length - self.position)]
-        self.file.seek(self.offset + self.position)
-        count = self.file.readinto(view) if len(view) else 0  # type: ignore[attr-defined]
-        self.position += count
-        return int(count)
-
-
 def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
     """Load the `torch.save` archive in a range of a file, without running code from it.
 
     An archive that is damaged, claims more than its bytes hold, or needs code to be read raises a CheckpointError.
     """
-    if length <= _SMALL_BYTES:
-        file.seek(offset)
-        part: Any = io.BytesIO(file.read(length))
-    else:
-        part = _FileSlice(file, offset, length)
+    file.seek(offset)
+    part = io.BytesIO(file.read(length))
     try:
         total = 0
         for record in zipfile.ZipFile(part).infolist():
@@ -187,14 +154,9 @@ class NoManifestWarning(UserWarning):
 class SafeReader(FileSystemReader):
     """A checkpoint that is open for reading, by itself or by DCP. Its metadata are read and checked on construction.
 
-    Args:
-        path: a directory or URL.
-        packed: accept tensors with fewer bytes than their dtype implies, down to half a byte per element, as from
-            libraries that save quantized tensors with their nominal dtype.
-
-    Raises:
-        MissingError: there is no checkpoint, or it is incomplete.
-        DamagedError: the metadata cannot be read, or contradict themselves, the manifest or the files.
+    A MissingError means that there is no complete checkpoint, a DamagedError that the metadata cannot be read, or
+    contradict themselves, the manifest or the files. `packed`: accept tensors with fewer bytes than their dtype
+    implies, down to half a byte per element, as from libraries that save quantized tensors with a nominal dtype.
     """
 
     def __init__(self, path: Path_, packed: bool = False) -> None:
@@ -236,30 +198,23 @@ class SafeReader(FileSystemReader):
         return done
 
     def read_into(self, state: dict[str, Any], no_dist: bool = False) -> None:
-        """Read entries into a state dict of flat keys. A collective call unless `no_dist`.
-
-        Tensors are read in place, for each rank its own part. Other values are replaced by objects.
-
-        Raises:
-            DamagedError: an entry could not be read; raised on every rank, with the first failure of any rank.
-            CheckpointError: a rank ran out of memory, or was lost or interrupted.
-        """
+        """Read entries into a state dict of flat keys, tensors in place. A collective call unless `no_dist`."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         is_local = no_dist or not dist.is_initialized()
         try:
             private_torch.load_checkpoint(state, storage_reader=self, planner=planner, no_dist=is_local)
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
+            dcp_errors.raise_interrupt(error, 0 if is_local else agreement.rank())
             raise self._load_error(error) from error
         state.update(self.objects)
         self.objects.clear()
 
     def _load_error(self, error: BaseException) -> CheckpointError:
-        reason = agreement.words(error)
+        reason = dcp_errors.words(error)
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
             return CheckpointError(f"{self.path} cannot be read, because memory is exhausted: {reason}")
-        if agreement.is_loss_of_a_rank(error):
+        if dcp_errors.is_loss_of_a_rank(error):
             return LostRankError(f"{self.path} could not be read: another rank exited or never joined: {reason}")
         return DamagedError(
             f"{self.path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"
@@ -307,7 +262,9 @@ class SafeReader(FileSystemReader):
             return
         files = self.manifest.files
         # Under FSDP2, a rank then loads mostly the files that it compared, and finds them in the page cache.
-        share = sorted(files.keys() - {METADATA_FILE}, key=_writer)[agreement.rank() :: agreement.rank_count()]
+        # DCP's file names are `__RANK_NUMBER.distcp`.
+        names = sorted(files.keys() - {METADATA_FILE}, key=lambda name: ([*map(int, re.findall("[0-9]+", name))], name))
+        share = names[agreement.rank() :: agreement.rank_count()]
         expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
@@ -331,8 +288,3 @@ class SafeReader(FileSystemReader):
                         yield cast(BinaryIO, file), index, item
             except OSError as error:
                 raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
-
-
-def _writer(name: str) -> tuple[list[int], str]:
-    """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
-    return [int(number) for number in re.findall("[0-9]+", name)], name

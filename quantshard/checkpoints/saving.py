@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.disk import agreement, commit
+from quantshard.checkpoints.disk import agreement, commit, dcp_errors
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
@@ -47,11 +47,6 @@ def save(
             one.
         extra: additional entries, e.g. the step, equal on all ranks: tensors and nested plain data (numbers, strings,
             bytes, None, lists, tuples, sets and dicts, which can contain unsharded tensors).
-
-    Raises:
-        CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written.
-        ConfigurationError, UnsupportedOperationError: the model, the optimizer or an entry of `extra` cannot be saved.
-        RankMismatchError: an entry of `extra` is not equal on all ranks.
     """
     state = checkpoint_state(model, optimizer, extra or {})
     target = agreement.from_rank0(lambda: commit.prepare_target(path))
@@ -63,10 +58,7 @@ def save(
 def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The entries of a checkpoint: the state dicts of model and optimizer, and `extra`. A collective call.
-
-    The state dicts hold the live tensors, not copies.
-    """
+    """The entries of a checkpoint: live state dicts of model and optimizer, and `extra`. A collective call."""
     components.check_offsets(model.named_parameters())
 
     # an optimizer's state dict can be collective, so all ranks first agree that they have a model's
@@ -93,10 +85,7 @@ def checkpoint_state(
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest's facts about a run.
-
-    These are the mesh with the most dims, `step` and `recipe` of `extra`, and the names of zero-centered gammas.
-    """
+    """The manifest's facts about a run; of several meshes, the one with the most dims."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     step, recipe = extra.get("step"), extra.get("recipe")
@@ -110,18 +99,15 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
-    """Write and commit a checkpoint synchronously. A collective call of `group`, or of all ranks.
-
-    If the write fails or a rank is interrupted, every rank raises.
-    """
+    """Write and commit a checkpoint. A collective call of `group`, or of all ranks; if one fails, all raise."""
     alone = not dist.is_initialized()
     try:
         private_torch.save_checkpoint(
             state, storage_writer=writer, planner=ExtraSavePlanner(), process_group=group, no_dist=alone
         )
     except (CheckpointException, OSError, RuntimeError) as error:  # RuntimeError: a rank is gone
-        agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
-        kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
+        dcp_errors.raise_interrupt(error, 0 if alone else dist.get_rank(group))
+        kind = LostRankError if dcp_errors.is_loss_of_a_rank(error) else CheckpointError
         raise kind(commit.save_failure(writer.target.path, error)) from error
 
 
@@ -136,9 +122,7 @@ def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in extra.items():
         if type(key) is not str:
-            raise ConfigurationError(
-                f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings"
-            )
+            raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; use strings as keys")
         if not isinstance(value, Tensor):
             entries[key] = checked_entry(f"extra[{key!r}]", value)[1]
             continue
@@ -177,10 +161,7 @@ def digest(value: Any) -> bytes:
 
 
 class ExtraSavePlanner(DefaultSavePlanner):
-    """DCP's default planner, except that each entry of `extra` is saved whole.
-
-    DCP would flatten dicts and lists, convert their keys to strings and drop empty ones.
-    """
+    """DCP's default planner, except that each entry of `extra` is saved whole instead of flattened."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False

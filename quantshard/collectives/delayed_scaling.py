@@ -64,11 +64,7 @@ _MOST_ORDERS = 64
 
 
 class PendingHistory(NamedTuple):
-    """A history with pending amaxes of this pass, and the ranks to reduce them over.
-
-    key, number: the name by which ranks identify the history; see `PendingAmaxes`.
-    slots: float32 scalars that hold the amaxes.
-    """
+    """A history with pending amaxes of this pass (`slots`), the ranks to reduce them over, and the history's name."""
 
     history: Tensor
     key: Tensor
@@ -190,7 +186,13 @@ class PendingAmaxes:
             if group is not None:
                 identities, members = _in_order(members)
             amaxes = torch.stack(merged_slots([pending.slots for pending in members]))
-            amaxes = amaxes if group is None else _reduced_alike(amaxes, identities, group)
+            if group is not None:
+                reduction, flat = FlatMax(padded=True), torch.cat([rank_digest(identities, amaxes.device), amaxes])
+                reduction.add(flat, group)
+                reduction.reduce()
+                agree = was_alike(flat[0], flat[1])
+                MISMATCHES.add(~agree)
+                amaxes = torch.where(agree, flat[2:], 0.0)  # zeros are never recorded
             record_amaxes_([pending.history for pending in members], amaxes)
         MISMATCHES.check(waits=False)
 
@@ -230,14 +232,3 @@ def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]],
         by_identity[name, count] = member
     identities = sorted(by_identity)
     return identities, [by_identity[identity] for identity in identities]
-
-
-def _reduced_alike(amaxes: Tensor, identities: list[tuple[int, int]], group: Groups) -> Tensor:
-    """Reduce amaxes [n] by MAX over the group. Return zeros, which are never recorded, if identities differ."""
-    flat = torch.cat([rank_digest(identities, amaxes.device), amaxes])
-    reduction = FlatMax(padded=True)
-    reduction.add(flat, group)
-    reduction.reduce()
-    agree = was_alike(flat[0], flat[1])
-    MISMATCHES.add(~agree)
-    return torch.where(agree, flat[2:], 0.0)

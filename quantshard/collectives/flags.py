@@ -70,11 +70,7 @@ class MismatchRecord:
         return bool(self._sent)
 
     def check(self, waits: bool = True) -> None:
-        """Raise if any recorded flag is true.
-
-        Args:
-            waits: also wait for flags that the device has not sent yet.
-        """
+        """Raise if any recorded flag is true; with `waits` also those that the device has not sent yet."""
         if not self._sent or kernel_dispatch.is_capturing():
             return
         arrived = [flag for flag in self._sent if waits or flag.is_here]

@@ -55,8 +55,7 @@ def expert_axis(module: nn.Module) -> DeviceMesh | None:
 
 
 def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the ranks that must take or skip a step together: the parameter's mesh, and ranks with other experts in
-    its place."""
+    """Return the ranks that must take or skip a step together: of the parameter's mesh, and of other experts."""
     return united([private_torch.mesh_group(param), _others(param)])
 
 

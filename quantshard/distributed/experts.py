@@ -75,8 +75,7 @@ class Dispatch:
             outputs: [rows, features], one row per row of `tokens`.
             weights: [tokens, choices] or [tokens], any floating dtype: the router's weight of each chosen expert.
 
-        Returns:
-            [tokens, features] in the dtype of `outputs`, summed in float32.
+        Returns [tokens, features] in the dtype of `outputs`, summed in float32.
         """
         rows, choices = self.tokens.shape[0], self.route.choices
         weights = weights.reshape(-1, choices)
@@ -103,9 +102,7 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
         num_experts: number of experts on all ranks.
         ep_mesh: the axis that experts are spread over, also passed to `GroupedLinear`. None: this rank has all experts.
 
-    Raises:
-        ConfigurationError: on every rank, an expert index of a rank is out of range. If one rank has all experts on a
-            GPU, a RuntimeError is raised at the next synchronization instead.
+    If an expert index is out of range, every rank raises, on a GPU with all experts at the next synchronization.
     """
     is_matching = tokens.ndim == 2 and experts.ndim in (1, 2) and len(experts) == len(tokens)
     if not is_matching or experts.is_floating_point():

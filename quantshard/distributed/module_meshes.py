@@ -116,11 +116,10 @@ def _cut_otherwise(module: Any, name: str, actual: str) -> str:
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
     """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard.
 
-    There is no collective. A shard shares with `param` only the random key, draws and amax history, so that cutting a
-    tied weight twice is detected. A replicated parameter shares its memory with `param`.
+    A shard shares with `param` only the random key, draws and amax history, so that cutting a tied weight twice is
+    detected. A replicated parameter shares its memory with `param`.
 
     Args:
-        param: quantized or not, with any number of dims, on any device including meta.
         mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
         dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
     """
@@ -149,8 +148,6 @@ def empty_parameter(
     """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
 
     Args:
-        dtype: dtype of the parameter; nominal for a quantized one.
-        device: device of the shard. "meta" allocates nothing.
         spec: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
         state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
     """

@@ -20,16 +20,10 @@ from quantshard.tensor import components
 
 
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks hold the same bits: parameters, components, scales, random keys and buffers.
+    """Check that all ranks, or those of a group, hold the same bits of a model that is not sharded.
 
-    A collective call, which every rank must make. Reads the whole model once and communicates 16 bytes per tensor.
-
-    Args:
-        model: a whole model, not sharded.
-        process_group: the ranks to compare (default: all).
-
-    Raises:
-        RankMismatchError: on every rank, naming the first tensor that differs.
+    A collective call. Reads the whole model once and communicates 16 bytes per tensor. If a tensor differs, every rank
+    raises a RankMismatchError that names it.
     """
     group = process_group or process_groups.world()
     live = _live_tensors(model)
@@ -44,18 +38,10 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
 @torch.no_grad()
 def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
-    """Copy the bits of rank `src` to all ranks: parameters, components, scales, random keys and buffers.
+    """Copy the bits of rank `src`, numbered among all processes, to all ranks, of a model that is not sharded.
 
-    A collective call, which every rank must make before building the optimizer. Initial values that were kept for
-    masters are sent too if every rank has them; otherwise they are dropped.
-
-    Args:
-        model: a whole model, not sharded.
-        src: the sending rank, numbered among all processes.
-        process_group: the participating ranks (default: all).
-
-    Raises:
-        RankMismatchError: on every rank, if ranks built different models.
+    A collective call, before the optimizer is built. Initial values that were kept for masters are sent too if every
+    rank has them; otherwise they are dropped. If ranks built different models, every rank raises a RankMismatchError.
     """
     group = process_group or process_groups.world()
     live = _live_tensors(model)

@@ -38,10 +38,7 @@ MODES = (None, "column", "row")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A layer's part in a tensor-parallel group, created by `TensorParallel.of`.
-
-    `mode`: one of `MODES`. `sequence_parallel`: activations outside of the layer's GEMMs are split along dim 0.
-    """
+    """A layer's part in a tensor-parallel group. `sequence_parallel`: other activations are split along dim 0."""
 
     group: Group = None
     size: int = 1

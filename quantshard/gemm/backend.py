@@ -1,8 +1,7 @@
 """Matrix products of quantized operands: native if the hardware has them, otherwise emulated (`gemm.emulated`).
 
 A native product is one of PyTorch's scaled matrix products (`hardware`): it multiplies codes and applies scales to the
-sums. Without hardware for the formats the product is emulated: operands are dequantized, or are values already
-(`producers.products_read_values`), and multiplied in high precision.
+sums. Without hardware for the formats, dequantized operands are multiplied in high precision.
 
 A scaled product reads both operands by rows, with the summed dim last and sizes that are multiples of 16. An
 `OperandReader` brings an operand into that form, and `WeightOperands` several weights with one kernel.
@@ -52,8 +51,7 @@ def matmul(
 
     Args:
         nan_flag: float32 scalar, 0 or NaN; NaN makes every element of the result NaN.
-        precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, emulated products of 16-bit layers read
-            operands rounded to bfloat16, which is exact for MXFP8.
+        precision: dtype of the layer, if not `out_dtype`. Emulated products of 16-bit layers read bfloat16 on a GPU.
         fast: allow sums in less than float32; see `recipe.MMParams`. Float32 results ignore it.
         read: codes and scales of b from `WeightOperands`.
     """
@@ -146,10 +144,7 @@ torch.library.register_fake(
 
 
 def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | None:
-    """Call `plan_product`, or return its result for equal arguments from `products`, to which new results are added.
-
-    In each call of a layer the arguments are mostly the same objects, so comparing them is cheap.
-    """
+    """Call `plan_product`, or return its result for equal arguments from `products`, to which new ones are added."""
     product: ProductPlan | None
     for planned_for, product in products or ():
         if planned_for == facts:
@@ -164,10 +159,7 @@ def plan_product(
     left: Format, left_shard: Shard, left_as_stored: bool, right: Format, right_shard: Shard, right_as_stored: bool,
     device: torch.device, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
 ) -> ProductPlan | None:  # fmt: skip
-    """The native product of two operands, or None if the product is emulated.
-
-    `left_as_stored`, `right_as_stored`: whether the summed dim of the stored operand is the last one.
-    """
+    """The native product of two operands, or None if the product is emulated; see `OperandReader` for `as_stored`."""
     a, b = OperandReader(left, left_shard, left_as_stored), OperandReader(right, right_shard, right_as_stored)
     product = hardware.product_of_kinds(a.kind, b.kind)
     if product is None or not product.is_of(hardware.capability_of(device)) or not (a.is_readable and b.is_readable):
@@ -179,8 +171,8 @@ def plan_product(
 class OperandReader:
     """Reads the codes and scales of operands of one format and shard in the form of a scaled product.
 
-    `as_stored`: whether operands are summed over their last dim, otherwise over the first one. The constructor sets
-    what follows from the operand alone; shape, block and origin have the summed dim last. `lay_out` sets the rest.
+    `as_stored`: whether operands are summed over their last dim, otherwise over the first one. Shape, block and origin
+    have the summed dim last.
     """
 
     def __init__(self, fmt: Format, shard: Shard, as_stored: bool) -> None:
@@ -348,8 +340,7 @@ def read_swizzled(
     readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage],
     nan_flags: Sequence[Tensor | None], others: Sequence[Tensor | None] = (),
 ) -> list[ReadOperand]:  # fmt: skip
-    """Read several operands of the same copy with one kernel. Requires `is_swizzled`, and scales that are not swizzled
-    yet.
+    """Read several operands of the same copy with one kernel. Requires `is_swizzled`, and scales that are not yet.
 
     `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN.
     """
@@ -414,12 +405,7 @@ class WeightOperands:
         self._storages = cast(Sequence[QuantizedStorage], operands)
 
     def swizzle_request(self, left: Format, shard: Shard, products: list[Any]) -> SwizzleRequest | None:
-        """Work for the kernel that quantizes left operands of this format and shard: swizzling these weights, for
-        `read` to return.
-
-        Requires products without a nan flag. None if the weights need no swizzling, or are so large that a separate
-        launch is worth it.
-        """
+        """Swizzling of the weights for the kernel that quantizes such left operands; None if it cannot help."""
         readers = self._readers([(left, shard, products)] * len(self._storages))
         if not readers or not readers[0].is_swizzled:
             return None
@@ -457,8 +443,7 @@ class WeightOperands:
         return read_transposed(readers, self._storages, added_flags), False
 
     def _readers(self, lefts: Sequence[tuple[Format, Shard, list[Any] | None] | None]) -> list[OperandReader]:
-        """Readers of these operands in native products with left operands `lefts`. Empty if one kernel cannot make all
-        operands."""
+        """Readers of the weights in native products with `lefts`. Empty if one kernel cannot make all operands."""
         readers = list[OperandReader]()
         device = self._storages[0].device
         for left, right in zip(lefts, self._storages, strict=True):
@@ -469,13 +454,10 @@ class WeightOperands:
                 products, fmt, shard, True, right.spec.format, right.shard, self.transpose_b, device,
                 self.out_dtype, None, False,
             )  # fmt: skip
-            reader = None if product is None else product.right
-            if reader is None or not (reader.is_transposed or reader.is_swizzled):
+            if product is None or not (product.right.is_transposed or product.right.is_swizzled):
                 return []
-            if readers and reader.copy is not readers[0].copy:
-                return []
-            readers.append(reader)
-        return readers
+            readers.append(product.right)
+        return readers if all(reader.copy is readers[0].copy for reader in readers) else []
 
 
 def _swizzled_scales(operand: Operand) -> Tensor | None:

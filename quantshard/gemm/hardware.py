@@ -34,9 +34,8 @@ class ScaleLayout(NamedTuple):
 class ScaledProduct:
     """A scaled product: layouts of the scales of the left and right operand, and the GPUs that have the product.
 
-    `since`, `before`: compute capabilities. `seen`: a GPU on which the product was tested, or None. `rows`: the left
-    operand's row count must be a multiple of it. `fast`: whether it can sum in the tensor cores alone; see
-    `recipe.MMParams`.
+    `since`, `before`: compute capabilities. `seen`: a GPU on which it was tested, or None. `rows`: the left operand's
+    row count must be a multiple of it. `fast`: see `recipe.MMParams`.
     """
 
     left: ScaleLayout
@@ -74,10 +73,7 @@ def as_single(grid: Tensor) -> Tensor:
 
 
 def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
-    """A grid with exactly these strides, given that its memory already has them.
-
-    `contiguous` may leave a dim of one entry with any stride, and PyTorch's scaled products check that stride too.
-    """
+    """A grid with exactly these strides, also in a dim of one entry, which PyTorch's scaled products check too."""
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 

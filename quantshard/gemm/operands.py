@@ -38,8 +38,7 @@ RandomBitsFn = Callable[[Shard], RandomBits]
 class OperandUsage(NamedTuple):
     """The uses of an input or output gradient: in its first GEMM (fprop or dgrad), in wgrad, and for a bias gradient.
 
-    `num_transient`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel
-    may return the values of such operands instead of codes.
+    `num_transient`: how many of the two operands are dropped right after their GEMM, so that they may be values.
     """
 
     for_first_gemm: bool
@@ -49,13 +48,7 @@ class OperandUsage(NamedTuple):
 
 
 class OperandPlan:
-    """How the inputs or output gradients of one shape are quantized in a layer, without kernels or under tensor
-    parallelism.
-
-    Args:
-        recipe: the recipe of the layer.
-        role: input or output gradient.
-        usage: the GEMMs that read the operands.
+    """How a layer's inputs or output gradients are quantized, without kernels or under tensor parallelism.
 
     Attributes:
         quantized, transposed: specs for the matrix and for its transpose; None if it is not quantized that way.
@@ -88,22 +81,21 @@ def is_large(x: Tensor) -> bool:
 
 def scales_by_one_amax(specs: SpecPair) -> bool:
     """True if quantizing a matrix by these specs needs no statistic except the amax of the whole matrix."""
-    blocks = [
-        spec.format.copies[Orientation.ROWWISE].block for spec in specs if spec is not None and not spec.format.is_local
-    ]
-    plain = not any(spec is not None and spec.scaling.random_hadamard for spec in specs)
-    return plain and all(block == (ALL, ALL) for block in blocks)
+    return not any(
+        spec.scaling.random_hadamard
+        or not (spec.format.is_local or spec.format.copies[Orientation.ROWWISE].block == (ALL, ALL))
+        for spec in specs
+        if spec is not None
+    )
 
 
 def needs_amax(*specs: QuantSpec | None) -> bool:
-    """True if one of these specs needs an amax before it quantizes: the matrix's own or, under delayed scaling, a past
-    one."""
+    """True if one of these specs needs an amax before it quantizes: the matrix's own or a past one."""
     return any(spec is not None and not spec.format.is_local for spec in specs)
 
 
 def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
-    """The amax of a matrix, float32 scalar. If the matrix is split, `values` is this rank's shard, and the call is
-    collective."""
+    """The amax of a matrix, float32 scalar. A collective call if `values` is this rank's shard of a `split` matrix."""
     amax = kernel_dispatch.block_amax(values, (ALL, ALL))
     if split is not None:
         reduction = FlatMax()
@@ -119,10 +111,7 @@ def serves_both(first: QuantSpec | None, second: QuantSpec | None) -> bool:
 
 @dataclass(frozen=True)
 class OperandSplit:
-    """A matrix cut along `dim`, 0 or 1, into equal shards, one per rank of `group` in the group's order.
-
-    Without a group, or with one rank, this rank has the whole matrix and nothing communicates.
-    """
+    """A matrix cut along `dim`, 0 or 1, into equal shards, one per rank of `group`; without a group it is not cut."""
 
     dim: int
     group: Group
@@ -164,16 +153,13 @@ def quantize_operand(
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
 
-    With `split` this is a collective call: one collective reduces the amaxes of blocks that ranks share, or of the
-    whole tensor. It is skipped if no block is shared or `amax` is given.
-
     Args:
         values: [R, C], any floating dtype. If the spec has `random_hadamard`, values are transformed first, and C is
             padded to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
         words: random words for stochastic rounding, of [R, C] with the same padding.
         split: `values` is this rank's shard of a matrix split in this way, with the same shape on every rank. The
-            result is the shard of the quantized whole, and `words` are for the shard only (see `operand_shard`).
+            result is the shard of the quantized whole. A collective call, unless no block is shared or `amax` is given.
     """
     shape = (values.shape[0], values.shape[1])
     shard = operand_shard(shape, spec, split)
@@ -186,12 +172,7 @@ def quantize_operand(
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     storage = storages.empty(spec, shard, values.device)
-    is_local = amax is None and not any(shard.shares_blocks(part) for part in spec.format.components)
-    if is_local and shard.cut is None and kernel_dispatch.sees_blocks(values, spec.format, words):
-        assert not isinstance(words, Tensor)
-        storage.write_whole(values, words)
-    else:
-        storage.write(values, _amaxes(storage, values, amax, split), words)
+    storage.write(values, _amaxes(storage, values, amax, split), words)
     return storage
 
 
@@ -212,8 +193,7 @@ def _amaxes(
 
 
 def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit | None = None) -> Shard:
-    """The rectangle that `quantize_operand` writes for values of `shape` [R, C], with C padded if the spec transforms
-    rows."""
+    """The rectangle that `quantize_operand` writes for values [R, C]; C is padded if the spec transforms rows."""
     padded = (shape[0], shape[1] + (-shape[1] % _MIXED if spec.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
@@ -221,8 +201,7 @@ def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit |
 def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if shards of `shape` [R, C] can be quantized separately and gathered codes equal the quantized whole.
 
-    This fails if the cut crosses a unit smaller than a scale block: 16 elements that a Hadamard transform mixes, or
-    two 4-bit codes in a byte. Every rank gets the same answer.
+    This fails if the cut crosses 16 elements that a Hadamard transform mixes, or two 4-bit codes in a byte.
     """
     if split.size == 1:
         return True
@@ -241,12 +220,8 @@ def quantize_and_gather(
 ) -> QuantizedStorage:
     """Quantize a matrix from this rank's shard `values` [R, C], and return the whole. A collective call.
 
-    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values.
-
-    Args:
-        values, amax, split: as in `quantize_operand`.
-        words: returns the random words of the rectangle that this rank quantizes, the shard or the whole. Called only
-            if the spec rounds stochastically.
+    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values. `words` returns
+    the random words of the rectangle that this rank quantizes, the shard or the whole.
     """
     local_split: OperandSplit | None = split
     if not gathers_codes(spec, (values.shape[0], values.shape[1]), split):
@@ -259,10 +234,7 @@ def quantize_and_gather(
 
 
 def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
-    """Gather the whole matrix from shards that `quantize_operand` made with `split`. A collective call.
-
-    One all-gather carries the codes and the scales that the cut divides; the other scales are already complete.
-    """
+    """Gather the whole matrix, in one collective, from shards that `quantize_operand` made with `split`."""
     if split.size == 1:
         return storage
     shard = storage.shard
@@ -275,10 +247,7 @@ def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
 
 
 def gather_values(values: Tensor, split: OperandSplit) -> Tensor:
-    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable.
-
-    The result is contiguous, unless it is `values` itself.
-    """
+    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable."""
     return values if split.size == 1 else _all_gather([values], split)[0]
 
 

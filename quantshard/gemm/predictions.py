@@ -41,10 +41,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
 
 
 def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
-    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason).
-
-    If `recipe` is given and stores such weights, "native" means that all of its products are native.
-    """
+    """How a weight's GEMMs run on a device, with `recipe` all of them: ("native" or "emulated", reason)."""
     if spec is None:
         return "native", "high precision"
     product = f"{spec.format.copies[Orientation.ROWWISE].codes.encoding.name} matrix product"
@@ -80,10 +77,7 @@ def products_of(spec: QuantSpec) -> list[ScaledProduct]:
 
 
 def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
-    """GEMMs without a native product of their two quantized formats on this hardware.
-
-    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("dgrad dequantizes").
-    """
+    """GEMMs without a native product of their two formats on this hardware, except "dgrad dequantizes"."""
     gemms = []
     for gemm, roles in OPERANDS.items():
         left, right = (recipe.table.get((role, gemm)) for role in roles)

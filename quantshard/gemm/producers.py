@@ -54,11 +54,10 @@ _WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
 class OperandProducer:
     """A matrix [R, C] of one of the kernel dtypes: in memory, or computed by a kernel.
 
-    `prototype`: the matrix, or a tensor of its shape, dtype and device. Kernels round results to that dtype before they
-    quantize. `launch`: launches one kernel that computes the matrix and writes all outputs; None if it is in memory.
-    `amax`: amax of the whole matrix, float32 [1, 1], if it is known. `row_col_amaxes`: amaxes of each row and of each
-    column, if they are known. `blocks`, `nan_flag`: amaxes of blocks that a plan measures, and a scalar that is NaN if
-    values are not finite, if the kernel that wrote the matrix also wrote these.
+    `prototype`: the matrix, or a tensor of its shape, dtype and device. `launch`: launches one kernel that computes the
+    matrix and writes all outputs; None if it is in memory. The others are known if the kernel that wrote the matrix
+    also wrote them: the `amax` of the whole matrix, float32 [1, 1], those of each row and column, amaxes of the
+    `blocks` that a plan measures, and a scalar `nan_flag` that is NaN if values are not finite.
     """
 
     prototype: Tensor
@@ -70,8 +69,7 @@ class OperandProducer:
 
     @staticmethod
     def empty(like: Tensor, plan: KernelPlan | None = None) -> OperandProducer:
-        """Allocate a matrix like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
-        `outputs`."""
+        """Allocate a matrix like `like` [R, C] and what a plan measures, for a kernel to write through `outputs`."""
         source = OperandProducer(torch.empty(like.shape, dtype=like.dtype, device=like.device))
         if plan is None:
             return source
@@ -122,8 +120,7 @@ def scale_by_blocks(block_shape: Pair, specs: Iterable[QuantSpec | None]) -> boo
 
 
 def row_amaxes(specs: SpecPair, like: Tensor, both: bool) -> BothAmaxes:
-    """Zeroed memory for the amaxes of rows of a matrix like `like` [..., C] and, if `both`, of columns. (None, None)
-    unless the specs quantize by row amaxes."""
+    """Zeroed memory for amaxes of the rows of a matrix [..., C], and if `both` the columns, if the specs use them."""
     if not scale_by_blocks(_ROWS.block_shape, specs):
         return None, None
     plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
@@ -138,8 +135,7 @@ def can_quantize(dtype: torch.dtype, specs: SpecPair) -> bool:
 
 
 def products_read_values(spec: QuantSpec | None, dtype: torch.dtype, capability: Capability | None) -> bool:
-    """True if products read a matrix of `dtype`, quantized by `spec`, as values: no product of the hardware has such
-    codes."""
+    """True if products read a matrix of `dtype`, quantized by `spec`, as values: the hardware has no such product."""
     if spec is None or capability is None or dtype is not torch.bfloat16:  # products read another dtype
         return False
     return not hardware.multiplies(spec, capability)
@@ -147,7 +143,7 @@ def products_read_values(spec: QuantSpec | None, dtype: torch.dtype, capability:
 
 def is_ready(spec: QuantSpec, shape: Pair, capability: Capability | None) -> bool:
     """True if a kernel can write codes and scales of a matrix [R, C] in the form that products read: there is such a
-    product, it needs no padding of the matrix or its transpose, and 8-bit scales cover one row each."""
+    product, nothing is padded, and 8-bit scales cover one row each."""
     copy = spec.format.copies[Orientation.ROWWISE]
     fits = 0 not in shape and shape[0] % 16 == 0 and shape[1] % (128 // copy.codes.encoding.bits) == 0
     has_row_scales = copy.scale.encoding.bits > 8 or copy.block[0] == 1
@@ -166,10 +162,9 @@ class NanFlag(Enum):
 class DirectionPlan:
     """How kernels quantize a matrix, or its transpose: by the spec of a recipe, with a kernel's spec, into a rectangle.
 
-    `shape`: of the matrix. `shared`: the kernel also writes the codes of the transpose. `ready`: it writes what
-    products read. `decodes`: it returns values instead of codes, because products read values and nothing keeps the
-    operand. `has_flag`: values may be infinite or NaN. `delayed`: an amax to scale by is known. `products`: see
-    `OperandPlan`, for the matrix and for its transposed codes.
+    `shared`: the kernel also writes the codes of the transpose. `ready`: it writes what products read. `decodes`: it
+    returns values instead of codes, because products read values and nothing keeps the operand. `has_flag`: values may
+    be infinite or NaN. `delayed`: an amax to scale by is known.
 
     Attributes:
         amax_blocks: blocks with amaxes that the kernel needs as input.
@@ -203,8 +198,7 @@ class DirectionPlan:
         self.wraps = ready and hides_from_kernels(copy)
 
     def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> QuantizeRequest:
-        """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the kernel needs them. `nan_flag`:
-        the scalar, if there is one."""
+        """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the kernel needs them."""
         if self.amax_blocks is None:
             amaxes = None
         kernel_spec = self.kernel_spec
@@ -248,15 +242,14 @@ class KernelPlan(OperandPlan):
         stored: codes and scales must be laid out as formats store them, since other code than products reads them.
 
     Attributes:
-        amax_blocks: blocks with amaxes that a kernel measures.
-        smaller_blocks: the same if the amax of the whole matrix is known, which the directions with `by_whole` use.
+        amax_blocks: blocks with amaxes that a kernel measures; `smaller_blocks`: if that of the whole matrix is known.
         keeps_values: a GEMM reads the values themselves.
         reads_values: the same, or they must be measured before they are quantized.
         by_amax, by_rows: quantizing needs the amax of the whole matrix, or of its rows, and no other statistic.
         nan_flag: where a value that is not finite shows; None if it does not matter.
         has_scalar, sets_flag: kernels need a scalar for it; the quantizing kernel sets the scalar.
         draws: random words are needed.
-        decodes: a direction returns values instead of codes. Values take more bytes.
+        decodes: a direction returns values instead of codes.
     """
 
     on_kernels = True
@@ -315,8 +308,8 @@ class KernelPlan(OperandPlan):
     def measure(
         self, sources: Sequence[OperandProducer], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
-        """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
-        `nan_flags` of matrices that are not finite become NaN, if scales record it."""
+        """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by.
+        `nan_flags` become NaN where scales record it."""
         blocks, blocks_t = self.amax_blocks if sources[0].amax is None else self.smaller_blocks
         grids: Sequence[BothAmaxes] = [(None, None)] * len(sources)
         if sources[0].blocks is not None:
@@ -337,8 +330,8 @@ class KernelPlan(OperandPlan):
     def quantize(
         self, values: Sequence[Tensor], outputs: Sequence[KernelOutputs], weights: SwizzleRequest | None = None
     ) -> Sequence[Targets]:
-        """Write the outputs of several similar matrices with one kernel, which takes at most `KEYS` matrices if it
-        draws random words. `weights`: weights that the same kernel may lay out."""
+        """Write the outputs of several similar matrices with one kernel, which may also lay out `weights`."""
+        # random words have a key per matrix
         if self.draws and len(values) > KEYS:
             return [*self.quantize(values[:KEYS], outputs[:KEYS]), *self.quantize(values[KEYS:], outputs[KEYS:])]
         if not self.sets_flag and not self.usage.sums:
@@ -351,8 +344,7 @@ class KernelPlan(OperandPlan):
         return activation_kernels.quantize_gradients(values, outputs)
 
     def swizzle_request(self, weight_operands: WeightOperands | None) -> SwizzleRequest | None:
-        """Swizzling of the first GEMM's weights that the quantizing kernel can do too. None if the weights wait for a
-        nan flag, are multiplied with values, or are read one at a time."""
+        """Swizzling of the first GEMM's weights that the quantizing kernel can do too, if they need no nan flag."""
         if weight_operands is None or not weight_operands.reads_together or self.nan_flag is NanFlag.PRODUCTS:
             return None
         if self.rowwise is None or self.rowwise.kernel_spec.decoded:
@@ -361,9 +353,6 @@ class KernelPlan(OperandPlan):
 
 
 def read_by_columns(copy: OrientedCodes) -> bool:
-    """True if products read the scales of a copy column by column (`backend`): storing them in this way saves a copy.
-
-    (A torch.compile graph does not accept such strides from an operator, and copies the tensors kept for backward.)
-    """
+    """True if products read the scales of a copy column by column: storing them in this way saves a copy."""
     eight = copy.codes.encoding.bits == 8
     return eight and copy.scale.encoding is FP32 and copy.block[0] == 1 and copy.block[1] != ALL

@@ -77,10 +77,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
 
     Returns:
         The model and the others, in order; only the model if there are no others.
-
-    Raises:
-        ConfigurationError: the model has no quantized weight, or a setting or an optimizer is unsupported.
-        RankMismatchError: ranks hold different bits, and each shards its own.
     """
     if not components.quantized_parameters(model):
         raise ConfigurationError(
@@ -140,7 +136,6 @@ def warn_of_replicas(accelerator: Accelerator) -> None:
 
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
-    """Return the names of an optimizer's parameters, by group and position."""
     names = {id(param): _canonical_name(name) for name, param in named.items()}
     params = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     if not names.keys() >= {param for group in params for param in group}:
@@ -235,7 +230,6 @@ def _taken(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Fill a sharded model on the meta device with rank 0's values."""
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     model.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
     live = model.state_dict()
@@ -250,7 +244,6 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
 
 
 def _send(buffer: Tensor, value: Tensor | None) -> None:
-    """Broadcast a buffer that is not in the state dict from rank 0."""
     if value is not None:
         buffer.copy_(value)
     group = process_groups.world()
@@ -301,7 +294,6 @@ def _guard(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]
 
 
 def _check_checkpoint(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of `load_checkpoint_in_model`."""
     path = Path(arguments["checkpoint"])
     files = [path]
     if path.is_dir():

@@ -61,9 +61,6 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftMo
         model: a model with the same converted layers as the trained one.
         folder: directory with adapter_config.json.
         options: arguments of `PeftModel.from_pretrained`, such as `is_trainable=True`.
-
-    Raises:
-        ConfigurationError: the adapter is not LoRA or DoRA, or does not match the model.
     """
     config = register(PeftConfig.from_pretrained(str(folder)))
     _check_whole_layers(model, Path(folder) / SAFETENSORS_WEIGHTS_NAME)

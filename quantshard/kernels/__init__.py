@@ -14,7 +14,7 @@ import os
 import threading
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -40,7 +40,9 @@ USABLE: Final = _is_usable()
 
 class _TracingState(threading.local):
     on = False
+    step: Any = None
 
 
 tracing: Final = _TracingState()
-"""State of this thread: `on` is True while launches become operators of a graph (`graph_launch.traced_launches`)."""
+"""State of this thread: `on` is True while launches become operators of a graph (`graph_launch.traced_launches`), and
+`step` is the `modules.gemms.graph_state.GraphStep` that is traced."""

@@ -1,7 +1,7 @@
 """Kernel launches in compiled graphs: each becomes one small operator, which Inductor schedules like any other.
 
-While AOTAutograd traces the body of an operator (`traced_launches`), `launch_kernel` adds `quantshard::launch` to the
-graph instead of running the kernel:
+While AOTAutograd traces eager code (`traced_launches`), `launch_kernel` adds `quantshard::launch` to the graph instead
+of running the kernel:
 
     launch(str program, Tensor(a!)[] written, Tensor[] read)
 
@@ -54,13 +54,17 @@ def written_paths(kernel: Any) -> list[list[str]]:
 
 
 @contextmanager
-def traced_launches() -> Iterator[None]:
-    """Within this context, launches on this thread become operators of the graph that is being traced."""
-    before, tracing.on = tracing.on, True
+def traced_launches(step: Any = None) -> Iterator[None]:
+    """Within this context, launches on this thread become operators of the graph that is being traced.
+
+    `step`: the `GraphStep` that is traced.
+    """
+    before = tracing.on, tracing.step
+    tracing.on, tracing.step = True, step
     try:
         yield
     finally:
-        tracing.on = before
+        tracing.on, tracing.step = before
 
 
 class HostNumber:

@@ -6,13 +6,12 @@ can raise it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from quantshard.kernels import tracing
 
 LaunchQueue = tuple[torch.device, int, bool]
 """A device, one of its streams, and whether a CUDA graph is being captured."""
@@ -53,36 +52,13 @@ def discard(device: torch.device) -> None:
         _FREE.pop(queue, None)
 
 
-class _LocalState(threading.local):
-    on = False
-
-
-separate = _LocalState()
-"""State of this thread: `on` is True within `separate_allocations`."""
-
-
-@contextmanager
-def separate_allocations() -> Iterator[None]:
-    """Give each scalar of this thread its own allocation, for custom operators in compiled functions.
-
-    The results of such operators must not share memory. If CUDA graphs are made of them, memory from before the capture
-    belongs to the graphs and cannot be kept.
-    """
-    before = separate.on
-    separate.on = True
-    try:
-        yield
-    finally:
-        separate.on = before
-
-
 def zero(device: torch.device, written: bool = False) -> Tensor:
     """Return a float32 zero [1, 1], or uninitialized memory if a kernel writes it before it is read (`written`).
 
-    A captured graph gets a separate scalar, because a replay only zeroes memory that was zeroed in the graph.
+    A captured or traced graph gets a separate scalar, because a replay only zeroes memory that was zeroed in the graph.
     """
     queue = launch_queue(device)
-    if queue[2] or separate.on:
+    if queue[2] or tracing.on:
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
     try:
         return _FREE[queue].pop()

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, private_torch, sharding
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Orientation
 from quantshard.gemm import operands
@@ -77,10 +77,6 @@ class ActivationStorage(NamedTuple):
         if self.spec is None:
             return [*inputs]  # type: ignore[list-item]
         rows = [private_torch.plain(x.detach()).reshape(-1, x.shape[-1]) for x in inputs if x is not None]
-        if private_torch.is_traced(*rows):
-            assert self.split is None, "tensor parallelism is not compiled"
-            tensors: list[Tensor] = torch.ops.quantshard.store_activation(rows, self.name)
-            return tensors
         return self._quantized(self.spec, rows)
 
     def values(self, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -90,23 +86,7 @@ class ActivationStorage(NamedTuple):
         """
         if self.spec is None:
             return kept
-        if private_torch.is_traced(*kept):
-            decoded: list[Tensor] = torch.ops.quantshard.stored_activation(kept, self.name, dtype)
-            return decoded
         return self._dequantized(self.spec, kept, dtype)
-
-    def empty(self, like: Tensor) -> list[Tensor]:
-        """Return empty tensors of the shapes and dtypes that `keep` returns for one input [tokens, features] like
-        `like`."""
-        if self.spec is None:
-            return [like]
-        copy, (tokens, features) = self.spec.format.copies[Orientation.ROWWISE], like.shape
-        blocks = sharding.ceil_div(features, copy.block[1])
-        return [
-            like.new_empty((tokens, features), dtype=copy.codes.encoding.storage),
-            like.new_empty((tokens, blocks), dtype=copy.scale.encoding.storage),
-            like.new_empty((1, 1), dtype=torch.float32),
-        ]
 
     def _quantized(self, spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
         split = self._across(spec, rows[0].shape[1])
@@ -156,32 +136,3 @@ def _by_kernels(spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
         assert output is not None and request.nan_flag is not None
         tensors += [output.codes, output.scale, request.nan_flag]
     return tensors
-
-
-# Custom operators for torch.compile ----------------------------------------------------------------------------------
-
-torch.library.define("quantshard::store_activation", "(Tensor[] inputs, str storage) -> Tensor[]")
-torch.library.define("quantshard::stored_activation", "(Tensor[] kept, str storage, ScalarType dtype) -> Tensor[]")
-
-
-@workspace.separate_allocations()
-def _store(inputs: list[Tensor], storage: str) -> list[Tensor]:
-    return STORAGES[storage].keep(inputs)
-
-
-def _stored(kept: list[Tensor], storage: str, dtype: torch.dtype) -> list[Tensor]:
-    return STORAGES[storage].values(list(kept), dtype)
-
-
-torch.library.impl("quantshard::store_activation", "default")(_store)
-torch.library.impl("quantshard::stored_activation", "default")(_stored)
-
-
-@torch.library.register_fake("quantshard::store_activation")
-def _(inputs: list[Tensor], storage: str) -> list[Tensor]:
-    return [part for x in inputs for part in STORAGES[storage].empty(x)]
-
-
-@torch.library.register_fake("quantshard::stored_activation")
-def _(kept: list[Any], storage: str, dtype: torch.dtype) -> list[Tensor]:
-    return [codes.new_empty(codes.shape, dtype=dtype) for codes in kept[::_PARTS]]

@@ -8,8 +8,7 @@ codes that wgrad of fc1 reads from z, unless that would take two reads.
 
 With recomputation, backward remakes all codes, and computes the gradients of fc1's outputs one after the other. The
 outputs of fc1 can be kept as codes (`activation_storage`). Results have the same bits as the separate steps, except the
-gradient of fc1's bias: another kernel sums it in float32, in another order. In a graph of torch.compile everything is
-one operator, with the same bits.
+gradient of fc1's bias: another kernel sums it in float32, in another order.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ from quantshard.modules.fused_operands import (
     enter,
     through_activation,
 )
-from quantshard.modules.gemms import compiled, functional, operators
+from quantshard.modules.gemms import compiled, functional
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
-from quantshard.modules.gemms.operator_arguments import StepArguments
-from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -59,43 +56,33 @@ def front(
 def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
     """Return True if `norm_linear` and `mlp` support these inputs and layers."""
     x, residual, weight, bias, _ = front
-    has_kernels = (
-        kernel_dispatch.has_float_kernels if isinstance(layers[0], PreparedLinear) else kernel_dispatch.kernels_read
-    )
-    if not has_kernels(x, residual, weight, bias):
-        return False
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return False
+    first = layers[0]
+    if isinstance(first, TracedLinear):  # all of them have one setting
+        is_quantized = settings.quantizes(first.setting) and compiled.has_kernels(first.setting, x.dtype)
+        return is_quantized and kernel_dispatch.kernels_read(x, residual, weight, bias)
+    if not kernel_dispatch.has_float_kernels(x, residual, weight, bias):
+        return False
     for layer in layers:
-        if isinstance(layer, TracedLinear):
-            if not _setting_fits(layer.setting, x.dtype):
-                return False
-        elif layer.state.tp.mode is not None and layer.state.tp.size > 1:
+        assert isinstance(layer, PreparedLinear)
+        if layer.state.tp.mode is not None and layer.state.tp.size > 1:
             # an operand is sharded, and a kernel cannot quantize a shard alone
             return False
-        elif not _recipe_fits(layer.call.recipe, x.dtype):
+        recipe = layer.call.recipe
+        if not recipe.table or not all([producers.can_quantize(x.dtype, pair) for pair in recipe.activations.values()]):
             return False
-    # one operator takes weights of one dtype, which are all quantized or all plain
-    traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
-    kinds = [(layer.stored, weight.dtype) for layer in traced for weight in layer.weights]
-    return all([kind == kinds[0] for kind in kinds])
-
-
-def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
-    return bool(recipe.table) and all([producers.can_quantize(dtype, pair) for pair in recipe.activations.values()])
-
-
-@private_torch.constant_in_graphs
-def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
-    return _recipe_fits(settings.registered[setting].recipe, dtype)
+    return True
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
     """Apply a normalization and a linear layer. Returns the outputs [..., out_features] and x + residual (None without
     residual)."""
     if isinstance(layer, TracedLinear):
-        return _traced("norm_linear", front, [layer], [_remakes(layer, False, True)])
-    policy = functional.saved_input_policy(layer.weights, _remakes(layer, False, operands.is_large(front.x)))
+        *outputs, total = compiled.call_in_graph("norm_linear", [layer], *front.constituents())
+        return outputs, total
+    remakes = _remakes(layer.call.recipe, False, operands.is_large(front.x))
+    policy = functional.saved_input_policy(layer.weights, remakes)
     *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, policy), *layer.tensors)
     return outputs, total
 
@@ -114,61 +101,51 @@ def mlp(
     `recomputes`: backward remakes the operands of wgrad. `storage`: format of the activation's inputs that backward
     keeps.
     """
+    if isinstance(fc1, TracedLinear):
+        assert isinstance(fc2, TracedLinear)
+        options = activation, recomputes, storage.name
+        out, total = compiled.call_in_graph("mlp", [fc1, fc2], *options, *front.constituents())
+        return out, total
+    assert isinstance(fc2, PreparedLinear)
     if storage is not AS_IS:
         storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
-    is_traced = isinstance(fc1, TracedLinear)
+    has_norm, is_large = front.normalization is not None, operands.is_large(front.x)
     remakes = [
-        front.normalization is not None and _remakes(fc1, recomputes, is_traced or operands.is_large(front.x)),
-        _remakes(fc2, recomputes, False),
-    ]
-    if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
-        (out,), total = _traced("mlp", front, [fc1, fc2], remakes, (activation, storage.name))
-        return out, total
-    assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
+        has_norm and _remakes(fc1.call.recipe, recomputes, is_large), _remakes(fc2.call.recipe, recomputes, False)
+    ]  # fmt: skip
     policies = [
         functional.saved_input_policy(fc.weights, remake) for fc, remake in zip((fc1, fc2), remakes, strict=True)
     ]
-    options = (front.normalization, fc1, activation, fc2, policies, storage)
-    out, total = _MLPFunction.apply(*front[:_FRONT], options, *fc1.tensors, *fc2.tensors)
+    arguments = (front.normalization, fc1, activation, fc2, policies, storage)
+    out, total = _MLPFunction.apply(*front[:_FRONT], arguments, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
-def _remakes(layer: PreparedLinear | TracedLinear, recomputes: bool, cheap: bool) -> bool:
+def _remakes(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
     """Return True if backward quantizes normalized rows or an activation again.
 
     `recomputes`: recomputation was requested. `cheap`: there are many normalized rows. If forward's amax is enough to
     quantize them again in one read, that is always done, because it costs less than keeping the codes until backward.
     """
-    if isinstance(layer, TracedLinear):
-        return _remakes_in_graph(layer.setting, recomputes, cheap)
-    return _remakes_by(layer.call.recipe, recomputes, cheap)
-
-
-def _remakes_by(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
     pair = recipe.activations[TensorRole.INPUT]
     is_free = cheap and None not in pair and operands.scales_by_one_amax(pair)
     return (recomputes or is_free) and not recipe.input_draws
 
 
-@private_torch.constant_in_graphs
-def _remakes_in_graph(setting: str, recomputes: bool, cheap: bool) -> bool:
-    return _remakes_by(settings.registered[setting].recipe, recomputes, cheap)
+def _norm_linear_step(layer: PreparedLinear, *constituents: Any) -> tuple[Tensor | None, ...]:
+    outputs, total = norm_linear(NormInput.of(*constituents), layer)
+    return (*outputs, total)
 
 
-def _traced(
-    step: str, front: NormInput, layers: Sequence[TracedLinear], remakes: Sequence[bool], between: tuple[str, ...] = ()
-) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Call a step as an operator in a graph that is being traced; `between`: the activation and its storage."""
-    x, residual, weight, bias, norm = front
-    facts: dict[str, Any] = dict(zip(("activation", "activation_storage"), between, strict=False))
-    if norm is not None:
-        facts |= {"norm_weight": weight, "norm_bias": bias, "eps": norm.eps}
-        facts |= {"normalization": norm.kind, "zero_centered_gamma": norm.zero_centered_gamma}
-    outputs = compiled.call_operator(step, x, layers, remakes, residual=residual, **facts)
-    return (outputs, None) if residual is None else (outputs[:-1], outputs[-1])
+def _mlp_step(
+    fc1: PreparedLinear, fc2: PreparedLinear, activation: str, recomputes: bool, storage: str, *constituents: Any
+) -> tuple[Tensor, Tensor | None]:
+    return mlp(NormInput.of(*constituents), fc1, activation, fc2, recomputes, STORAGES[storage])
 
 
-# Forward and backward, run at once or as an operator -----------------------------------------------------------------
+compiled.STEPS |= {"norm_linear": _norm_linear_step, "mlp": _mlp_step}
+
+# Forward and backward ------------------------------------------------------------------------------------------------
 
 
 _FRONT = 4  # tensors of a NormInput that can need a gradient
@@ -217,12 +194,13 @@ class _NormLinearFunction(torch.autograd.Function):
         outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.keeps)
         ctx.normalization = normalization
         ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.requantizes)
+        ctx.step = kernels.tracing.step
         ctx.save_for_backward(*norm[1:], *layer_tensors)
         return (*outputs, None if residual is None else norm.z)
 
     @staticmethod
+    @functional.in_step_of_forward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        functional.refuse_second_derivative()
         *output_grads, total_grad = grads
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
         front, needs = _front_in_backward(ctx, norm_tensors), _front_needs(ctx)
@@ -304,7 +282,7 @@ class _MLPFunction(torch.autograd.Function):
         front = NormInput(x, residual, weight, bias, normalization)
         keeps = [policy.keeps for policy in policies]
         out, norm, between, wgrad_operands = _run_mlp(front, fc1, activation, fc2, keeps)
-        ctx.normalization, ctx.activation = normalization, activation
+        ctx.normalization, ctx.activation, ctx.step = normalization, activation, kernels.tracing.step
         ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].requantizes)
         ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].requantizes)
         inner = storage.keep(between)
@@ -313,8 +291,8 @@ class _MLPFunction(torch.autograd.Function):
         return out, None if residual is None else norm.z
 
     @staticmethod
+    @functional.in_step_of_forward
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        functional.refuse_second_derivative()
         dout, total_grad = grads
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
@@ -346,69 +324,3 @@ def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
         parts.append(list(tensors[start : start + size]))
         start += size
     return parts
-
-
-# As operators --------------------------------------------------------------------------------------------------------
-
-
-def _normalization(step: StepArguments) -> Normalization | None:
-    structure = step.structure
-    if not structure.normalization:
-        return None
-    return Normalization(structure.normalization, step.x.shape[-1], step.eps, structure.zero_centered_gamma)
-
-
-def _front_of(step: StepArguments) -> NormInput:
-    return NormInput(step.x, step.residual, step.norm_weight, step.norm_bias, _normalization(step))
-
-
-def _results(
-    step: StepArguments,
-    outputs: Sequence[Tensor],
-    entered: NormBackward,
-    inputs: Sequence[WgradOperand],
-    inner: Sequence[Tensor | None] = (),
-) -> ForwardResults:
-    total = [] if step.residual is None else [entered.z]
-    statistics = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
-    return ForwardResults([*outputs, *total], inputs, statistics)
-
-
-def _entered_again(step: StepArguments, others: list[Tensor]) -> tuple[NormBackward, list[Tensor]]:
-    """Rebuild the normalization for backward; also return the other saved tensors."""
-    normalization = None if step.x is None else _normalization(step)
-    if normalization is None or step.norm_weight is None:
-        return NO_NORM, others
-    rstd, *rest = others
-    mean = rest.pop(0) if normalization.centered else None
-    return NormBackward(normalization, step.x, step.norm_weight, step.norm_bias, rstd, mean), rest
-
-
-def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
-    keeps = step.structure.layers[0].keeps
-    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(step), layers[0], keeps)
-    return _results(step, outputs, norm, [wgrad_operand])
-
-
-def _norm_linear_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
-    front, _ = _entered_again(step, others)
-    dy, tensor_grads = layers[0].backward(step.grads, front.requantized(layers[0]))
-    return StepGradients(front.gradients(dy, step.of_total, step.need_front), [tensor_grads])
-
-
-def _mlp_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
-    (fc1, fc2), structure = layers, step.structure
-    keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
-    out, norm, between, wgrad_operands = _run_mlp(_front_of(step), fc1, structure.activation, fc2, keeps)
-    return _results(step, [out], norm, wgrad_operands, storage.keep(between))
-
-
-def _mlp_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
-    front, inner = _entered_again(step, others)
-    structure, storage = step.structure, STORAGES[step.structure.activation_storage]
-    dy, *tensor_grads = _mlp_gradients(step.grads[0], front, inner, storage, structure.activation, layers)
-    return StepGradients(front.gradients(dy, step.of_total, step.need_front), tensor_grads)
-
-
-operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)
-operators.register_step("mlp", _mlp_forward, _mlp_backward)

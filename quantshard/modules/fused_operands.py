@@ -49,6 +49,20 @@ class NormInput(NamedTuple):
     bias: Tensor | None = None
     normalization: Normalization | None = None
 
+    @staticmethod
+    def of(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *norm: Any) -> NormInput:
+        """Build the inputs from `constituents`."""
+        if not norm:
+            return NormInput(x, residual, weight, bias)
+        kind, size, eps, zero_centered_gamma = norm
+        return NormInput(x, residual, weight, bias, Normalization(kind, size, float(eps), zero_centered_gamma))
+
+    def constituents(self) -> tuple[Any, ...]:
+        """The tensors, and the fields of the normalization if there is one."""
+        norm = self.normalization
+        fields = () if norm is None else (norm.kind, norm.size, norm.eps, norm.zero_centered_gamma)
+        return (self.x, self.residual, self.weight, self.bias, *fields)
+
     def normalized(self) -> tuple[Tensor, Tensor | None]:
         """Return the normalized rows and x + residual (None without residual), computed without fusion."""
         if self.normalization is None or self.weight is None:

@@ -133,6 +133,9 @@ class GroupedLinear(QuantizedModule):
         super().__setstate__(state)
         self._note_spread()
 
+    def _is_traced(self, own_autocast: context.autocast | None, inp: Tensor) -> bool:
+        return False  # splits would be constants of graphs, and differ each time
+
     @by_own_recipe
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Any:
         """Apply the experts: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
@@ -189,8 +192,7 @@ class GroupedLinear(QuantizedModule):
     def _together(self, tokens: Tensor, splits: Sequence[int] | Tensor) -> grouped.ExpertsLayer | None:
         """Return all experts as one layer, or None. Kernels must be able to quantize and multiply all of them at once,
         faster than one by one or without waiting for the splits."""
-        # compiled code runs experts one by one, since splits are graph constants that can differ each time
-        if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
+        if self.tp_size > 1 or isinstance(tokens, DTensor):
             return None
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return None
@@ -228,7 +230,7 @@ class GroupedLinear(QuantizedModule):
     def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
         """Return high-precision weights and biases if PyTorch can multiply them all at once with these tokens,
         otherwise None."""
-        if torch.compiler.is_compiling() or self.tp_size > 1:
+        if self.tp_size > 1:
             return None
         parameters = private_torch.registered_parameters(self, self._weight_names)
         weights: list[Tensor] = [weight for weight in parameters if weight is not None]

@@ -26,8 +26,8 @@ from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGE
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import Projection, split_sizes
-from quantshard.modules.contexts import context, settings
-from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.contexts import context
+from quantshard.modules.gemms import compiled
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
 from quantshard.tensor import component_loading
@@ -299,7 +299,7 @@ class LayerNormMLP(_NormedModule):
         recompute_activation: recompute and requantize the activation in backward instead of keeping its quantized
             result, with kernels the normalization too. This saves `ffn_hidden_size` bytes per token in FP8 and needs no
             extra GEMM. Gradients keep the same bits. The option has no effect in high precision, or if `torch.compile`
-            traces the activation without kernels.
+            traces a module that returns the normalized input.
         activation_storage: format in which the inputs of the activation (gate and up, the outputs of fc1) are kept for
             backward. "high_precision" keeps them unchanged. "fp8" keeps E4M3 codes with a float32 scale for each 128
             features of a token: 1.03 bytes per element instead of 2 or 4. Outputs have the same bits; for the error of
@@ -384,13 +384,12 @@ class LayerNormMLP(_NormedModule):
         if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
             storage = STORAGES[self.activation_storage]
             out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
+        elif torch.compiler.is_compiling() and self.activation_storage != HIGH_PRECISION:
+            return cast(Any, compiled.run_eagerly(LayerNormMLP.forward, self, inp, residual=residual))
         else:
             normed, total = front.normalized()
             hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, prepared=fc1))
             recomputed = recomputed_input if self.recompute_activation else None
-            reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
-            if reads_codes and isinstance(fc2, TracedLinear) and (settings.quantizes(fc2.setting) or fc2.stored):
-                _refuse_codes_in_graph(type(self).__name__)
             (out,) = self._project(
                 hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=recomputed
             )
@@ -408,8 +407,3 @@ class LayerNormMLP(_NormedModule):
             f"activation={self.activation!r}, activation_storage={self.activation_storage!r}, "
             f"normalization={self.normalization}{self._formats_repr()}"
         )
-
-
-@private_torch.constant_in_graphs
-def _refuse_codes_in_graph(owner: str) -> None:
-    raise UnsupportedOperationError(limits.refusal("compiled codes", owner))

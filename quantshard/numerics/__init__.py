@@ -47,19 +47,15 @@ _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root of a float32 tensor.
+    """Return the correctly rounded square root of a float32 tensor, from a float64 root that may be off by two ulps.
 
-    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL. The root of a float32 is at least 4 float64 ulps away
-    from any tie between float32s, so a float64 root with an error of an ulp or two rounds to the right float32.
+    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL.
     """
     return torch.sqrt(x.double()).float()
 
 
 def exceeds(x: Tensor, largest: float) -> Tensor:
-    """Return whether any element exceeds `largest`, rounded to x's dtype, in magnitude: float32 scalar.
-
-    0: no element does. 1: some do, and all are finite. 2: an element is infinite or NaN.
-    """
+    """Return how x exceeds `largest`, rounded to x's dtype: float32 scalar, 0: not, 1: finite, 2: infinite or NaN."""
     finite = torch.finfo(x.dtype).max
     top = x.abs().amax() if x.numel() else x.new_zeros(())
     # ~(<=), so that NaN exceeds the limit; min, so that the limit does not round to infinity.
@@ -75,8 +71,7 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
 
     The float32 value is rounded to nearest, ties to even, and saturates at +-max, also if infinite. NaN becomes the
     positive NaN code, because devices produce NaNs of either sign. E2M1 has no NaN: it becomes +max, as in CUDA's
-    `__nv_cvt_float_to_fp4`. The result equals PyTorch's cast after a clamp, except for the sign of NaN. E8M0 rounds up;
-    see `encode_e8m0_round_up`. Encodings without a sign map negative values to 0.
+    `__nv_cvt_float_to_fp4`. E8M0 rounds up. Encodings without a sign map negative values to 0.
     """
     if encoding == FP32:
         return x.float()
@@ -92,11 +87,8 @@ def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
     """Encode like `encode`, but round to either neighbor with a probability proportional to the distance to the other.
 
     The float32 bits that the encoding lacks, n = 23 - mantissa_bits of them, are the fraction of the way to the
-    neighbor of larger magnitude, which is chosen if this fraction and the highest n bits of the random word add up to
-    at least 1. Representable values never change, magnitudes above max saturate, and -x rounds like x.
-
-    Args:
-        words: int64 in [0, 2**32), of x's shape.
+    neighbor of larger magnitude, which is chosen if this fraction and the highest n bits of the random word (int64 in
+    [0, 2**32)) add up to at least 1. Representable values never change, and magnitudes above max saturate.
     """
     return in_chunks(lambda v, w: _round_stochastically(v, encoding, w), x, words)
 
@@ -137,8 +129,7 @@ def _encodable(x: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
-    """Add the sign of x to the int32 codes of |x| and convert them to the storage dtype. NaN becomes all ones except
-    the sign (in E2M1, the largest number)."""
+    """Add the sign of x to the int32 codes of |x| and convert them to the storage dtype."""
     if encoding.is_signed:
         code |= (x.view(torch.int32) >> 31).bitwise_and_(encoding.magnitude + 1)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
@@ -157,8 +148,7 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Decode codes, uint8 (one per byte) or 16-bit, exactly to float32 of the same shape. FP32 is returned
-    unchanged."""
+    """Decode codes, uint8 (one per byte) or 16-bit, exactly to float32 of the same shape."""
     if encoding.bits > 8:
         return codes.float() if encoding.native else _decode_by_definition(codes.to(torch.int32) & 0xFFFF, encoding)
     if encoding.native is not None:
@@ -179,10 +169,7 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble.
-
-    An odd last element is paired with code zero. Other encodings are stored unchanged.
-    """
+    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble."""
     if encoding.bits >= 8:
         return codes
     if codes.shape[-1] % 2:
@@ -233,8 +220,8 @@ def _amax_along(x: Tensor, dim: int, block_shape: int, origin: int) -> Tensor:
 def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """Return the largest |x| of each block of `block_shape` elements that the rectangle touches: float32.
 
-    x is a floating-point [R, C]. Along dim d the grid is range(origin // block, ceil((origin + size) / block)). If the
-    block is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none. NaN propagates.
+    Along dim d the grid is range(origin // block, ceil((origin + size) / block)). If the block is ALL there is one
+    entry, 0 for an empty dim; otherwise an empty dim has none. NaN propagates.
     """
     along_cols = _amax_along(x.abs(), 1, block_shape[1], origin[1])
     return _amax_along(along_cols, 0, block_shape[0], origin[0]).float()
@@ -259,11 +246,7 @@ def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
 def scales_and_multipliers(
     amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Compute from amax grids the stored SCALE and AMAX components, and the float32 multipliers of x by scale name.
-
-    FP32 scales are 1 / multiplier; E8M0 and E4M3 scales are codes. The dtype of the tensor to quantize bounds the scale
-    of a tiny block (see `_fp32_encode_scale`).
-    """
+    """Compute from amax grids the stored SCALE and AMAX components, and the float32 multipliers of x by scale name."""
     components = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
     multipliers = {}
     for copy in fmt.copies.values():
@@ -314,11 +297,6 @@ def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
-def are_powers_of_two(x: Tensor) -> Tensor:
-    """True (a bool scalar tensor) if each of these float32 numbers is a power of two or 0."""
-    return ((torch.frexp(x).mantissa == 0.5) | (x == 0)).all()
-
-
 def _reciprocal(x: Tensor) -> Tensor:
     return torch.ones_like(x) / x
 
@@ -331,9 +309,7 @@ def quantize_codes(
 ) -> Tensor:
     """Quantize x [R, C], floating point, to the stored codes of one copy: uint8 [R, C] or packed [R, ceil(C / 2)].
 
-    Args:
-        multipliers: the touched grids, from `scales_and_multipliers`.
-        words: int64 [R, C], from `random_words`, for stochastic rounding. None: round to nearest even.
+    `multipliers`: the touched grids, from `scales_and_multipliers`. `words`: int64 [R, C], for stochastic rounding.
     """
     encoding, grid = copy.codes.encoding, multipliers[copy.scale.name]
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
@@ -364,12 +340,8 @@ def quantize(
 ) -> dict[str, Tensor]:
     """Quantize x [R, C], floating point, to every component of the format, with scales from x's own amaxes.
 
-    x is the whole tensor, or a rectangle that shares no block with other ranks (otherwise reduce `amaxes` first).
-
-    Args:
-        words: one tensor per copy, used if `scaling.stochastic_rounding`.
-        scaling: with `random_hadamard`, which requires blocks along dim 1 only, `hadamard16(x)` is quantized, and C is
-            rounded up to a multiple of 16.
+    x is the whole tensor, or a rectangle that shares no block with other ranks (otherwise reduce `amaxes` first). With
+    `random_hadamard`, which requires blocks along dim 1 only, `hadamard16(x)` is quantized. `words`: one per copy.
     """
     if scaling.random_hadamard:  # groups of 16 are counted in the global row, wherever a rectangle begins
         assert len(fmt.copies) == 1 and fmt.copies[Orientation.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name

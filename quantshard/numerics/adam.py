@@ -29,10 +29,8 @@ SMALL_EPS = 2.0**-60
 class Bound(IntEnum):
     """How a step is protected from stored moments that rounding has taken out of the range of exact ones.
 
-    With C = `largest_ratio`:
-
-    RATIO: m is first clamped to C sqrt(v), the range of every exact m. For a storage format of m that rounds small
-    values next to large ones up to far too large values, beside a format of v that does not.
+    RATIO: m is first clamped to `largest_ratio` sqrt(v), the range of every exact m. For a storage format of m that
+    rounds small values next to large ones up to far too large values, beside a format of v that does not.
     UPDATE: m c1 / (sqrt(v c2) + eps) is clamped to `Hyperparameters.largest_update`. For other scaled formats of m.
     """
 
@@ -121,14 +119,9 @@ def adam(
 
     Sources: Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is that
     in TransformerEngine (common/multi_tensor/adam.cu), except that c is an inverse, computed in float64, where
-    TransformerEngine divides each element.
-
-    Only operations that IEEE 754 rounds correctly are used, so every device and every shard computes the same bits.
-
-    If v is 0 and eps is below `SMALL_EPS`, only weight decay is applied: the gradients were zero or their squares
-    underflowed, so the quotient would be NaN or meaningless.
-
-    Without a `bound` where the formats need one, an update could be thousands of learning rates.
+    TransformerEngine divides each element. If v is 0 and eps is below `SMALL_EPS`, only weight decay is applied: the
+    gradients were zero or their squares underflowed. Without a `bound` where the formats need one, an update could be
+    thousands of learning rates.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
@@ -177,8 +170,8 @@ def average_share(decay: float, step: int | Tensor) -> float | Tensor:
 
         a = a + share (w - a),   share = (1 - decay) / (1 - decay^step)
 
-    Adam's bias correction is already applied. An average that starts after step n starts with the values of that time,
-    which count for all n steps. The result is a float32 number, or a float32 scalar on the device of `step`.
+    An average that starts after step n starts with the values of that time, which count for all n steps. The result is
+    a float32 number, or a float32 scalar on the device of `step`.
     """
     rest = 1.0 - power(decay, step)
     if isinstance(rest, Tensor):
@@ -187,8 +180,5 @@ def average_share(decay: float, step: int | Tensor) -> float | Tensor:
 
 
 def moved_average(average: Tensor, values: Tensor, share: float | Tensor) -> Tensor:
-    """Return the average after a step, in float32, out of place.
-
-    `lerp` and `add(alpha=)` would fuse these three operations on some devices.
-    """
+    """Return the average after a step, in float32, out of place; `lerp` would fuse operations on some devices."""
     return average + (values - average) * share

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,15 +22,8 @@ class LionSettings:
     weight_decay: float
 
 
-class LionUpdate(NamedTuple):
-    """The results of one step for a parameter: float32, of its shape."""
-
-    master: Tensor
-    exp_avg: Tensor
-
-
-def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) -> LionUpdate:
-    """Compute one Lion step in float32, out of place.
+def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) -> tuple[Tensor, Tensor]:
+    """Compute one Lion step in float32, out of place: the new master and moment.
 
         w = w - lr (sign(b1 m + (1 - b1) g) + wd w)
         m = b2 m + (1 - b2) g
@@ -44,4 +36,4 @@ def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) 
     update = (beta1 * exp_avg + (1.0 - beta1) * grad).sign()
     if settings.weight_decay != 0:
         update = update + settings.weight_decay * master
-    return LionUpdate(master - settings.lr * update, beta2 * exp_avg + (1.0 - beta2) * grad)
+    return master - settings.lr * update, beta2 * exp_avg + (1.0 - beta2) * grad

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,15 +56,8 @@ class MuonSettings:
         return self.lr * RATE_FACTORS[self.adjust_lr_fn](*shape)
 
 
-class MuonMomentum(NamedTuple):
-    """The results of one gradient: float32, of its shape. `update`: the matrix to orthogonalize."""
-
-    buffer: Tensor
-    update: Tensor
-
-
-def momentum(grad: Tensor, buffer: Tensor, settings: MuonSettings) -> MuonMomentum:
-    """Compute the momentum after a gradient, float32, elementwise and out of place.
+def momentum(grad: Tensor, buffer: Tensor, settings: MuonSettings) -> tuple[Tensor, Tensor]:
+    """Compute the momentum m after a gradient, and the matrix u to orthogonalize, in float32 and out of place.
 
         m = m + (1 - mu) (g - m)        u = g + mu (m - g) with Nesterov's momentum, else m
 
@@ -73,7 +65,7 @@ def momentum(grad: Tensor, buffer: Tensor, settings: MuonSettings) -> MuonMoment
     """
     grad = grad.float()
     buffer = _lerp(buffer, grad, 1 - settings.momentum)
-    return MuonMomentum(buffer, _lerp(grad, buffer, settings.momentum) if settings.nesterov else buffer)
+    return buffer, _lerp(grad, buffer, settings.momentum) if settings.nesterov else buffer
 
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:

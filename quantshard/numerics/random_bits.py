@@ -88,12 +88,8 @@ def random_words(
     """Generate the random words of a rectangle [R, C]: int64 in [0, 2**32), the same for every sharding.
 
     Element i (row-major, in `global_shape`) gets word i % 4 of Philox call (lo(i // 4), hi(i // 4), draw, stream) under
-    the 64-bit `key`.
-
-    Args:
-        draw: number of earlier draws of this parameter, modulo 2**32. Can be an int64 scalar tensor on `device`.
-        stream: distinguishes the tensors of one draw, modulo 2**32.
-        shape: default: everything from `origin` on.
+    the 64-bit `key`. `draw`: number of earlier draws of this parameter, also as an int64 scalar on `device`. `stream`:
+    distinguishes the tensors of one draw. `shape`: by default everything from `origin` on.
     """
     rows, cols = shape if shape is not None else (global_shape[0] - origin[0], global_shape[1] - origin[1])
     if rows <= 0 or cols <= 0:

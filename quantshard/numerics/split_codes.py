@@ -53,10 +53,7 @@ def quantize(
 
 
 def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
-    """Return the low bytes that bring the existing codes of one copy closest to x [R, C]: uint8 [R, C].
-
-    A code with its low byte reaches halfway to the neighboring codes.
-    """
+    """Return the low bytes that bring the existing codes of one copy closest to x [R, C]: uint8 [R, C]."""
     encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
     scaled = x.float() / numerics.expand(
         numerics.stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin

@@ -33,11 +33,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
     Inside, you can evaluate the model and take its state dict, but not step, read, save or load the optimizer. Loading
     into the model inside is undone with a warning. Entering is a collective call if parameters are sharded. Each rank
-    holds a copy of its shards of the weights until the exit.
-
-    Args:
-        model: the model with all parameters that the optimizer averages.
-        optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
+    holds a copy of its shards of the weights until the exit. `model` must have all parameters that are averaged.
     """
     _reshard(model)  # so that model.parameters() yields the sharded parameters
     owner: Any = optimizer
@@ -116,12 +112,8 @@ def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
     """Round the averages to the nearest values that the parameters can represent."""
     values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in copies}
     quantized = [copy.param for copy in copies if copy.weight.storage is not None]
-    plain = [copy.param for copy in copies if copy.weight.storage is None]
-    requantize.requantize_(
-        [(param, values[param]) for param in quantized],
-        plain=[(param, values[param]) for param in plain],
-        names=[optimizer._names[param] for param in (*quantized, *plain)],
-    )
+    names = [optimizer._names[param] for param in quantized]
+    requantize.requantize_([(param, values[param]) for param in quantized], names=names)
     for copy in copies:
         if copy.weight.storage is None:
             copy.weight.write(values[copy.param], None)

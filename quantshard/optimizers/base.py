@@ -12,21 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quantshard import limits, numerics, private_torch
-from quantshard.collectives import process_groups, rank_checks
+from quantshard import numerics, private_torch
+from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    UnsupportedOperationError,
-    warn_user,
-)
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
-from quantshard.optimizers import loading
+from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
 from quantshard.optimizers.state import layout
-from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
@@ -45,10 +38,6 @@ RANGES: Final = {
 }
 """The range of each number in a parameter group."""
 
-SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
-"""Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
-
-
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
 """Group entries that count steps."""
 
@@ -61,14 +50,9 @@ def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
 
 def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:
     """Check the entries `names` of a parameter group against `RANGES`. Tensors on a device are not read."""
-    for name, (lowest, highest) in RANGES.items():
-        if name not in group or name not in names:
-            continue
-        value: Any = group[name]
-        numbers: Sequence[Any] = (value,)
-        if name == "betas":
-            numbers = value if isinstance(value, list | tuple) else (None,)
-        for number in numbers:
+    for name in [name for name in RANGES if name in group and name in names]:
+        (lowest, highest), value = RANGES[name], group[name]
+        for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, Tensor) and number.device.type != "cpu":
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
@@ -82,10 +66,10 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
-    """Return a seed for an optimizer's random bits, derived from the key of the first quantized weight.
+    """Return a seed for an optimizer's random bits, from the key of the first quantized weight, which replicas share.
 
-    All replicas, including DDP's, share that key. Without quantized weights, the seed is drawn from torch's generator.
-    If ranks hold different parameters (experts, several meshes), they use the largest of their seeds.
+    Without quantized weights, it is drawn from torch's generator. Ranks with different parameters (experts, several
+    meshes) use the largest of their seeds.
     """
     first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
     if first is None:
@@ -128,10 +112,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
 
 
 class ParameterOptimizer(torch.optim.Optimizer):
-    """Base of `ElementwiseOptimizer` and `MasterWeights`.
-
-    The keys of `_names` are all parameters in the order of the groups, which is the order of collective calls.
-    """
+    """Base of `ElementwiseOptimizer` and `MasterWeights`. The keys of `_names` are all parameters, in order."""
 
     checked_numbers: tuple[str, ...] = ("lr", "weight_decay", EMA_DECAY)
     """Group entries that must be in their range (`RANGES`)."""
@@ -141,8 +122,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def _set_up(self, max_skipped_in_a_row: int) -> None:
         """Set up what `add_param_group` needs; call it before PyTorch's constructor."""
         if not hasattr(type(self).step, "hooked"):
-            # Graphs of torch.compile break here. PyTorch's constructor wraps `step` once; a decorator would import the
-            # compiler together with this package.
+            # Graphs of torch.compile break here. A decorator would import the compiler together with this package.
             type(self).step = torch.compiler.disable(type(self).step)  # type: ignore[method-assign]
         self._name = type(self).__name__
         self._max_skipped_in_a_row = max_skipped_in_a_row
@@ -165,17 +145,11 @@ class ParameterOptimizer(torch.optim.Optimizer):
         check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
     def _checked_group(self, param_group: dict[str, Any], options: Container[str] = ()) -> dict[str, Any]:
-        """Return a new group with its parameters in a list. Options of the whole optimizer raise an error, except the
-        names in `options`."""
+        """Return a new group with its parameters in a list. Options of the whole optimizer, except `options`, raise."""
         group, params = dict(param_group), param_group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        invalid = [name for name in STATE_ARGUMENTS if name in group and name not in options]
-        invalid += [name for name in SWITCHES if group.get(name) and name not in options]
-        if group.get(EMA_DECAY) and not self._is_averaging:
-            invalid.append(EMA_DECAY)
-        if invalid:
-            where = f"{self._name}: param_groups[{len(self.param_groups)}]"
-            raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
+        where = f"{self._name}: param_groups[{len(self.param_groups)}]"
+        checks.check_group_options(where, group, options, self._is_averaging)
         return group
 
     def _group_of(self, param: Tensor) -> dict[str, Any]:
@@ -183,8 +157,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             if any(candidate is param for candidate in group["params"]):
                 return group
         raise ConfigurationError(
-            f"the tensor of shape {tuple(param.shape)} is not a parameter of this {self._name}; pass the parameter "
-            "itself (the DTensor, not its local tensor)"
+            f"a tensor {tuple(param.shape)} is not a parameter of this {self._name}; pass the DTensor itself"
         )
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
@@ -229,55 +202,15 @@ class ParameterOptimizer(torch.optim.Optimizer):
             )
         self._make_states()
 
-    def _warn_of_replaced_parameters(self) -> None:
-        """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
-        # A parameter with a gradient is in another model, too.
-        unused = [param for param in self._names if param.grad is None]
-        replaced = [self._names[param] for param in unused if getattr(param, components.REPLACED, False)]
-        if replaced:
-            warn_user(
-                f"{self._name}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
-                "it does not train the new ones; build the optimizer after them"
-            )
-
     def _check_parameters(self) -> None:
-        """Check random keys, the seed and the places of shards, with one collective per axis of each mesh."""
-        seed = {}
-        if self._seed is not None:
-            seed[f"{self._name}'s {ROUNDING_SEED}"] = torch.tensor([self._seed], dtype=torch.int64, device="cpu")
-        components.check_offsets([(name, param) for param, name in self._names.items()])
-        keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
-        owners: dict[int, str] = {}
-        for param, name in self._names.items():
-            checked = keys.setdefault(private_torch.mesh_group(param), dict(seed))
-            quantized = components.quantized_local(param)
-            if quantized is None:
-                continue
-            key = checked[name] = quantized.quantized_storage.state[RNG_KEY]
-            owner = owners.setdefault(id(key), name)
-            if owner != name:
-                raise ConfigurationError(
-                    f"{owner} and {name} were one tied weight that fully_shard has cut twice; wrap the modules that "
-                    "share it as one group, fully_shard([a, b]), or their parent alone"
-                )
-        for group, checked in keys.items():
-            rank_checks.check_equal_on_ranks(checked, group, "the random key")
-
-    def _check_trainable(self, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Check that a parameter has values and is quantized or of one of the given dtypes."""
-        where = f"{self._name}: {self._names[param]}"
-        if param.is_meta:
-            raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
-        if components.quantized_local(param) is None and param.dtype not in dtypes:
-            raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
+        checks.check_parameters(self._name, self._names, self._seed)
 
     def _is_overwritten(
         self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool
     ) -> bool:
-        """Check that a parameter and its gradient fit the states. Return whether others wrote to a plain parameter that
-        has a master.
+        """Return whether others wrote to a plain parameter that has a master.
 
-        `Module.half` and transformers' resizing of embeddings replace a parameter's data after its states were made.
+        Raises if the parameter no longer fits its states: `Module.half` and resized embeddings replace its data.
         """
         if grad is not None and self._made_for[param] != (param.dtype, param.shape):
             dtype, shape = self._made_for[param]
@@ -342,17 +275,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
                 # raised by the next step, which all ranks reach
                 self._last_bad_flags, self._late_error = flags, error
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._read_flags()
-        return super().__getstate__()
-
-    def _raise_late_error(self) -> None:
-        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
-        self._read_flags()
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-
     def _count_on_device(self, bad: Tensor, flags: GradientFlags) -> None:
         """Count a step of a `capturable` optimizer without reading `bad`, and record the flags of a bad one."""
         for group in self.param_groups:
@@ -385,8 +307,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load
-        it. If `capturable`, this also raises the errors that `step` could not raise."""
+        """Return the state dict, with numbers even if `capturable`. Raises the errors that `step` could not raise."""
         self._raise_for_bad_steps()
         return self.state_dict_to_fill()
 
@@ -408,14 +329,3 @@ class ParameterOptimizer(torch.optim.Optimizer):
         # Forget the versions of quantized parameters, so that the model can be loaded before or after.
         plain = [param for param in self._versions if components.quantized_local(param) is None]
         self._versions = {param: weight_version(param) for param in plain}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None (default) or to zero."""
-        self._adopt_replaced_parameters()
-        super().zero_grad(set_to_none)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
-        raise UnsupportedOperationError(
-            f"a {self._name} is not copied: its states belong to its parameters; build another one over the copied "
-            "model and load this one's state_dict() into it"
-        )

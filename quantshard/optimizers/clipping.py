@@ -29,17 +29,14 @@ def clip_grad_norm_(
     this rank's experts of an `ep_mesh`. Gradients must already be reduced, as FSDP2 does in `backward`. If a parameter
     has a `decoupled_grad`, it is used as the gradient.
 
-    Sums are float64, so squares of finite gradients cannot overflow and the norm hardly depends on the mesh.
-
     Args:
-        model: the outermost module; the gradients of its parameters are scaled in place.
+        model: the outermost module, not its parameters.
         max_norm: the largest norm that is not scaled down.
         norm_type: p of the p-norm; `math.inf` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or NaN, instead of scaling by it.
 
     Returns:
-        The norm before scaling: a float32 scalar on the gradients' device, equal on every rank. A norm beyond float32's
-        range is returned as infinity, but gradients are scaled by the true norm.
+        The norm before scaling, a sum in float64: a float32 scalar on the gradients' device, equal on every rank.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"clip_grad_norm_(model={type(model).__name__}): pass the model, not its parameters")
@@ -59,7 +56,15 @@ def clip_grad_norm_(
             if grads[-1].numel() > 0:  # vector_norm(inf) fails on empty tensors
                 local_norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
-    norms = [_over_ranks(local_norms, groups, norm_type, device) for groups, local_norms in norms_by_groups.items()]
+    norms = []
+    for groups, local_norms in norms_by_groups.items():
+        norm = _norm(local_norms, norm_type, device)
+        for group in groups:
+            is_max = math.isinf(norm_type)
+            powers = (norm if is_max else norm**norm_type).to(process_groups.collective_device(group))
+            dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+            norm = (powers if is_max else powers ** (1 / norm_type)).to(device)
+        norms.append(norm)
     total = _norm(norms, norm_type, device)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
@@ -85,13 +90,3 @@ def _norm(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Return the norm of a vector that has parts with these norms; 0 if there are none."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [zero]), p)
-
-
-def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
-    """Combine local norms into the norm over all ranks of `groups`, with one all-reduce per group."""
-    total = _norm(norms, p, device)
-    for group in groups:
-        powers = (total if math.isinf(p) else total**p).to(process_groups.collective_device(group))
-        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
-        total = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
-    return total

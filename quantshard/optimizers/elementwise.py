@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.collectives.flat_max import FlatMax
@@ -23,16 +22,17 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
-from quantshard.optimizers import base
-from quantshard.optimizers.base import COUNTERS, ParameterOptimizer
+from quantshard.optimizers import base, checks
+from quantshard.optimizers.base import COUNTERS
 from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
-from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
+from quantshard.optimizers.state import OptimizerState, make_average, make_states, rounded_roles
+from quantshard.optimizers.state_access import StateAccess
 from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec
 from quantshard.tensor import components
 
 
-class ElementwiseOptimizer(ParameterOptimizer, ABC):
+class ElementwiseOptimizer(StateAccess, ABC):
     """Base of optimizers for models with quantized weights whose update is an elementwise formula.
 
     A subclass declares its `states` and implements the formula as `update`. Gradient descent with momentum is
@@ -122,17 +122,15 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         depend on the mesh. Must not modify its arguments, and can be called twice in a step.
 
         Args:
-            param: the parameter, as an identity only; its values are in `master`.
-            grad: gradient of the parameter.
+            param: the parameter, as an identity only.
             master: values to train: the master's, or the parameter's if it has no master.
-            states: values of the states, by role.
             settings: result of `settings` for the parameter's group.
         """
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """Return the settings that `update` gets for a group: its entries, with the number of this step as `step`.
+        """Return the settings that `update` gets for a group: its entries, with the number of this step, from 1.
 
-        Called once per step. `step` counts from 1. `step` and `lr` are tensors if `capturable`.
+        Called once per step. `step` and `lr` are tensors if `capturable`.
         """
         return {**group, "step": group["step"] + 1}
 
@@ -143,10 +141,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     # The step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
-
-        `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
         On a GPU, optimizers with kernels and masters do not wait. If gradients were bad, the device skips the step, and
         the next step counts it and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step`
@@ -155,17 +151,19 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         Raises a RankMismatchError if a parameter has a gradient on some ranks only, and a NonFiniteGradientError if too
         many consecutive steps were skipped, on a GPU one step later.
         """
-        if grad_scaler is not None:
-            raise ConfigurationError(
-                f"{self._name}.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead"
-            )
         self._adopt_replaced_parameters()
-        self._raise_late_error()
+        self._read_flags()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [self._group_settings(index, group) for index, group in enumerate(self.param_groups)]
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            self.check_group(f"{self._name}: param_groups[{index}]", group)
+            groups.append(GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0))))
         plan = self._current_plan()
         try:
             self._take_gradients(plan, groups)
@@ -180,23 +178,17 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
                 item.grad, item.requantizations = None, {}  # frees their memory
         return loss
 
-    def _group_settings(self, index: int, group: dict[str, Any]) -> GroupSettings:
-        self.check_group(f"{self._name}: param_groups[{index}]", group)
-        return GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
-
     def _current_plan(self) -> StepPlan:
         if self._plan is not None and not self._plan.is_current():
             self._drop_plan()
         if self._plan is not None:
             return self._plan
-        self._warn_of_replaced_parameters()
+        checks.warn_of_replaced_parameters(self._name, self._names)
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
         items = [
-            ParameterStep(
-                param, self._states[param], self.group_states(group), self.update, group_index, streams[param]
-            )
-            for group_index, group in enumerate(self.param_groups)
+            ParameterStep(param, self._states[param], self.group_states(group), self.update, number, streams[param])
+            for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if param in self._states
         ]
@@ -208,7 +200,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return StepPlan(items, flags, KernelStep(items, self._uses_kernels))
 
     def _drop_plan(self) -> None:
-        """Make a new plan in the next step, because states were added or removed."""
         if self._plan is not None and self._plan.is_captured:
             self._captured.append(self._plan)
         self._plan = None
@@ -236,10 +227,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             item.in_kernels, item.requantizations = False, {}
 
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
-        """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
-
-        Kernels run here, and do nothing if a gradient is bad.
-        """
+        """Return the gradient flags of all ranks, and the measured parameter steps that no kernel has finished."""
         reduction = FlatMax()
         if plan.kernels.take(self._seed):
             flags = self._reduce_flags(plan, reduction, plan.kernels.exceeding())
@@ -254,12 +242,11 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
 
     def _finish_or_skip(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
-        """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
-        step.
+        """Finish the updates that no kernel has written. Return False if the host skips the step.
 
         If `capturable`, the device undoes a bad step and counts it. If deferred, the device undoes it, and the host
-        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without a
-        master counts its random draws on the host, in state that can be saved before the flags are read.
+        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without one
+        counts its random draws on the host, in state that can be saved before the flags are read.
         """
         if self._capturable:
             bad = flags.bad()
@@ -280,12 +267,12 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""
         super().zero_grad(set_to_none)
-        for param in self._names if self._use_decoupled_grad else ():
-            grad = getattr(param, DECOUPLED_GRAD, None)
-            if set_to_none:
-                param.decoupled_grad = None  # type: ignore[attr-defined]
-            elif grad is not None:
-                grad.detach().zero_()
+        for group in self.param_groups if self._use_decoupled_grad else ():
+            for param in group["params"]:
+                if not set_to_none and getattr(param, DECOUPLED_GRAD, None) is not None:
+                    param.decoupled_grad.detach().zero_()
+                else:
+                    param.decoupled_grad = None
 
     # States
 
@@ -347,12 +334,11 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def _initialize(self, param: Tensor, group: Mapping[str, Any], remainders: bool) -> None:
         if remainders:
             check_remainders(self._name, self._master_weights, self._dtypes[MASTER])
-        self._check_trainable(param, PLAIN_DTYPES)
+        checks.check_trainable(f"{self._name}: {self._names[param]}", param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             # a captured step would repeat its random draw, whose number the host reads
             raise ConfigurationError(
-                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} is "
-                f"{private_torch.local_tensor(param)!r} and needs a master; use masters, or capturable=False"
+                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} needs a master"
             )
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
@@ -370,80 +356,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             seed = base.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for entries in self.param_groups:
                 entries[ROUNDING_SEED] = seed
-
-    @torch.no_grad()
-    def reseed_masters(self) -> None:
-        """Reset all masters and averages from the parameters, after loading new weights into the model alone."""
-        self._adopt_replaced_parameters()
-        for param, states in self._states.items():
-            if MASTER in states:
-                states[MASTER].seed(initial_master(param))
-            if AVERAGE in states:
-                assign(states[AVERAGE], states.get(MASTER, states[WEIGHT]).read())
-            self._versions[param] = base.weight_version(param)
-
-    @torch.no_grad()
-    def begin_average(self, decay: float) -> None:
-        """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
-
-        Averages start from the present masters (or the parameters without one), weighted as if all earlier steps had
-        had these values: the next step's share follows from its step number (`numerics.adam`).
-        """
-        self._adopt_replaced_parameters()
-        self._check_begins(decay)
-        for entries in (self.defaults, *self.param_groups):
-            entries[EMA_DECAY] = float(decay)
-        self._drop_plan()
-        for param, states in self._states.items():
-            states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
-            self.state[param] |= states[AVERAGE].tensors(AVERAGE)
-
-    def drop_average(self) -> None:
-        """Stop averaging the weights and free the averages."""
-        self._adopt_replaced_parameters()
-        for entries in (self.defaults, *self.param_groups, *self._states.values(), *self.state.values()):
-            for name in (EMA_DECAY, AVERAGE):
-                entries.pop(name, None)
-        self._drop_plan()
-
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
-        values = self._state_of(param, state_name).read()
-        if isinstance(param, DTensor):
-            return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
-        return values
-
-    @torch.no_grad()
-    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
-        parameter. Setting a master stored as remainders sets the parameter.
-
-        The values have the parameter's shape and layout, or are a plain tensor with this rank's shard, as returned by
-        the local tensor's `get_high_precision_init_val`.
-        """
-        target, local = self._state_of(param, state_name), private_torch.local_tensor(param)
-        like = param if isinstance(unscaled_state, DTensor) else local
-        base.check_alike(like, unscaled_state, self._names[param], state_name)
-        assign(target, private_torch.local_tensor(unscaled_state).to(local.device).float())
-        self._is_assigned = True
-
-    @torch.no_grad()
-    def seed_master(self, param: Tensor, values: Tensor) -> None:
-        """Set a master from this rank's float32 values, rounded to nearest, without changing the parameter. A
-        collective call for a scaled master of a sharded parameter."""
-        self._state_of(param, MASTER).seed(values)
-        self._is_assigned = True
-
-    def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
-        self._adopt_replaced_parameters()
-        self._group_of(param)
-        states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
-        if state_name not in states:
-            raise ConfigurationError(
-                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none (it is frozen)'}; "
-                f"{MASTER!r} needs master_weights=True and a coarser parameter, {AVERAGE!r} needs ema_decay"
-            )
-        return states[state_name]
 
 
 class AdamOptimizer(ElementwiseOptimizer):

@@ -64,13 +64,7 @@ def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: 
 
 
 class FlagLayout:
-    """The parameters of `GradientFlags`, and the ranks that share their gradients or step together.
-
-    Attributes:
-        names: names of the parameters, ordered by `indices`.
-        indices: indices of the parameters of each sharding group.
-        ranks: the process groups of all ranks that step together.
-    """
+    """The parameters of `GradientFlags`, by sharding group, and the groups of all ranks that step together."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         names, params = zip(*entries, strict=True) if (entries := list(named)) else ((), ())
@@ -103,14 +97,12 @@ class FlagLayout:
 class GradientFlags:
     """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
-    The constructor is a collective call if parameters are sharded: it reduces the flags together with what is pending
-    in `reduction`. Only `skips`, `large_gradient` and the checks wait for the device.
+    The constructor is a collective call if parameters are sharded: it reduces the flags (`table`, float32
+    [3, parameters]) together with what is pending in `reduction`. Only `skips`, `large_gradient` and the checks wait
+    for the device.
 
     `exceeding`: problems of the gradients, float32 [parameters]; computed here if None. `wrong`: other problems of the
     first len(wrong) parameters.
-
-    Attributes:
-        table: the flags of all ranks, float32 [3, parameters].
     """
 
     def __init__(
@@ -176,8 +168,7 @@ class GradientFlags:
         return self._sent is not None and not self._sent.is_here
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
-        """Return whether the step must be skipped, and count it in every group. Raises the errors of `check_missing`,
-        `check_skipped` and, if not `deferred`, of delayed scaling (`MISMATCHES`).
+        """Return whether the step must be skipped, and count it in every group, after all checks.
 
         `deferred`: the step was counted as applied, and the device can be several steps ahead.
         """

@@ -1,9 +1,8 @@
 """One parameter's part of an optimizer step: in PyTorch, or in multi-tensor kernels for many parameters at once.
 
-The tables of `KernelStep` hold the addresses of all tensors, and are made again if one changes. It also keeps the
-tensors alive, so that no address is reused. `ParameterStep` handles what the kernels do not support: formulas of users,
-gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than two dims
-that are cut along another dim than the first.
+The tables of `KernelStep` hold the addresses of all tensors, which it keeps alive. `ParameterStep` handles what the
+kernels do not support: formulas of users, gradients other than float32, bfloat16 and float16, tensors that are not
+contiguous, and shards with more than two dims that are cut along another dim than the first.
 
 Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
 share blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
@@ -62,7 +61,6 @@ class ParameterStep:
     Args:
         states: the parameter's states by role, including the parameter itself as `WEIGHT`.
         specs: the states that `update` reads and returns.
-        update: the formula, `ElementwiseOptimizer.update`.
         stream: stream number of the first role's random bits; the other roles follow.
 
     Attributes:
@@ -70,7 +68,6 @@ class ParameterStep:
         targets: the states to write, by role, including the weight unless its master writes it.
         streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
         grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
-        in_kernels: whether kernels do the present step.
     """
 
     group: GroupSettings
@@ -142,7 +139,11 @@ class ParameterStep:
     def finish(self, skip: Tensor | None = None) -> None:
         """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
         if self.grad is None:
-            self._move_average(skip)
+            if AVERAGE in self.targets:
+                # the weight stays, and the average approaches it
+                average = self.targets[AVERAGE].read()
+                moved = adam.moved_average(average, self.source.read(), self.group.average_share)
+                self.targets[AVERAGE].write(moved if skip is None else torch.where(skip, average, moved), None)
             return
         live = [tensor for state in self.targets.values() for tensor in state.live()]
         before = [] if skip is None else [tensor.clone() for tensor in live]
@@ -151,30 +152,21 @@ class ParameterStep:
             self._measure(values, FlatMax())
         rounded = [] if self.seed is None else rounded_roles(self.targets)
         for role, state in self.targets.items():
-            draw = partial(self._random_bits, role) if role in rounded else None
+            draw = None
+            if role in rounded and self.seed is not None:
+                stream = self.streams[role]
+                draw = partial(self.region.random_bits, self.seed, self.group.step, *stream, self.local.device)
             state.write(values[role], self.requantizations[role], draw)
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
-
-    def _random_bits(self, role: str) -> Tensor:
-        assert self.seed is not None
-        return self.region.random_bits(self.seed, self.group.step, *self.streams[role], self.local.device)
-
-    def _move_average(self, skip: Tensor | None) -> None:
-        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
-        if AVERAGE in self.targets:
-            before = self.targets[AVERAGE].read()
-            after = adam.moved_average(before, self.source.read(), self.group.average_share)
-            self.targets[AVERAGE].write(after if skip is None else torch.where(skip, before, after), None)
 
 
 # In kernels -------------------------------------------------------------------------------------------------------
 
 
 class _DevicePlan(NamedTuple):
-    """The launch plan of one device: its parameters, by index in the step's work, and the amaxes shared between ranks,
-    with their process groups, by index."""
+    """The launch plan of one device, the indices of its parameters, and their amaxes that ranks share, by index."""
 
     launches: StepLaunchPlan
     indices: list[int]
@@ -182,13 +174,10 @@ class _DevicePlan(NamedTuple):
 
 
 class KernelStep:
-    """The parameters of an optimizer that kernels update.
+    """The parameters of an optimizer that kernels update, unless `enabled` is False.
 
     Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
     before `update`. Launches are planned again if the address of a tensor has changed.
-
-    Args:
-        enabled: False leaves all parameters to PyTorch.
     """
 
     def __init__(self, work: Sequence[ParameterStep], enabled: bool) -> None:
@@ -208,10 +197,7 @@ class KernelStep:
         return bool(self._captured) or any(plan.launches.is_captured for plan in self._plans)
 
     def take(self, seed: int | None, workspace: Callable[[torch.device], Tensor] | None = None) -> bool:
-        """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
-
-        `workspace`: returns a device's memory for the directions of Muon's matrices, flat bfloat16.
-        """
+        """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank."""
         if not self._enabled:
             return False
         addresses = self._current_addresses()
@@ -302,8 +288,10 @@ class KernelStep:
             direction.copy_(parts[index])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
-        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished:
-        those measured here in PyTorch, and averages without a gradient. A collective call if ranks share blocks."""
+        """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished.
+
+        Those are measured here in PyTorch, or averages without a gradient. A collective call if ranks share blocks.
+        """
         for plan in self._plans:
             plan.launches.update(skip.to(plan.launches.device))
         remaining = self._remaining()
@@ -326,8 +314,7 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The parameters of an optimizer's steps, with their names and ranks; made again if a state, or a local tensor of a
-    parameter, is replaced. `kernels`: the parameters that kernels update."""
+    """The parameters of an optimizer's steps; made again if a state, or a local tensor of a parameter, is replaced."""
 
     items: list[ParameterStep]
     flags: FlagLayout

@@ -61,8 +61,8 @@ class Lion(ElementwiseOptimizer):
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
     ) -> Update:
         """Apply `numerics.lion.lion` to one parameter."""
-        new = lion(grad, master, states[EXP_AVG], settings)
-        return new.master, {EXP_AVG: new.exp_avg}
+        new_master, exp_avg = lion(grad, master, states[EXP_AVG], settings)
+        return new_master, {EXP_AVG: exp_avg}
 
     kernel_formula = update
 

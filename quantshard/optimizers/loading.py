@@ -133,8 +133,7 @@ def own_settings(optimizer: Optimizer) -> set[str]:
 def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], own_names: Container[str]) -> None:
     """Check that a saved group has the parameters of a live one, in the same order, and options of the same types.
 
-    Parameters are compared by name, or by their number if one side has no names. `where`: start of the error messages.
-    `own_names`: see `own_settings`.
+    Parameters are compared by name, or by their number if one side has no names. `own_names`: see `own_settings`.
     """
     params = saved.get("params")
     if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
@@ -159,18 +158,12 @@ def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], 
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
-    """Return True for a state dict from `set_optimizer_state_dict`, which matches states by parameter names.
-
-    Its list of names then comes from whichever rank saved it, possibly one with other experts.
-    """
+    """Return True for a state dict of `set_optimizer_state_dict`, whose names can be those of other ranks' experts."""
     return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
 
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`, which it has the type of.
-
-    Any value replaces None, and an option that the optimizer did not add itself (`is_own` is False), except numbers.
-    """
+    """Whether a saved option can replace this optimizer's `own`. Any value replaces None, or an option of others."""
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
 

@@ -18,14 +18,9 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import loading
-from quantshard.optimizers.base import (
-    SWITCHES,
-    ParameterOptimizer,
-    check_alike,
-    check_ranges,
-    weight_version,
-)
+from quantshard.optimizers import checks, loading
+from quantshard.optimizers.base import ParameterOptimizer, check_alike, check_ranges, weight_version
+from quantshard.optimizers.checks import SWITCHES
 from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
 from quantshard.optimizers.state import adopt, initial_master, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
@@ -150,7 +145,7 @@ class MasterWeights(ParameterOptimizer):
 
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
-        self._check_trainable(param, (*PLAIN_DTYPES, torch.float64))
+        checks.check_trainable(f"{self._name}: {self._names[param]}", param, (*PLAIN_DTYPES, torch.float64))
         self._versions[param] = weight_version(param)
         self._made_for[param] = param.dtype, param.shape
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
@@ -245,13 +240,7 @@ class MasterWeights(ParameterOptimizer):
         """Update masters and weights from the gradients, and return the result of `closure`.
 
         If this update makes a master infinite or NaN (a learning rate or weight decay too large for the inner
-        optimizer), the next step raises an error that names the master. A checkpoint saved in between contains the bad
-        master.
-
-        Raises:
-            RankMismatchError: a gradient is missing on some ranks only.
-            NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
-                infinite or NaN.
+        optimizer), the next step raises an error that names the master. A checkpoint saved in between contains it.
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -262,7 +251,7 @@ class MasterWeights(ParameterOptimizer):
             self.check_group(f"MasterWeights: param_groups[{number}]", group)
         self._check_parameters_unchanged()
         if not self._has_updates():
-            self._warn_of_replaced_parameters()
+            checks.warn_of_replaced_parameters(self._name, self._names)
         layout = FlagLayout((self._names[param], param) for param in self._masters)
         flags = GradientFlags(layout, [param.grad for param in self._masters], FlatMax(), wrong=self._overflown)
         flags.warn_of_no_gradient()
@@ -276,10 +265,7 @@ class MasterWeights(ParameterOptimizer):
         return loss
 
     def _overflown_masters(self) -> Tensor | None:
-        """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
-
-        The next step sends the result with its gradient flags, which saves a collective and a synchronization.
-        """
+        """Return `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere: flags for the next step."""
         if not self._masters:
             return None
         local_masters = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
@@ -287,8 +273,7 @@ class MasterWeights(ParameterOptimizer):
         return (flags >= NOT_FINITE) * WEIGHT
 
     def _check_parameters_unchanged(self) -> None:
-        """Check that only this optimizer has changed the parameters. Values written to plain parameters are copied into
-        their masters."""
+        """Check the parameters' gradients and versions; copy values written to plain ones into their masters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:

@@ -3,9 +3,6 @@
 The bits of a matrix product depend on its shape, so an update is the same on any mesh only if it is computed from the
 whole matrix. Shards travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back
 in as many. Each axis forwards what arrived over the earlier ones, so the mesh's process groups suffice.
-
-The positions of all shards are computed from DTensor's metadata, which `components.check_offsets` has compared with the
-actual shards.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ Rectangle = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The global shape [rows, columns] of a matrix, and the shard of each rank.
-
-    `groups`: process groups of the mesh axes that cut it. `pieces`: shards by coordinate in these groups; a matrix that
-    is not cut has only the coordinate ().
-    """
+    """The global shape of a matrix, and the shard of each rank, by coordinate in the process groups that cut it."""
 
     shape: tuple[int, int]
     groups: tuple[dist.ProcessGroup, ...]
@@ -136,10 +129,7 @@ def buckets(layouts: Sequence[MatrixLayout], most_bytes: int) -> list[list[int]]
 
 @dataclass(frozen=True)
 class _AxisExchange:
-    """One all-to-all along a mesh axis.
-
-    `sent`, `received`: (matrix, elements) pairs to and from each rank of the group, in order.
-    """
+    """One all-to-all along a mesh axis, of (matrix, elements) pairs to and from each rank of the group, in order."""
 
     group: dist.ProcessGroup
     sent: list[list[tuple[int, int]]]
@@ -182,10 +172,7 @@ class _AxisExchange:
 
 
 class MatrixExchange:
-    """Gathers and scatters matrices that are cut over the same process groups.
-
-    All ranks of these groups must construct it with the same matrices in the same order.
-    """
+    """Gathers and scatters matrices that are cut over the same process groups, the same on all of their ranks."""
 
     def __init__(self, layouts: Sequence[MatrixLayout]) -> None:
         self._layouts = layouts
@@ -217,10 +204,7 @@ class MatrixExchange:
         )
 
     def gather(self, parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the whole matrices that this rank owns, with their numbers. A collective call.
-
-        `parts`: this rank's shard of each matrix, bfloat16. Every whole matrix is a new contiguous tensor.
-        """
+        """Yield the whole matrices that this rank owns, with their numbers, from all shards. A collective call."""
         tensors = {number: part.reshape(-1) for number, part in enumerate(parts)}
         for exchange in self._exchanges:
             tensors = exchange.forth(tensors)
@@ -228,10 +212,7 @@ class MatrixExchange:
             yield number, self._layouts[number].whole(tensors.pop(number))
 
     def scatter(self, wholes: dict[int, Tensor]) -> list[Tensor]:
-        """Return this rank's shard of every matrix, given the `wholes` that this rank owns. A collective call.
-
-        Empties `wholes`, to free their memory.
-        """
+        """Return this rank's shard of every matrix. A collective call, which empties `wholes`, those of this rank."""
         tensors = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
         for exchange in reversed(self._exchanges):
             tensors = exchange.back(tensors)

@@ -59,8 +59,7 @@ class Muon(AdamOptimizer):
 
     Takes the arguments of `torch.optim.Muon` and updates masters as that optimizer updates float32 matrices. The
     momentum of a whole matrix is orthogonalized, so results are bitwise the same under FSDP2, HSDP and tensor
-    parallelism on any number of ranks, including uneven and empty shards. They also depend on the hardware, the
-    software versions and the number of CPU threads.
+    parallelism on any number of ranks of the same hardware, software and number of CPU threads.
 
     Each rank orthogonalizes its share of the matrices (`matrix_exchange`). A step needs up to about 8 times 128 MiB of
     extra memory per rank, or 8 times the rank's largest whole matrix in bfloat16 if that is larger.
@@ -207,13 +206,19 @@ class Muon(AdamOptimizer):
         return flags, plan.kernels.update(bad)
 
     def _step_matrices(self, bucket: MatrixBucket, bad: Tensor, undone_on_device: bool) -> None:
-        """Orthogonalize the momentum of a bucket and update its parameters, unless `bad`. A collective call if the
-        matrices are sharded.
+        """Orthogonalize the momentum of a bucket and update its parameters, unless `bad`. A collective call.
 
         `undone_on_device`: the host does not read `bad`, and the device undoes updates in PyTorch. Otherwise they are
         not run at all, because a write that is undone still counts as a write.
         """
-        directions = self._orthogonalized(bucket)
+        work, in_kernels = bucket.work, bucket.kernels.make_directions()
+        shards = (in_kernels[i] if i in in_kernels else _to_orthogonalize(item) for i, item in enumerate(work))
+        owned = {
+            number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
+            for number, matrix in bucket.exchange.gather(shards)
+        }
+        scattered = bucket.exchange.scatter(owned)
+        directions = [shard.to(item.local.device) for item, shard in zip(work, scattered, strict=True)]
         self._directions = dict(zip((item.param for item in bucket.work), directions, strict=True))
         bucket.kernels.set_directions(directions)
         remaining = bucket.kernels.update(bad)
@@ -221,17 +226,6 @@ class Muon(AdamOptimizer):
             for item in remaining:
                 item.finish(bad if undone_on_device else None)
         self._directions = {}
-
-    @staticmethod
-    def _orthogonalized(bucket: MatrixBucket) -> list[Tensor]:
-        """Return this rank's shard of the orthogonalized momentum of each parameter, as bfloat16. A collective call."""
-        work, in_kernels = bucket.work, bucket.kernels.make_directions()
-        shards = (in_kernels[i] if i in in_kernels else _to_orthogonalize(item) for i, item in enumerate(work))
-        owned = {
-            number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
-            for number, matrix in bucket.exchange.gather(shards)
-        }
-        return [shard.to(item.local.device) for item, shard in zip(work, bucket.exchange.scatter(owned), strict=True)]
 
     def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> MatrixPlan:
         """Divide the parameters into buckets of matrices, and the others."""
@@ -249,11 +243,7 @@ class Muon(AdamOptimizer):
 
 
 class MatrixBucket(NamedTuple):
-    """Matrices that are orthogonalized together.
-
-    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
-    `kernels`: updates them.
-    """
+    """Matrices that are orthogonalized together. `indices`: their indices among the parameters of the step."""
 
     indices: list[int]
     work: list[ParameterStep]
@@ -263,10 +253,7 @@ class MatrixBucket(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixPlan(StepPlan):
-    """The parameters of a step: buckets of matrices, and the others, which Adam steps (`kernels`).
-
-    `workspace_size`: number of elements of the largest bucket. Buckets use the same memory in turn.
-    """
+    """A step's buckets of matrices, which use one workspace in turn, and other parameters, which Adam steps."""
 
     buckets: list[MatrixBucket]
     workspace_size: int
@@ -279,15 +266,12 @@ class MatrixPlan(StepPlan):
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:
-    """Return this rank's shard of the matrix to orthogonalize, rounded to bfloat16 before sending as it would be after.
-
-    Without a gradient it is zeros: ranks can differ in which gradients they have, and learn about that only in this
-    step.
-    """
+    """Return this rank's shard of the matrix to orthogonalize, bfloat16. Without a gradient it is zeros, because ranks
+    learn only in this step which gradients others have."""
     buffer = item.targets[MOMENTUM_BUFFER].read()
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)
-    return muon.momentum(item.grad, buffer, item.group.settings).update.to(torch.bfloat16)
+    return muon.momentum(item.grad, buffer, item.group.settings)[1].to(torch.bfloat16)
 
 
 # Parameter groups -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.formats import FP16, Orientation, OrientedCodes
+from quantshard.formats import FP16, Orientation
 from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind, StateSpec
@@ -115,8 +115,7 @@ def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> 
 
 
 def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
-    """Copy elements of a plain parameter that others changed, so that they differ from the master rounded to its dtype,
-    into its float32 master."""
+    """Copy elements of a plain parameter that others changed (they differ from `rounded_master`) into its master."""
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
@@ -160,8 +159,7 @@ class OptimizerState(ABC):
         """Return the local values in float32."""
 
     def adopt(self) -> None:
-        """Copy the elements that others changed in a plain parameter into this master, if changes can be detected: the
-        master is neither rounded itself nor stored in part by the parameter."""
+        """Copy the elements that others changed in a plain parameter into this master, if changes can be detected."""
         return
 
     def measure(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
@@ -173,8 +171,8 @@ class OptimizerState(ABC):
         """Write the local values. `requantization`: result of `measure`."""
 
     def seed(self, values: Tensor) -> None:
-        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter. A
-        collective call if ranks share blocks."""
+        """Set this master from local float32 values, rounded to nearest, without changing the parameter. A collective
+        call if ranks share blocks."""
         assign(self, values)
 
 
@@ -186,7 +184,6 @@ class FloatState(OptimizerState):
 
     @property
     def local(self) -> Tensor:
-        """The local tensor."""
         return private_torch.local_tensor(self.tensor)
 
     @property
@@ -308,10 +305,7 @@ class LowBytesState(OptimizerState):
 
 
 class RemainderState(LowBytesState):
-    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks.
-
-    The bits are uint8 [..., 2], low byte first, because neither gloo nor NCCL can gather int16.
-    """
+    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks: uint8 [..., 2]."""
 
     kind = StateKind.REMAINDER
     rounds = False
@@ -335,23 +329,17 @@ class RemainderState(LowBytesState):
 
 
 class SplitState(LowBytesState, QuantizedWeight):
-    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here.
-
-    The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
-    """
+    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here."""
 
     kind = StateKind.SPLIT
-
-    @property
-    def _codes(self) -> OrientedCodes:
-        return self.storage.spec.format.copies[Orientation.ROWWISE]
 
     def live(self) -> list[Tensor]:
         return [*super().live(), self.low]
 
     def read(self) -> Tensor:
         storage = self.storage
-        return split_codes.dequantize(self._codes, storage.touched(), self.low, storage.shard.origin)
+        copy = storage.spec.format.copies[Orientation.ROWWISE]
+        return split_codes.dequantize(copy, storage.touched(), self.low, storage.shard.origin)
 
     def write(self, values: Tensor, requantization: Requantization | None, draw: Draw = None) -> None:
         assert requantization is not None
@@ -361,12 +349,12 @@ class SplitState(LowBytesState, QuantizedWeight):
 
     def seed(self, values: Tensor) -> None:
         storage = self.storage
-        self.low.copy_(split_codes.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
+        copy = storage.spec.format.copies[Orientation.ROWWISE]
+        self.low.copy_(split_codes.low_bytes(values, copy, storage.touched(), storage.shard.origin))
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
-    """Return the roles (states, master or weight) that are rounded stochastically: small updates must add up in the
-    master, or in the parameter if it has no master. A parameter with a master is rounded to nearest."""
+    """Return the roles that are rounded stochastically. A parameter with a master is rounded to nearest."""
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
@@ -385,8 +373,8 @@ def make_weight(param: Tensor) -> OptimizerState:
 
 
 def initial_master(param: Tensor) -> Tensor:
-    """Return new local float32 values from which a parameter's master starts: the initial values of the weight if they
-    were kept (`get_high_precision_init_val`), otherwise the present values."""
+    """Return new local float32 values from which a parameter's master starts: its initial values if they were kept
+    (`get_high_precision_init_val`), otherwise the present ones."""
     local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
     if quantized is None:
@@ -403,9 +391,7 @@ def make_states(
     """Return a parameter's states by role, and the parameter itself as `WEIGHT`. States are zeros; a master starts from
     `initial_master`.
 
-    Args:
-        dtypes: dtype of each role and of `MASTER`. Parameters with at least the precision of a master have none.
-        remainders: store only the bits of a master that the parameter lacks, if `splits` allows it.
+    `dtypes`: of each role and of `MASTER`. `remainders`: see `state_storage.splits`.
     """
     states = {spec.role: make_state(param, dtypes[spec.role], spec.nonnegative) for spec in specs}
     states[WEIGHT] = make_weight(param)

@@ -23,12 +23,10 @@ top_saved_tensor_hooks = private_name(
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
-_functional_mode = private_name(
-    "torch._subclasses.functional_tensor.FunctionalTensorMode", "kernel launches in compiled graphs"
-)
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
 _compile_times = private_name_later("torch._dynamo.utils.compilation_time_metrics", "graphs of compiled layers")
+_disable = private_name("torch._disable_dynamo", _COMPILED)
 _register_effect = private_name("torch._higher_order_ops.effects._register_effectful_op", _COMPILED)
 _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _COMPILED)
 
@@ -228,6 +226,31 @@ def constant_in_graphs(function: Any) -> Any:
     return function
 
 
+def put_in_graphs(function: Any) -> None:
+    """Make Dynamo put calls of a function into its graphs, where AOTAutograd traces the function.
+
+    `torch._dynamo.allow_in_graph` is public as a decorator, but imports all of Dynamo; call this while Dynamo traces.
+    """
+    torch._dynamo.allow_in_graph(function)
+
+
+def eager_in_graphs(reason: str) -> Callable[[Any], Any]:
+    """Decorate a function that torch.compile calls between two graphs. `reason`: reported under `fullgraph=True`.
+
+    `torch.compiler.disable` does the same, but imports all of Dynamo.
+    """
+
+    def decorate(function: Any) -> Any:
+        if missing(_disable) is not None:
+            return _disable  # its call raises
+        outside = _disable(function)
+        outside._torchdynamo_disable = True
+        outside._torchdynamo_disable_msg = reason
+        return outside
+
+    return decorate
+
+
 def keep_address(tensor: Tensor) -> Tensor:
     """Mark a tensor that torch.compile must not copy to another address for a CUDA graph.
 
@@ -244,19 +267,6 @@ def keep_order(operator: Any) -> None:
     """
     if missing(_register_effect, _ordered) is None:
         _register_effect(operator, _ordered)
-
-
-def trace_through(operator: str, body: Callable[..., Any]) -> None:
-    """While AOTAutograd traces a graph, call `body` with the arguments of an operator instead of adding the operator to
-    the graph, unless it returns None, as `triton_op` of PyTorch does."""
-
-    def rule(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with mode:
-            results = body(*args)
-        return mode.__torch_dispatch__(operator, types, args, kwargs) if results is None else results
-
-    if missing(_functional_mode) is None:
-        torch.library.register_torch_dispatch(operator, _functional_mode, rule)
 
 
 def num_compilations() -> int:

@@ -28,12 +28,7 @@ class FsdpPlan:
     reshards_to_other_mesh: bool = False
     group: weakref.ReferenceType[Any] | None = None
 
-    def changed(self) -> bool:
-        """True if FSDP2 now keeps a parameter gathered that it freed between passes before, not the other way round."""
-        group = None if self.group is None else self.group()
-        return group is not None and self.frees_between_passes and not _frees_between_passes(group)
-
-    def frees_after_passes(self) -> bool:
+    def frees_now(self) -> bool:
         """True if FSDP2 frees the parameter after each pass, by its present settings."""
         group = None if self.group is None else self.group()
         return group is not None and _frees_between_passes(group)
@@ -74,14 +69,7 @@ def _sharded_param(fsdp_param: Any) -> Any:
 
 @dataclass(frozen=True)
 class FsdpGather:
-    """How FSDP2 gathers one parameter.
-
-    Args:
-        ranks: number of ranks that hold a shard.
-        in_backward: whether it is gathered again in backward.
-        padded_numel: elements of the padded shard.
-        dtype: the dtype that a plain parameter is gathered in; None: its own.
-    """
+    """How FSDP2 gathers one parameter: from `ranks` shards, whether again `in_backward`, and in which dtype."""
 
     param: nn.Parameter
     ranks: int
@@ -91,10 +79,7 @@ class FsdpGather:
 
 
 def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
-    """How FSDP2 gathers each parameter, by (id of its module, name in it).
-
-    By default the outermost module keeps its parameters until backward, which FSDP2 decides in the first forward.
-    """
+    """How FSDP2 gathers each parameter, by (id of its module, name in it)."""
     gathers: dict[tuple[int, str], FsdpGather] = {}
     outermost: list[str] = []
     for prefix, module in model.named_modules():

@@ -37,10 +37,7 @@ def end_memory_history(file: str | None) -> None:
 
 
 def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """A context in which `answer(operation, args, kwargs)` replaces each ATen operation, including those of backward.
-
-    `TorchDispatchMode`, which PyTorch's own debugging tools use for this, has no public name.
-    """
+    """A context in which `answer(operation, args, kwargs)` replaces each ATen operation, also in backward."""
     if (error := missing(_dispatch)) is not None:
         raise error
 

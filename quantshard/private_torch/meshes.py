@@ -28,10 +28,7 @@ def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups of the axes of a mesh that have more than one rank.
-
-    Reducing over them one after the other reduces over all ranks that the axes span.
-    """
+    """Process groups of the axes of a mesh that have more than one rank. Together they span the ranks of the axes."""
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 

@@ -75,10 +75,7 @@ def checkpointed_regions() -> CheckpointedRegions:
 
 
 def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
-    """Regions from the innermost saved-tensor hooks outwards, up to the hooks of a recomputation.
-
-    Only the innermost hooks can be read, so hooks are popped one by one and pushed back.
-    """
+    """Regions from the innermost saved-tensor hooks outwards, popped and pushed back, up to a recomputation."""
     popped: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     entered: list[Any] = []
     try:

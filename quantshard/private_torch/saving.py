@@ -51,15 +51,6 @@ def collects_state_dict_keys() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == f"{_DCP}.state_dict"
 
 
-_executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND)
-
-
-def end_checkpoint_process() -> None:
-    """End the process that `dcp.async_save` keeps for saving, if there is one."""
-    if _executor._CHECKPOINT_PROCESS is not None:
-        _executor._CHECKPOINT_PROCESS = None  # the destructor stops the process and waits
-
-
 load_hooks = attrgetter("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 """Hooks registered on an optimizer's `load_state_dict`: dicts of (pre-hooks, post-hooks)."""
 

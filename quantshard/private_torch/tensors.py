@@ -50,10 +50,7 @@ scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compi
 
 
 def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class `cls` with a shape, dtype and device but no data of its own.
-
-    Its address is null; C++ code that reads it without Python's `data_ptr()` raises instead of crashing.
-    """
+    """A tensor of class `cls` without data; C++ code that reads its null address raises instead of crashing."""
     wrapper = _wrapper(cls, shape, dtype=dtype, device=device)
     if missing(_null_pointer) is None:
         _null_pointer(wrapper)
@@ -70,10 +67,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the values of a tensor that DTensor's collectives are still filling, after waiting.
-
-    Not differentiable: for use inside an `autograd.Function`.
-    """
+    """The tensor itself, or the values of one that DTensor's collectives are still filling. Not differentiable."""
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
 
 
@@ -114,10 +108,7 @@ def takes_data(tensor: Tensor, value: Tensor) -> bool:
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
-    """A DTensor of a global shape around this local tensor itself.
-
-    The public `DTensor.from_local` would move it to the mesh's device under CPU offload.
-    """
+    """A DTensor around this local tensor, which the public `DTensor.from_local` would move under CPU offload."""
     strides = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]  # contiguous
     meta = _spec_meta(shape, tuple(strides), local.dtype)
     return DTensor(local, _spec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)

@@ -16,6 +16,7 @@ next all-gather refills them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -65,7 +66,7 @@ def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
     if source not in _plans:
         _plans[source] = private_torch.fsdp_plan(source)
     plan = _plans[source]
-    if len(source.spec.format.copies) > 1 and plan.changed():
+    if len(source.spec.format.copies) > 1 and plan.frees_between_passes and not plan.frees_now():
         raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
     return plan
 
@@ -89,9 +90,21 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
 
 def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     """The gathered weight. Gathered components alias FSDP2's buffers."""
+    local = metadata.local_storage
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_now()
+    # draws are counted in the shard itself, not in a copy that CPU offload moved
+    source = ref(local.sharded_source)
+    return QuantizedStorage(
+        local.spec, local.shard.before_cut(), _whole_components(metadata, outputs, lasts_one_pass),
+        local.sharded_source.state, version=local.version, gathered=True, captured=kernel_dispatch.is_capturing(),
+        fetch=partial(_gather_copy, source, metadata.mesh, local.device), source=source,
+    )  # fmt: skip
+
+
+def _whole_components(metadata: GatherMetadata, outputs: Sequence[Tensor], lasts_one_pass: bool) -> dict[str, Tensor]:
+    """The components of the gathered weight, by name: gathered ones, and those of which this rank has all entries."""
     local, slots = metadata.local_storage, metadata.slots
     whole, by_name = local.shard.before_cut(), local.spec.format.by_name
-    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_after_passes()
     components = {}
     for slot, output in zip(slots, outputs if slots else (), strict=True):
         if slot.name is not None:
@@ -108,13 +121,7 @@ def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> 
             # FSDP2 may keep gathered codes over an optimizer's step, which writes the shard's scales in place: old
             # codes must not be read with new scales
             components[name] = part if lasts_one_pass else part.clone()
-    # draws are counted in the shard itself, not in a copy that CPU offload moved
-    source = ref(local.sharded_source)
-    return QuantizedStorage(
-        local.spec, whole, components, local.sharded_source.state, version=local.version, gathered=True,
-        captured=kernel_dispatch.is_capturing(),
-        fetch=partial(_gather_copy, source, metadata.mesh, local.device), source=source,
-    )  # fmt: skip
+    return components
 
 
 def _gather_copy(
@@ -130,4 +137,4 @@ def _gather_copy(
         part = _padded(storage, slot)
         outputs.append(part.new_empty(mesh.size() * slot.numel))
         private_torch.all_gather_single(outputs[-1], part, group=mesh.get_group())
-    return unsharded_storage(GatherMetadata(storage, tuple(slots), mesh), tuple(outputs)).components
+    return _whole_components(GatherMetadata(storage, tuple(slots), mesh), outputs, lasts_one_pass=False)

@@ -143,7 +143,12 @@ def _pick(operand: Any, indices: list[int]) -> Any:
 
 def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
     """The weight's new values, float32, in the shape of its rectangle."""
-    _check_writable(target)
+    target.check_filled("in-place arithmetic")
+    if target.quantized_storage.gathered:
+        raise UnsupportedOperationError(
+            f"in-place arithmetic on {target!r}, the copy that FSDP gathered, would be lost; call reshard() on the "
+            "FSDP-wrapped module, and change its sharded parameter"
+        )
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
     return formula(x, *map(_operand, operands), **options).float().reshape(shape)
@@ -153,15 +158,6 @@ def _operand(operand: Any) -> Any:
     if isinstance(operand, QuantizedTensor):
         return operand.dequantize(dtype=torch.float32)
     return operand.float() if isinstance(operand, Tensor) else operand
-
-
-def _check_writable(target: QuantizedTensor) -> None:
-    target.check_filled("in-place arithmetic")
-    if target.quantized_storage.gathered:
-        raise UnsupportedOperationError(
-            f"in-place arithmetic on {target!r}, the copy that FSDP gathered, would be lost; call reshard() on the "
-            "FSDP-wrapped module, and change its sharded parameter"
-        )
 
 
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
@@ -194,18 +190,13 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        _forget_larger_amaxes(requantizations[i])
         storage = weights[i].quantized_storage
+        history = storage.state.get(AMAX_HISTORY)
+        if history is not None:  # whose scale could round new values to zeros, see `SHRINKAGE`
+            (amax,) = requantizations[i].amaxes.values()
+            history.mul_(amax.view(()) * SHRINKAGE >= history.max())
         requantizations[i].commit(results[i], parameter_state.rounding_words(storage.state, storage.shard))
         torch.autograd.graph.increment_version(weights[i])
-
-
-def _forget_larger_amaxes(requantization: Requantization) -> None:
-    """Zero an amax history whose scale would round new values to zeros; see `SHRINKAGE`."""
-    history = requantization.storage.state.get(AMAX_HISTORY)
-    if history is not None:
-        (amax,) = requantization.amaxes.values()
-        history.mul_(amax.view(()) * SHRINKAGE >= history.max())
 
 
 def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:

@@ -16,7 +16,6 @@ from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule
-from quantshard.tensor.storage import QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -138,18 +137,14 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     elif target.gathered:
         raise refused("copy_", destination, "the copy that FSDP gathered; call reshard(), then copy into the shard")
     elif target is not source.quantized_storage:
-        _copy_components(target, source.quantized_storage)
+        new = source.quantized_storage
+        if target.spec != new.spec or target.shard != new.shard:
+            raise UnsupportedOperationError(
+                f"copy_ from {new.spec} {new.shard.extents} into {target.spec} {target.shard.extents}: quantized "
+                "tensors must have one format and shard"
+            )
+        for parts, new_parts in ((target.components, new.components), (target.state, new.state)):
+            for name, part in parts.items():
+                part.copy_(new_parts[name])
+        target.mark_written()
     return destination
-
-
-def _copy_components(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    if target.spec != source.spec or target.shard != source.shard:
-        raise UnsupportedOperationError(
-            f"copy_ from {source.spec} {source.shard.extents} into {target.spec} {target.shard.extents}: quantized "
-            "tensors must have one format and shard"
-        )
-    for name, part in target.components.items():
-        part.copy_(source.components[name])
-    for name, value in target.state.items():
-        value.copy_(source.state[name])
-    target.mark_written()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard import numerics, private_torch
+from quantshard import private_torch
 from quantshard.errors import CheckpointError
-from quantshard.formats import FP32, Component, Role
+from quantshard.formats import Component
 from quantshard.sharding import Shard
 from quantshard.tensor import moves
 from quantshard.tensor.components import (
@@ -28,10 +28,9 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Copy loaded components and state, by key suffix, into a quantized parameter. No value is dequantized.
+    """Copy loaded components and state, by key suffix, into a quantized parameter, or raise and write nothing.
 
-    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component. If one
-    does not fit, a CheckpointError is raised and nothing is written.
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
     """
     write_components(param, fitting_pairs(param, values, name))
 
@@ -56,7 +55,6 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
             f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
             "nothing without their scales, so load all or none"
         )
-    check_scales(param, values, name)
     return pairs
 
 
@@ -80,30 +78,6 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
             "for local tensors, of another mesh"
         )
     return target, source
-
-
-def power_of_two_scales(param: Tensor) -> list[str]:
-    """Key suffixes of a parameter's float32 scales that must be powers of two by its scaling.
-
-    The encoding also holds other scales, and the format tag does not record the difference.
-    """
-    local = quantized_local(param)
-    if local is None or not local.quantized_storage.spec.scaling.power_of_two:
-        return []
-    scales = (c for c in local.quantized_storage.spec.format.components if c.role is Role.SCALE and c.encoding == FP32)
-    return [component.key_suffix for component in scales]
-
-
-def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Check that loaded scales, by key suffix, are powers of two if the parameter's scaling needs them."""
-    for suffix in power_of_two_scales(param):
-        scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
-        if scale is not None and not scale.is_meta and not numerics.are_powers_of_two(scale):
-            raise CheckpointError(
-                f"{name}{suffix}: the state dict holds scales that are not powers of two, but this model's weight is "
-                f"{storage_of(param).spec}; build the model with the recipe that the checkpoint was written with, or "
-                "load it with quantshard.checkpoints.load(requantize=True)"
-            )
 
 
 @torch.no_grad()

@@ -65,10 +65,7 @@ def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
-    """Placements of a component of a weight with these `placements`.
-
-    On mesh axes with a clean cut for the component they are the weight's; on other axes the component is replicated.
-    """
+    """Placements of a component: the weight's `placements`, but replicated on mesh axes whose cuts cross its blocks."""
     whole = sharding.whole_axes(shard, component, private_torch.cut_dims(placements))
     return [Replicate() if axis in whole else placement for axis, placement in enumerate(placements)]
 
@@ -119,10 +116,7 @@ def shard_of(param: Tensor) -> Shard:
 
 
 def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that DTensor's metadata, by which DCP saves and loads, match how these tensors are really cut.
-
-    The check is arithmetic over the mesh, so all ranks raise the same error.
-    """
+    """Check, alike on all ranks, that DTensor's metadata, by which DCP saves and loads, match how tensors are cut."""
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
@@ -142,11 +136,7 @@ CHECKPOINT_VERSION = 1
 
 
 def format_tag(name: str, padding: int = 0) -> Tensor:
-    """The `X_format` entry of a weight, uint8 [16].
-
-    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros. Byte 15
-    is the number of elements that pad each row to a whole byte.
-    """
+    """The `X_format` entry of a weight, uint8 [16]: version, name of the format, elements that pad each row."""
     padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
     return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
 

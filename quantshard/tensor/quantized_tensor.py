@@ -1,9 +1,8 @@
 """The one tensor class: a `torch.Tensor` whose data are the components of a number format.
 
-To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
-scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen
-operations and their callers; every other operation raises. `all_gather` is what FSDP2's two hooks do.
+To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it is a handle to a
+`QuantizedStorage` of codes and scales. `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to it, so
+views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen operations.
 """
 
 from __future__ import annotations
@@ -63,15 +62,10 @@ class QuantizedTensor(Tensor):
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
-    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
+    def quantize_(self, tensor: Tensor) -> QuantizedTensor:
         """Quantize a high-precision tensor of the same shape, on any device, into this one, in place.
 
-        Args:
-            noop_flag: a one-element tensor; if it is not zero, nothing is written.
-
-        Raises:
-            ConfigurationError: new values are infinite or NaN; nothing is written.
-            UnsupportedOperationError: blocks of this shard straddle ranks; call `requantize_`.
+        Raises if new values are infinite or NaN, or if blocks of this shard straddle ranks: call `requantize_` then.
         """
         self.check_filled("quantize_")
         storage = self.quantized_storage
@@ -85,8 +79,7 @@ class QuantizedTensor(Tensor):
                 f"quantize_ needs a tensor of shape {tuple(self.shape)} and a floating dtype, got {tensor.dtype} "
                 f"{tuple(tensor.shape)}"
             )
-        if noop_flag is None or not noop_flag.any():
-            requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
+        requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
@@ -249,10 +242,8 @@ def quantize_weight(
 ) -> QuantizedTensor:
     """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
 
-    Args:
-        dtype: the nominal dtype (default: `values.dtype`).
-        state: see `parameter_state` (default: a new one).
-        keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
+    `dtype`: the nominal dtype. `state`: see `parameter_state`; by default a new one. `keep_high_precision`: keep the
+    values on the CPU for `get_high_precision_init_val`.
     """
     state = state if state is not None else parameter_state.weight_state(spec, values.device)
     shard = sharding.whole((values.shape[0], values.shape[1]))

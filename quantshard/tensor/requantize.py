@@ -27,10 +27,7 @@ from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
-    """Process groups to reduce amaxes over, by component, for components with blocks on several ranks.
-
-    `owner`: the parameter that the storage, or an optimizer state with this storage, belongs to.
-    """
+    """Process groups to reduce amaxes over, by component, for the storage of a parameter or of one of its states."""
     if not isinstance(owner, DTensor):
         return {}
     dims, by_name = private_torch.cut_dims(owner.placements), storage.spec.format.by_name
@@ -44,13 +41,12 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
 class Requantization:
     """New values for one weight or optimizer state: measured at construction, written by `commit`.
 
-    The caller must run `reduction` in between.
+    The caller must run `reduction` in between. `shared`: the result of `shared_scales` for the storage.
     """
 
     def __init__(
         self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Groups], reduction: FlatMax
     ) -> None:
-        """`shared`: the result of `shared_scales` for the storage."""
         self.storage = storage
         self.amaxes = storage.measure(values)
         for name, grid in self.amaxes.items():
@@ -75,11 +71,7 @@ class Requantization:
 
 
 def requantize_(
-    weights: Iterable[tuple[Tensor, Tensor]],
-    *,
-    names: Sequence[str] = (),
-    assume_finite: bool = False,
-    plain: Iterable[tuple[Tensor, Tensor]] = (),
+    weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str] = (), assume_finite: bool = False
 ) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all weights together.
 
@@ -88,29 +80,24 @@ def requantize_(
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
             must pass the same weights in the same order, including ranks with an empty shard.
-        names: names of the weights, then of `plain`, for error messages.
+        names: names of the weights, for error messages.
         assume_finite: skip the check for infinite and NaN values, which waits for the GPU. Codes would hide these.
-        plain: pairs of other parameters and their local values, which are only checked.
-
-    Raises:
-        ConfigurationError: on every rank with a piece of one of the weights, before anything is written.
     """
     reduction, bad = FlatMax(), None
     weights = list(weights)
     for weight, values in weights:
         _check_target(weight, values)
-    all_values = [*weights, *plain]
-    if all_values and not assume_finite:
-        device = all_values[0][1].device
-        bad = torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in all_values])
-        reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
+    if weights and not assume_finite:
+        device = weights[0][1].device
+        bad = torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in weights])
+        reduction.add(bad, united(sharding_group(weight) for weight, _ in weights))
     requantizations = [
         Requantization(_storage_of(weight), values, shared_scales(weight, _storage_of(weight)), reduction)
         for weight, values in weights
     ]
     reduction.reduce()
     if bad is not None:
-        _check_finite(all_values, bad, names)
+        _check_finite(weights, bad, names)
     for requantization, (_, values) in zip(requantizations, weights, strict=True):
         requantization.storage.forget_amaxes()
         requantization.commit(values)
@@ -135,27 +122,22 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
     for index, (is_bad, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
         if is_bad:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
-            is_quantized = hasattr(private_torch.local_tensor(weight), "quantized_storage")
-            problem = non_finite(values, _storage_of(weight).shard.origin if is_quantized else None)
+            problem = non_finite(values, _storage_of(weight).shard.origin)
             raise ConfigurationError(
                 f"requantize_: {name}: {problem or 'values of other ranks are infinite or NaN'}; nothing was written"
             )
 
 
-def non_finite(values: Tensor, origin: tuple[int, ...] | None) -> str:
-    """Describe how many values are infinite or NaN and the first of them; "" if all are finite. Waits for the GPU.
-
-    `origin`: global index of the first value [R, C]. None omits the place, and allows any shape.
-    """
+def non_finite(values: Tensor, origin: tuple[int, int]) -> str:
+    """Describe how many values [R, C] are infinite or NaN and the first of them; "" if all are finite. Waits for the
+    GPU. `origin`: global index of the first value."""
     bad = ~torch.isfinite(values)
     if not bad.any():
         return ""
     first = int(bad.flatten().to(torch.uint8).argmax())
-    value, suffix = values.flatten()[first].item(), ""
-    if origin is not None:
-        indices = [start + offset for start, offset in zip(origin, divmod(first, values.shape[1]), strict=True)]
-        suffix = f", at {indices}"
-    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {value}{suffix}"
+    indices = [start + offset for start, offset in zip(origin, divmod(first, values.shape[1]), strict=True)]
+    value = values.flatten()[first].item()
+    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {value}, at {indices}"
 
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
-from quantshard.numerics import RandomBits, split_codes
+from quantshard.numerics import split_codes
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.tensor import parameter_state
@@ -32,10 +32,9 @@ _versions = count(1)  # one count for all storages: no two writes of a process s
 
 
 class Remainder(NamedTuple):
-    """The low bytes of a 16-bit master; the rowwise codes of the weight are its high bytes.
+    """Output for the low bytes of a 16-bit master, uint8; the rowwise codes of the weight are its high bytes.
 
-    `low`: output for the low bytes, uint8 of the weight's shape. `words`: random words for stochastic rounding to 16
-    bits; None rounds to nearest.
+    `words`: random words for stochastic rounding to 16 bits; None rounds to nearest.
     """
 
     low: Tensor
@@ -47,20 +46,17 @@ class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
     Args:
-        spec: the format row and its scaling.
         shard: the rectangle, in the global tensor.
-        components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
-            the GEMM reads them (`kernel_dispatch.as_stored`).
-        state: see `parameter_state`.
-        high_precision: see `initial_values`.
+        components: resident entries of each component, in operands of a GEMM possibly as the GEMM reads them
+            (`kernel_dispatch.as_stored`).
+        state: see `parameter_state`. `high_precision`: see `initial_values`.
         version: number of the last write or load, unique in the process. A copy has the version of its source.
         gathered: whether this is FSDP2's unsharded copy, which may hold only the copy that the pass needs.
         captured: whether a CUDA graph gathers this unsharded copy in each replay.
         fetch: gathers the components of a copy that FSDP2 did not gather (a collective call).
         source: the storage that a gather or a move made this one from.
         mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut.
-        products: the native products that have this operand on the left, with the facts that they were planned for.
-            The plan of a layer shares this list between all operands that it makes.
+        products: the native products with this operand on the left, shared by all operands of a layer's plan.
         gemm_views: views of components as GEMMs read them, see `gemm.backend`.
     """
 
@@ -210,13 +206,6 @@ class QuantizedStorage:
             self.components[copy.codes.name].copy_(codes)
 
     @torch.no_grad()
-    def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
-        """`write` a whole matrix by its own amaxes, in one pass. Requires `kernel_dispatch.sees_blocks`."""
-        self.mark_written()
-        # not in place: operands have fresh components, which no other object refers to
-        self.components.update(kernel_dispatch.quantize(values, self.spec.format, self.spec.scaling, words))
-
-    @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
         """Amaxes of `values` over the resident grids; zero in entries that this rectangle does not touch."""
         fmt = self.spec.format
@@ -241,11 +230,8 @@ class QuantizedStorage:
             nan_flag: float32 scalar, 0 or NaN; NaN makes all values NaN.
         """
         which = which or (Orientation.ROWWISE if self.has(Orientation.ROWWISE) else Orientation.COLUMNWISE)
-        if not self.has(which):
-            # FSDP2 gathered the other copy of an unsharded weight: a collective call
-            return self.with_copy(which).dequantize(which, dtype, nan_flag)
-        copy = self.spec.format.copies[which]
-        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, nan_flag)
+        copy, parts = self.spec.format.copies[which], self.with_copy(which).touched()
+        return kernel_dispatch.dequantize(copy, parts, self.shard.shape, self.shard.origin, dtype, nan_flag)
 
     def with_copy(self, which: Orientation) -> QuantizedStorage:
         """This storage if it has that copy; otherwise a new storage with the copy fetched (a collective call)."""

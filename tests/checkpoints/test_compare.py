@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 import math
 import os
 import pickle
@@ -375,9 +374,6 @@ def test_command_names_the_first_difference_and_counts_all(trained):
     assert any(re.fullmatch(r"weights: \d+ of \d+ differ", line) for line in lines)
     master = next(d for d in found.differences if d.key == "optimizer.state.0.master_param")
     assert f"  {master.key}: {master.count} of 19200 elements, by at most {master.largest:.4g}" in lines
-    told = json.loads(command(trained[1] / "born", trained[3] / "trained", "--json").stdout)
-    assert not told["equal"]
-    assert [entry["key"] for entry in told["differences"]] == [d.key for d in found.differences]
 
 
 def test_largest_difference_is_that_of_values():

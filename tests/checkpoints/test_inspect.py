@@ -194,7 +194,7 @@ def test_with_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     assert found.ok and found.checksums
     run = inspect_checkpoint(path, data=False).run
     assert run is not None and (run["recipe"], run["step"], run["mesh"]) == ("nvfp4", 7, {"dp_shard": 1})
-    assert "recipe nvfp4" in command("inspect", path, "--no-data").stdout
+    assert "recipe nvfp4" in command("inspect", path).stdout
     (path / "more").write_text("x")
     assert [line.endswith(f"more is not named in {manifest.MANIFEST}") for line in verify(path).problems] == [True]
     (path / manifest.MANIFEST).write_text(json.dumps({"quantshard": 9}))
@@ -263,7 +263,6 @@ def test_what_is_wrong(checkpoints: dict[str, Path], tmp_path: Path, damage: str
         result = command("verify", path)
         assert result.exit_code == 1
         assert result.stdout.startswith("wrong: model.0.weight")
-        assert json.loads(command("verify", path, "--json").stdout)["ok"] is False
     else:
         assert found.quantized == 3  # codes without a scale are a plain tensor
     inspect_checkpoint(path)
@@ -291,9 +290,6 @@ def test_inspect_prints_tables_and_json(checkpoints: dict[str, Path]) -> None:
     told = json.loads(command("inspect", checkpoints["nvfp4"], "--json").stdout)
     row = next(row for row in told["rows"] if row["name"] == "model.0.weight")
     assert row["codes"] == 18 * 24 and row["scales"][0] > 0
-    fast = json.loads(command("inspect", checkpoints["nvfp4"], "--json", "--no-data").stdout)
-    assert all(row["codes"] is None for row in fast["rows"])
-    assert fast["totals"] == told["totals"]
 
 
 def test_a_model_without_quantized_weights(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from quantshard.checkpoints import Manager
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import CheckpointError
 from tests.distributed.pool import IMPORTED
 
@@ -41,10 +40,9 @@ class Slow(Dataset[None]):
         time.sleep(600)
 
 
-def own_with_a_worker(told: Connection, run: Path, file: Path) -> None:
+def own_with_a_worker(told: Connection, run: Path) -> None:
     manager = Manager(run)
-    with ownership.read_lock(LocalStore(), str(file)):
-        next(iter(DataLoader(Slow(told), num_workers=1, multiprocessing_context="fork")))
+    next(iter(DataLoader(Slow(told), num_workers=1, multiprocessing_context="fork")))
     manager.close()
 
 
@@ -61,9 +59,8 @@ def started(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
 
 @contextmanager
 def owner_with_a_worker(tmp_path: Path) -> Iterator[Any]:
-    """A run that owns `run` and reads `file`, while a worker of its DataLoader is busy."""
-    (tmp_path / "file").touch()
-    owner, told = started(own_with_a_worker, tmp_path / "run", tmp_path / "file")
+    """A run that owns `run`, while a worker of its DataLoader is busy."""
+    owner, told = started(own_with_a_worker, tmp_path / "run")
     worker = told.recv()
     try:
         yield owner
@@ -80,8 +77,6 @@ def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, mon
     with owner_with_a_worker(tmp_path) as owner:
         with pytest.raises(CheckpointError, match="in use by another run"):
             Manager(tmp_path / "run")
-        with ownership.read_lock(LocalStore(), str(tmp_path / "file"), exclusive=True) as is_free:
-            assert not is_free
         owner.kill()
         owner.join()
         monkeypatch.setattr(ownership, "LOCK_SECONDS", 60)

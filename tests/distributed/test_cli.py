@@ -62,7 +62,7 @@ def metrics(run):
 def losses(run):
     """What must be equal to the last bit: every figure that is not a measurement of this machine."""
     return [
-        {k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu", "memory_bytes", "data_wait_s")}
+        {k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes", "data_wait_s")}
         for record in metrics(run)
     ]
 
@@ -172,7 +172,7 @@ def tracked_losses(run):
     return [(step, known[step] if value == pytest.approx(known[step], rel=1e-6) else value) for step, value in events]
 
 
-def test_what_a_run_wrote_is_reported_and_watched(uninterrupted, tmp_path):
+def test_what_a_run_wrote_is_reported(uninterrupted, tmp_path):
     page = tmp_path / "report.html"
     result = quantshard("report", uninterrupted, "--out", page)
     assert result.returncode == 0 and not result.stderr and f"wrote {page}: 1 run, " in result.stdout
@@ -184,8 +184,6 @@ def test_what_a_run_wrote_is_reported_and_watched(uninterrupted, tmp_path):
         torch.__version__,
     ]
     assert all(f">{cell}</td>" in text for cell in cells)
-    result = quantshard("watch", uninterrupted)
-    assert result.returncode == 0 and "step 6/6" in result.stdout and result.stdout.endswith("done at step 6\n")
 
 
 def in_one_go(folder, whole, steps):
@@ -304,13 +302,13 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
     file = run / "checkpoints" / "step-000006" / "__1_0.distcp"
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size // 2)
-    result = quantshard("resume", run, "--steps", 6, "--keep-last", 2)
+    result = quantshard("resume", run, "--steps", 6)
     assert result.returncode == 0 and "resumed after step 4" in result.stdout, result.stderr
     assert losses(run) == losses(uninterrupted)
     assert tracked_losses(run) == [(record["step"], record["loss"]) for record in metrics(run)]  # each step once
     assert compare(run / "checkpoints" / "step-000006", uninterrupted / "checkpoints" / "step-000006").equal
-    assert RunDir(run).saved_steps() == ([4, 6], [])
-    for step in (4, 6):
+    assert RunDir(run).saved_steps() == ([2, 4, 6], [])
+    for step in (2, 4, 6):
         next((run / "checkpoints" / f"step-{step:06d}").glob("*.distcp")).unlink()
     before = content(run)
     result = quantshard("resume", run, "--steps", 8)

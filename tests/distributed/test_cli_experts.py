@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantshard.checkpoints.comparison import compare
-from quantshard.tools.trainer.measurements import flops_of_token
-from quantshard.tools.trainer.models.model import ModelSpec, build
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed.commands import quantshard
-from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses
 
 pytestmark = pytest.mark.distributed
@@ -54,24 +48,6 @@ def test_runs_go_on_on_any_mesh(tmp_path: Path, mesh: str) -> None:
             assert losses(run) == losses(whole)
             assert compare(*(each / "checkpoints" / "step-000004" for each in (whole, run))).equal
         assert ends[0] == pytest.approx(ends[1], rel=0.01)  # sums in another order, activations scaled by process
-
-
-def flops_on(mesh: str) -> float | None:
-    """FLOP of a token, by a rank's model."""
-    settings = replace(
-        TrainSettings(), hidden=32, heads=2, layers=2, ffn=48, experts=6, recipe="mxfp8", mesh=mesh
-    ).resolved()
-    spec = ModelSpec(settings)
-    model = spec.converted()[0] if not mesh else build(spec, MeshSpec.parse(mesh).device_mesh("cpu"))
-    return flops_of_token(model, settings)
-
-
-def test_flops_are_those_of_all_experts() -> None:
-    """2 and 3 ranks, each of which has some of them."""
-    wanted = flops_on("")
-    assert wanted
-    for ranks in (2, 3):
-        assert run_ranks(ranks, flops_on, f"ep={ranks}") == [wanted] * ranks
 
 
 def test_as_in_one_process(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     text.write_text(Path(__file__).read_text())
     train(runs["named"], text, "--preset", "lean6", "--steps", 4)
     train(runs["spelled"], text, *SPELLED, "--steps", 4)
-    shown = train(runs["resumed"], text, "--preset", "lean6", "--steps", 2, "--auto-resume")
-    assert "the schedule ends at step 4, and the run at step 2, where the learning rate is " in shown
+    train(runs["resumed"], text, "--preset", "lean6", "--steps", 2, "--auto-resume")
     train(runs["without"], text, "--no-master-weights", "--steps", 2)
     told = quantshard("resume", runs["resumed"], "--steps", 4)
     assert told.returncode == 0, told.stderr

@@ -41,7 +41,7 @@ def build(case: Case, backend: str | None, blocks: bool, inside: bool) -> nn.Mod
         if inside:
             layer.forward = within(layer.forward, case.recipe)
         if backend is not None:
-            layer.compile(backend=backend, fullgraph=True)
+            layer.compile(backend=backend, fullgraph="cpu" in kernel_dispatch.KERNEL_DEVICES)
         fully_shard(layer, mesh=mesh, reshard_after_forward=case.reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard)
     return model
@@ -78,6 +78,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "with an MLP": {"blocks": True},
     "with an MLP on kernels": {"blocks": True, "steps": 2},  # Triton's interpreter takes seconds for a step
     "linear layers on kernels": {"steps": 2},
+    "a linear layer on kernels": {"shapes": ((33, 2),), "steps": 2},
     "an MLP on kernels": {"blocks": True, "shapes": SHAPES[1:], "steps": 1},
 }
 """What is compiled. Inductor sums the norm of the MLP in another order, so it is given the linear layers only."""
@@ -92,11 +93,11 @@ Cells = dict[tuple[str, int], list[str]]
 
 
 def cells(backend: str) -> Cells:
-    """A recipe that keeps something, on 3 ranks; tests/modules/test_compile.py has the MLP."""
+    """A recipe that keeps something: in graphs, and without kernels."""
     first = next(iter(SETTINGS))
-    if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
+    if backend == "inductor":  # it takes long
         return {(first, 1): ["delayed"]}
-    return {("a linear layer, gathered once", 3): ["mxfp8 two copies"]}
+    return {("a linear layer on kernels", 2): ["mxfp8 two copies"], ("a linear layer, gathered once", 3): ["nvfp4"]}
 
 
 def rest() -> Cells:
@@ -104,7 +105,12 @@ def rest() -> Cells:
     1, 2 and 3 ranks."""
     chosen, first = cells("aot_eager"), next(iter(SETTINGS))
     every = {(first, ranks): list(RECIPES) for ranks in (1, 2, 3)}
-    labels = SETTINGS.keys() - {first, "a linear layer, gathered once", "an MLP on kernels"}
+    labels = SETTINGS.keys() - {
+        first,
+        "a linear layer, gathered once",
+        "a linear layer on kernels",
+        "an MLP on kernels",
+    }
     every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in sorted(labels) for ranks in (1, 2, 3)}
     every["an MLP on kernels", 2] = ["nvfp4"]
     every |= {("linear layers on kernels", ranks): list(RECIPES) for ranks in (2, 3)}

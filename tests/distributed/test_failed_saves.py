@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from quantshard import checkpoints, private_torch
 from quantshard.checkpoints.disk import agreement, commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
-from quantshard.checkpoints.manager import Manager, Stager
+from quantshard.checkpoints.manager import BackgroundSaver, Manager
 from quantshard.errors import CheckpointError
 from tests.distributed import durability
 from tests.distributed.models import Case
@@ -351,7 +351,7 @@ def test_places_that_are_not_the_runs_are_refused_by_name(ranks: int, tmp_path: 
 
 
 def without_memory(case: Case, folder: str) -> list[str]:
-    run, stage, found = new_run(case, folder), Stager.stage, []
+    run, stage, found = new_run(case, folder), BackgroundSaver.copied, []
 
     def fail(*args: Any) -> Any:
         if is_last():
@@ -359,7 +359,7 @@ def without_memory(case: Case, folder: str) -> list[str]:
         return stage(*args)
 
     with Manager(folder, async_="thread") as manager:
-        with mock.patch.object(Stager, "stage", fail):
+        with mock.patch.object(BackgroundSaver, "copied", fail):
             found.append(raised(lambda: manager.save(1, run.model, run.optimizer)))
         manager.save(1, run.model, run.optimizer)
         manager.wait()

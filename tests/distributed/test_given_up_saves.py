@@ -1,14 +1,12 @@
 """A save in the background that failed on one rank and runs on elsewhere: nothing meets it until it has ended.
 
-2 and 3 ranks, in processes of their own: those of the pool may not have children, which saving by a process needs.
+2 and 3 ranks, in processes of their own.
 """
 
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,14 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard.checkpoints import Manager, saving
 from quantshard.checkpoints import manager as managers
 from quantshard.checkpoints.disk import ownership
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
-from tests.distributed.forked import fork_server, forked_savers, on_new_ranks
+from tests.distributed.forked import on_new_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -124,53 +121,3 @@ def test_a_thread_that_still_writes(tmp_path: Path, ranks: int, failing: int) ->
         assert found["save"].startswith(f"{where}the failed save of /step-000001 is still running on this rank; ")
         assert found["elsewhere"] == "" and found["intact"] and found["steps"] == [3]
     assert by_rank[0]["lock"] == ("held" if 0 in running else "free")
-
-
-def by_processes(folder: str, server: dict[str, Any]) -> dict[str, Any]:
-    """What is said on this rank while the process that saves for rank 0 waits for the others', which never began."""
-    model, optimizer = trained()
-    executor: Any = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
-    found = {}
-
-    def cannot_begin(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-
-    with forked_savers(server), in_haste():
-        manager = Manager(f"{folder}/first", async_="process")
-        with mock.patch.object(executor, "_execute_save_impl", cannot_begin) if dist.get_rank() else mock.MagicMock():
-            manager.save(1, model, optimizer)
-        another = Manager(f"{folder}/second", async_="process")
-        found["early"] = said_by(lambda: another.save(1, model, optimizer), folder)
-        found["wait"] = said_by(manager.wait, folder)
-        found["save"] = said_by(lambda: manager.save(2, model, optimizer), folder)
-        found["late"] = said_by(lambda: another.save(1, model, optimizer), folder)
-        another.close()
-        manager.close()
-        failed = manager._failed
-        assert failed is not None
-        found["runs"] = not failed.future.done()
-        dist.barrier()
-        for child in multiprocessing.active_children():
-            child.kill()
-        managers.wait_for([failed.future])
-    with forked_savers(server), Manager(f"{folder}/first", async_="process") as manager:
-        manager.save(2, model, optimizer)
-        manager.wait()
-        found["steps"] = manager.steps()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_process_that_still_waits(tmp_path: Path, ranks: int) -> None:
-    """No rank waits by itself for the process that all Managers share."""
-    by_rank = on_new_ranks(ranks, by_processes, str(tmp_path), fork_server())
-    assert all(isinstance(found, dict) for found in by_rank), by_rank
-    for rank, found in enumerate(by_rank):
-        assert found["early"].startswith("on rank 0: a save of another Manager has failed and is still running")
-        assert re.match(
-            "on rank 1: /first/step-000001 could not be written: .*Address already in use", found["wait"]
-        ), found
-        assert found["save"].startswith("the failed save of /first/step-000001 is still running on this rank")
-        assert found["late"] == found["early"]
-        assert found["runs"] is (rank == 0) and found["steps"] == [2]

@@ -169,7 +169,7 @@ def test_a_plan_says_of_every_entry_what_becomes_of_it(recipe: str, tmp_path: Pa
     model, optimizer = built(recipe)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     request = LoadRequest(tmp_path / "c", model, optimizer, requantize=recipe != "mxfp8")
-    plan = plan_load(request, read_contents(request))
+    plan = plan_load(request, *read_contents(request))
     assert not differing(before, model.state_dict())
     extra = {key for key in plan.reader.entries if key.startswith("extra.")}
     parts = [set(plan.targets), set(plan.settings), set(plan.ignored_keys), extra]

@@ -184,7 +184,6 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     f"{_CHECKPOINT}.CheckpointFunction.forward.__code__": _RECOMPUTED,
     f"{_CHECKPOINT}.CheckpointFunction.backward.__code__": _RECOMPUTED,
     f"{_DCP}._state_dict_stager.StateDictStager": [partial(saved, async_="thread")],
-    f"{_DCP}._async_process_executor": [lambda _: private_torch.end_checkpoint_process()],
     f"{_DCP}.filesystem._StorageInfo": [loaded],
     f"{_DCP}._nested_dict.flatten_state_dict": [loaded],
     f"{_DCP}.state_dict_saver._save_state_dict": [saved],
@@ -210,7 +209,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 """What needs each name. It works where nothing is missing, and raises the name without it."""
 
 SILENT = {
-    "torch._subclasses.functional_tensor.FunctionalTensorMode": "graphs keep a layer as one operator",
+    "torch._disable_dynamo": "a compiled layer without kernels raises an error",
     "torch._scaled_mm": "on a GPU a compiled layer raises an error",
     "torch._dynamo.utils.compilation_time_metrics": "a captured step does not wait for compilations",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",

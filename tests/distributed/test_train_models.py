@@ -22,7 +22,6 @@ from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.data import collect
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
-from quantshard.tools.trainer.measurements import flops_of_token
 from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.run_dir import RunDir
@@ -162,15 +161,6 @@ def test_named_sizes_are_those_models(name):
     model = models.ModelSpec(settings).converted()[0]
     count = sum(param.numel() for param in model.parameters())
     assert count / 1e6 == pytest.approx(MILLIONS[name], rel=1e-3)
-    flops = flops_of_token(model, settings)
-    looked_up = (
-        0 if settings.tied and name != "gpt2-small" else 1024 * 768 if name == "gpt2-small" else vocabulary * 4096
-    )
-    heads = settings.layers * settings.heads * settings.head_size
-    vectors = sum(param.numel() for param in model.parameters() if param.ndim == 1)
-    if settings.experts:  # of which a token meets 2
-        looked_up += settings.layers * (settings.experts - 2) * 3 * settings.hidden * settings.ffn
-    assert flops == 6 * (count - looked_up - vectors) + 12 * heads * settings.seq_length
 
 
 def mixtures(text: str) -> dict[str, list[float]]:
@@ -255,10 +245,6 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(tokenized, tmp
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert samples[0]["step"] == 0 and samples[-1]["step"] == done + 3
     assert json.loads((run / "profile" / "rank-0.json").read_text())["traceEvents"]
-    model = AutoModelForCausalLM.from_pretrained(tokenized / "llama")
-    config, weights = model.config, [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    flops = flops_of_token(model, replace(TrainSettings(), seq_length=16, model=ANY))
-    assert flops == 6 * sum(p.numel() for p in weights) + 12 * config.num_hidden_layers * config.hidden_size * 16
     last = run / "checkpoints" / f"step-{done + 3:06d}"
     for arguments in (["explain", run], ["plan", run], ["verify", last], ["status", run]):
         result = quantshard(*arguments)

@@ -21,10 +21,10 @@ from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.checkpoints.disk.store import locate
+from quantshard.checkpoints.inspection import inspect_checkpoint as inspect
 from quantshard.checkpoints.inspection import verify
 from quantshard.checkpoints.manager import Manager
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.interop.layouts.inspection import inspect
 from quantshard.tools.cli import app
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
@@ -262,7 +262,7 @@ def test_commands_take_urls(tmp_path: Path) -> None:
 
     url = f"{SCHEME}{models.save(tmp_path / 'run', 'mxfp8')[1]}"
     assert said("verify", url).startswith(f"whole: {url}")
-    assert "model.layers.{0-1}." in said("inspect", "--no-data", url) and said("diff", url, url).startswith("equal")
+    assert "model.layers.{0-1}." in said("inspect", url) and said("diff", url, url).startswith("equal")
     out, back = str(tmp_path / "out"), f"{SCHEME}{tmp_path}/back"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(models.CONFIG))

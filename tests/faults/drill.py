@@ -23,8 +23,7 @@ from pathlib import Path
 from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.ownership import LOCK_FILE
-from tests.distributed.forked import fork_server
-from tests.faults.job import IN_SAVER, ON_ANY_RANK, POINTS, TAKES, Fault, Job, rank_main
+from tests.faults.job import ON_ANY_RANK, POINTS, Fault, Job, rank_main
 
 BOUND_SECONDS = 90
 """Within which a job ends of which one process was killed: gloo's timeout, and some time to end on a busy machine."""
@@ -34,7 +33,7 @@ LONGEST_SECONDS = 400
 
 ANY_TIME = "at any time"
 RECIPES = ("mxfp8", "nvfp4", "delayed", "block")
-MODES = (None, "thread", "process")
+MODES = (None, "thread")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.job", "torch._dynamo"])
@@ -55,12 +54,10 @@ def attempt(job: Job, fault: Fault | None = None, after: float | None = None, al
     Path(job.folder).mkdir(parents=True, exist_ok=True)
     hit = Path(job.folder, "hit")
     hit.unlink(missing_ok=True)
-    server = fork_server() if job.forked_on else {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as meeting:
         processes: list[BaseProcess] = [
-            _context.Process(target=rank_main, args=(rank, job, f"{meeting}/store", fault, server))
-            for rank in range(job.ranks)
+            _context.Process(target=rank_main, args=(rank, job, f"{meeting}/store", fault)) for rank in range(job.ranks)
         ]
         for process in processes:
             process.start()
@@ -195,7 +192,7 @@ class Drill:
             now = attempt(job, fault, after, all_at_once=not alone)
             if now.killed is None:
                 break
-            self.result.moments[now.killed + (", by the process that saves" if _in_saver(job, now) else "")] += 1
+            self.result.moments[now.killed] += 1
             self.say(f"{self.kills - self.left():>4}  {job.recipe:<9}{job.mode or 'sync':<8}{now.killed}")
             self.result.slowest_end = max(self.result.slowest_end, now.others_ended_after)
             if None in now.codes:
@@ -218,12 +215,7 @@ class Drill:
         self.points = self.points or list(POINTS)
         point = self.points.pop(self.chance.randrange(len(self.points)))
         rank = self.chance.randrange(job.ranks) if point in ON_ANY_RANK else 0
-        takes = self.chance.choice(TAKES) if job.mode == "process" and point in IN_SAVER else TAKES[0]
-        return Fault(point, self.chance.randint(1, 3), rank, takes), None
-
-
-def _in_saver(job: Job, now: Attempt) -> bool:
-    return job.mode == "process" and now.killed in IN_SAVER
+        return Fault(point, self.chance.randint(1, 3), rank), None
 
 
 def errors(job: Job) -> list[str]:
@@ -235,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--mode", choices=("sync", "thread", "process"), help="of saving, default: each in turn")
+    parser.add_argument("--mode", choices=("sync", "thread"), help="of saving, default: each in turn")
     options = parser.parse_args()
     modes = MODES if options.mode is None else (None if options.mode == "sync" else options.mode,)
     print(f"seed {options.seed}", flush=True)

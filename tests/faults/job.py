@@ -10,9 +10,7 @@ import json
 import os
 import random
 import signal
-import socket
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +20,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, manager, rank_states, saving
 from quantshard.checkpoints.disk import checksums, commit, manifest, store
-from quantshard.checkpoints.manager import Stager
 from quantshard.optimizers import FusedAdam
-from tests.distributed.forked import forked_savers
 from tests.distributed.models import Case, build, optimizer_of
 from tests.distributed.shelf import SCHEME
 
@@ -50,7 +45,6 @@ class Job:
     keep_last: int = 2
     copy: bool = False  # of what was restored, as it is loaded here
     behind_url: bool = False
-    forked_on: tuple[int, ...] = ()  # the ranks whose processes that save are forked, not spawned
 
     @property
     def checkpoints(self) -> Path:
@@ -64,16 +58,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Fault:
-    """The process of `rank` kills itself at the `call`-th time that it comes to a point.
-
-    Where a process of its own saves, it is the one that comes to `IN_SAVER`, and kills what `takes` says: "itself", the
-    "parent" that trains, which it outlives, or "both".
-    """
+    """The process of `rank` kills itself at the `call`-th time that it comes to a point."""
 
     point: str
     call: int
     rank: int
-    takes: str = "itself"
 
 
 # Points ---------------------------------------------------------------------------------------------------------------
@@ -83,8 +72,8 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "step: before the optimizer": (FusedAdam, "step", "before"),
     "step: after the optimizer": (FusedAdam, "step", "after"),
     "staging: what each rank has": (rank_states, "rank_states", "after"),
-    "staging: before the copy": (Stager, "stage", "before"),
-    "staging: after the copy": (Stager, "stage", "after"),
+    "staging: before the copy": (manager.BackgroundSaver, "copied", "before"),
+    "staging: after the copy": (manager.BackgroundSaver, "copied", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),
     "writing: in a file": (checksums.ChecksumFile, "write", "half"),
     "writing: the data are there": (commit.CommitWriter, "write_data", "after"),
@@ -108,14 +97,9 @@ ON_ANY_RANK = {point for point in POINTS if point.startswith(("step", "staging",
 }
 """The points that every rank comes to; to the others, only the first."""
 
-IN_SAVER = {point for point in POINTS if point.startswith(("writing", "rename"))}
-"""The points that the process comes to which saves, where there is one."""
 
-TAKES = ("itself", "parent", "both")
-
-
-def arm(fault: Fault, folder: str, trains: int = 0) -> None:
-    """Patch the point, for the rest of this process. `trains`: the process that this one saves for."""
+def arm(fault: Fault, folder: str) -> None:
+    """Patch the point, for the rest of this process."""
     where, name, moment = POINTS[fault.point]
     whole, calls = getattr(where, name), []
 
@@ -129,34 +113,9 @@ def arm(fault: Fault, folder: str, trains: int = 0) -> None:
             *same, data = args
             whole(*same, bytes(memoryview(data).cast("B")[: memoryview(data).nbytes // 2]))
         Path(folder, "hit").write_text(fault.point)
-        if fault.takes != "itself":
-            os.kill(trains, signal.SIGKILL)
-        if fault.takes != "parent":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return None if moment == "after" else whole(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     mock.patch.object(where, name, dying).start()
-
-
-class ArmedWriter(commit.CommitWriter):
-    """Brings a fault into the process that saves."""
-
-    armed = False
-
-    def __init__(self, target: commit.SaveTarget, facts: dict[str, Any], fault: Fault, folder: str) -> None:
-        super().__init__(target, facts)
-        self.fault, self.folder, self.trains = fault, folder, os.getpid()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not ArmedWriter.armed:
-            ArmedWriter.armed = True
-            arm(self.fault, self.folder, self.trains)
-
-
-def arm_in_saver(fault: Fault, folder: str) -> None:
-    """As `arm`, in the process that will save for this one."""
-    mock.patch.object(manager, "CommitWriter", lambda *args: ArmedWriter(*args, fault, folder)).start()
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -220,27 +179,14 @@ def train(job: Job) -> None:
                 keeper.save(step, model, optimizer, {"step": step})
 
 
-def _port() -> int:
-    """A free port that no connection takes by chance before the process that saves, which first imports PyTorch, has it
-    (PyTorch's own choice is of those that the system gives to connections)."""
-    for port in random.Random(os.getpid()).sample(range(10000, 32000), 100):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("", port))
-            return port
-    raise OSError("none of 100 ports is free")
-
-
-def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None, server: dict[str, Any]) -> None:
+def rank_main(rank: int, job: Job, rendezvous: str, fault: Fault | None) -> None:
     """One process of the job; ends with 0 or 1, or by SIGKILL."""
     code = 1
     try:
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks))
         if fault is not None and fault.rank == rank:
-            (arm_in_saver if job.mode == "process" and fault.point in IN_SAVER else arm)(fault, job.folder)
-        if rank in job.forked_on:
-            forked_savers(server).start()
-        mock.patch.object(_async_process_executor, "get_free_port", _port).start()
+            arm(fault, job.folder)
         made = dist.FileStore(rendezvous, job.ranks)
         dist.init_process_group("gloo", store=made, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
         train(job)

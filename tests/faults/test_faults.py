@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -85,17 +84,3 @@ def test_elastic(whole: Job, tmp_path: Path) -> None:
     assert step == 4 and {line["step"] for line in job.lines()} == set(range(1, 9))
     compared = compare(job.checkpoints / "step-000004", Path(job.folder, "copy"))
     assert compared.equal and compared.tensors > 20
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_saved_by_a_process_of_its_own(whole: Job, tmp_path: Path) -> None:
-    """2 ranks, each with a process that saves: one dies while it writes, with the process that it saves for.
-
-    Rank 0's is spawned as users have it in the attempt that is killed; the others are forked."""
-    job = replace(whole, folder=str(tmp_path / "job"), mode="process", forked_on=(1,))
-    began = time.monotonic()
-    killed = attempt(job, Fault("writing: in a file", 2, 0, "both"), all_at_once=False)
-    assert killed.codes == [-9, 1] and not list(job.checkpoints.glob("step-*")), errors(job)
-    assert attempt(replace(job, forked_on=(0, 1))).codes == [0, 0], errors(job)
-    assert differences(job, whole) == [] and time.monotonic() - began < 240

@@ -29,13 +29,11 @@ from quantshard import checkpoints, layouts, transformer_engine
 from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import METADATA_FILE
-from quantshard.checkpoints.inspection import verify
+from quantshard.checkpoints.inspection import inspect_checkpoint, verify
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.interop.layouts import names
-from quantshard.interop.layouts.inspection import inspect
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.cli import exchange
-from quantshard.tools.report.following import RunWatch
 from quantshard.tools.report.history import read_history
 from quantshard.tools.report.page import render
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
@@ -121,7 +119,7 @@ def _checkpoint_readings(recipe: str, whole: Path) -> Callable[[Path, Mutant], l
             ("load", lambda: loaded(path), expected if is_known else None),
             ("compare", lambda: compare(path, whole).differences and None, None),
             ("verify", lambda: verify(path).problems and None, None),
-            ("inspect", lambda: inspect(path).to_json() and None, None),
+            ("inspect", lambda: inspect_checkpoint(path).to_json() and None, None),
             ("export", lambda: layouts.export(path, "plain-fp32", _fresh(path), config=CONFIG) and None, None),
         ]
 
@@ -224,11 +222,8 @@ def checkpoint_kinds(folder: Path) -> list[Kind]:
 
 def _exported_readings(path: Path, mutant: Mutant) -> list[Reading]:
     model = models.build("mxfp8", 1, **SIZES)
-    single = sorted(path.glob("*.safetensors"))[:1]
     checkpoint = path.parent / "checkpoint"
     return [
-        ("inspect", lambda: inspect(path).to_json() and None, None),
-        *((("inspect a file", lambda: inspect(single[0]).to_json() and None, None),) if single else ()),
         ("load", lambda: layouts.load(path, model, lossy=True).lines() and None, None),
         ("import", lambda: exchange.import_(path, str(_fresh(path)), "mxfp8", None, lossy=True), None),
         ("export", lambda: layouts.export(checkpoint, "sglang-mxfp8", _fresh(path), config=path) and None, None),
@@ -381,7 +376,7 @@ REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl")
 
 
 def report_kinds(folder: Path) -> list[Kind]:
-    """What a run has written, as `report` and `watch` read it."""
+    """What a run has written, as `report` reads it."""
     whole = runs.made_run(folder / "run", steps=5)
 
     def changed(name: str) -> SearchStrategy[Mutant]:
@@ -391,16 +386,9 @@ def report_kinds(folder: Path) -> list[Kind]:
         return trees(lines).map(lambda tree: {name: _lines(tree)})
 
     def readings(path: Path, mutant: Mutant) -> list[Reading]:
-        return [
-            ("report", lambda: render([read_history(path)]), None),
-            ("watch", lambda: _followed(path), None),
-        ]
+        return [("report", lambda: render([read_history(path)]), None)]
 
     return [Kind(name, whole, changed(name) | _altered(whole, name), readings) for name in REPORTED]
-
-
-def _followed(path: Path) -> str:
-    return "".join(RunWatch(path).poll(99))
 
 
 def _lines(records: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""torch.compile where kernels run: a normalization and the layers behind it are one operator, with the bits of eager.
+"""torch.compile where kernels run: a normalization and its linear layers are traced together, with the bits of eager.
 
 So is a rotation. What is left of an MLP for Inductor is no more than an addition, so it is held to the same bits.
 """
@@ -228,23 +228,6 @@ def test_an_input_needs_no_gradient(recipe: str) -> None:
     assert not differing(*found)
 
 
-@pytest.mark.exhaustive  # without kernels: tests/modules/test_compile.py
-@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> None:
-    module = build("gated mlp", recipe)
-    again, results = copy.deepcopy(module), []
-    function = aot_eager(module, dynamic=True)
-    for tokens in (21, 9):
-        for call in (function, again):
-            x = data(tokens, tokens=tokens)
-            with qs.autocast(recipe=recipe):
-                y = call(x)
-            y.float().sum().backward()
-            results.append((y, x.grad))
-    assert all(map(torch.equal, results[0] + results[2], results[1] + results[3]))
-    assert graphs() == 1 and len(used) == 4
-
-
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 @pytest.mark.parametrize(
@@ -258,7 +241,7 @@ def test_one_graph_for_many_numbers_of_tokens(recipe: str, used: list[str]) -> N
 def test_layers_that_differ_in_a_number_are_compiled_one_by_one(
     kind: Callable[..., nn.Module], forward: str, used: list[str]
 ) -> None:
-    """A float of a module that is another in the next call becomes a symbol to Dynamo; an operator asks its value."""
+    """A float of a module that is another in the next call becomes a symbol to Dynamo; a graph asks its value."""
     with qs.quantized_model_init(recipe="current"):
         options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": DEVICE, "bias": False}
         layers = [kind(eps, **options) for eps in (1e-1, 1e-2, 1e-3)]
@@ -281,7 +264,7 @@ def test_layers_that_differ_in_a_number_are_compiled_one_by_one(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["quantized", "float32"])
 def test_weights_that_differ(how: str, used: list[str]) -> None:
-    """An operator takes components or plain weights, of one dtype; so the steps run one by one."""
+    """One of them quantized or of another dtype."""
     found = []
     for compiler in (None, aot_eager):
         module = build("gated mlp", "block", stored=False)
@@ -289,7 +272,8 @@ def test_weights_that_differ(how: str, used: list[str]) -> None:
         module.fc2_weight = build("gated mlp", "block", stored, torch.bfloat16 if stored else torch.float32).fc2_weight
         found.append(trained(module, "block", compiler, steps=1))
     assert not differing(*found)
-    assert used == ["_run_mlp"], "the eager one"
+    # eagerly, and while the graph is traced
+    assert len(used) > 2 and {*used} == {"_run_mlp"}
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ from quantshard.formats import E8M0, FORMATS, Orientation
 from quantshard.gemm import backend, hardware, producers
 from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.gemm.producers import KernelPlan
-from quantshard.kernels import workspace
+from quantshard.kernels import graph_launch
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.modules import fused_operands
 from quantshard.modules.contexts.recompute import LinearContext
@@ -349,7 +349,7 @@ def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[
 def test_who_looks_at_operands_gets_what_formats_store(
     products: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An observer, and an operator of a compiled function, whose results are told by formats."""
+    """An observer, and a graph of torch.compile."""
 
     class Looking:
         def see_operand(self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Operand) -> None:
@@ -371,7 +371,9 @@ def test_who_looks_at_operands_gets_what_formats_store(
         return {each.components[each.spec.format.copies[Orientation.ROWWISE].scale.name].dtype for each in stored}
 
     assert scales(made()) == {E8M0.gemm_dtype}
-    with workspace.separate_allocations():
+    launch = lambda kernel, grid, args, options: kernel[grid](*args, **options)  # noqa: E731
+    monkeypatch.setattr(graph_launch, "record", launch)
+    with graph_launch.traced_launches():
         assert scales(made()) == {torch.uint8}
     monkeypatch.setattr(observation, "active", Looking())
     assert scales(made()) == scales(seen) == {torch.uint8}

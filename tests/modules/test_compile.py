@@ -1,16 +1,11 @@
-"""torch.compile of every module, with the whole function in one graph: the bits of the uncompiled run.
+"""torch.compile of every module where no kernels run: quantized layers run eagerly between graphs, with the same bits.
 
-With aot_eager everything is compared bit for bit. Inductor fuses norms and activations and sums in another order, so
-there bits are compared for linear layers alone, and whole modules within a bound of their dtype; but for one, these are
-tried by `make test-all` alone, for they take long. No kernels run here; where they do is in
-tests/kernels/test_compiled.py.
+Graphs that contain layers are in tests/kernels/test_traced.py and tests/kernels/test_compiled.py.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
-import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,15 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules.contexts import pending_amaxes
-from quantshard.modules.gemms.operator_arguments import structure_of
-from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
-from tests.distributed.pool import run_ranks
-from tests.modules.cached_compile import steps_of_a_cache
 
 # Dynamo itself makes an instance of every autograd.Function that it traces
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -185,11 +174,11 @@ def steps(
 
 
 def aot_eager(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+    return torch.compile(function, backend="aot_eager", **options)
 
 
 def inductor(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, backend="inductor", **options)
+    return torch.compile(function, backend="inductor", **options)
 
 
 def assert_equal(compiled: list[Tensor], plain: list[Tensor]) -> None:
@@ -221,116 +210,12 @@ def test_bits_outside_of_autocast(recipe: str) -> None:
     assert_equal(compiled, steps(build("LayerNormMLP", RECIPES[recipe]), "bf16", inside, None))
 
 
-def test_weights_of_another_recipe_are_refused() -> None:
-    compiled = aot_eager(build("Linear", "mxfp8"))
-    with pytest.raises(Exception, match=r"weight of a compiled layer .* enter autocast with the recipe of the weights"):
-        with qs.autocast(recipe="current"):
-            compiled(data())
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_a_module_that_is_gone_before_backward(recipe: str) -> None:
-    """Backward needs its histories only."""
-    module = build("Linear", recipe)
-    compiled, x = aot_eager(module), data()
-    with qs.autocast(recipe=recipe):
-        loss = compiled(x).sum()
-    del module, compiled
-    torch._dynamo.reset()
-    gc.collect()
-    if recipe == "current":
-        loss.backward()
-        assert x.grad is not None
-        return
-    with pytest.raises(UnsupportedOperationError, match=r"'weight'.*deleted before backward"):
-        loss.backward()
-
-
-def test_a_second_call_draws_words_of_its_own() -> None:
-    """Of one input: a partitioner would make one call of two, where a call leaves nothing behind."""
-    cell, rounded = QuantSpec(FP8_E4M3), QuantSpec(FP8_E4M3, Scaling(stochastic_rounding=True))
-    table = dict.fromkeys(resolve("current").table, cell)
-    recipe = TableRecipe(
-        "rounded inputs", table | {(TensorRole.INPUT, gemm): rounded for gemm in (Gemm.FPROP, Gemm.WGRAD)}
-    )
-    found = []
-    for compiler in (None, aot_eager):
-        module, x = build("Linear", recipe), data()
-        skip_objects(recipe, inside=False)
-        twice = lambda x, module=module: (module(x), module(x))  # noqa: E731
-        with qs.autocast(recipe=recipe):
-            one, other = (twice if compiler is None else compiler(twice))(x)
-        assert not torch.equal(one, other)
-        (one.sum() + 2 * other.sum()).backward()
-        found.append([one, other, x.grad, *module.state_dict().values()])
-    assert_equal(*found)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.exhaustive), "nvfp4"])
 def test_inductor_keeps_the_bits_of_linear_layers(recipe: str) -> None:
     asked = RECIPES[recipe]
     compiled = steps(build("Linear", asked), asked, True, inductor)
     assert_equal(compiled, steps(build("Linear", asked), asked, True, None))
-
-
-@pytest.mark.parametrize(
-    ("compiler", "dynamic"),
-    [(aot_eager, None), (aot_eager, True), pytest.param(inductor, True, marks=pytest.mark.exhaustive)],
-)
-def test_one_graph_for_many_shapes(compiler: Callable[..., Any], dynamic: bool | None) -> None:
-    layer = build("LayerNormMLP" if compiler is aot_eager and dynamic else "Linear", "nvfp4")
-    again = copy.deepcopy(layer)
-    torch._dynamo.utils.counters.clear()
-    function = compiler(layer, dynamic=dynamic)
-    for tokens in (21, 16, 9):  # the first: more than one block of tokens, and no size of the layer's own
-        results = []
-        for call in (function, again):
-            x = data(tokens, tokens)
-            with qs.autocast(recipe="nvfp4"):
-                y = call(x)
-            y.sum().backward()
-            results.append([y, x.grad])
-        assert_equal(*results)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == (1 if dynamic else 2)
-
-
-@pytest.mark.parametrize("recipe", [pytest.param("delayed", marks=pytest.mark.exhaustive), "nvfp4"])
-def test_layers_compiled_one_by_one_share_a_graph(recipe: str) -> None:
-    asked = RECIPES[recipe]
-    with qs.quantized_model_init(recipe=asked):
-        layers: list[nn.Module] = [qs.Linear(WIDTH, WIDTH) for _ in range(4)]
-    layers.append(copy.deepcopy(layers[0]))
-    again = copy.deepcopy(layers)
-    torch._dynamo.utils.counters.clear()
-    for layer in layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
-    results = []
-    for model in (layers, again):
-        for step in range(2):
-            y = data(step)
-            with qs.autocast(recipe=asked):
-                for layer in model:
-                    y = layer(y)
-            y.sum().backward()
-        results.append([entry for layer in model for entry in (layer.weight.grad, *layer.state_dict().values())])
-    assert_equal(*results)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.exhaustive
-def test_inductor_of_a_whole_module() -> None:
-    """Inductor sums the rows of norms in another order, so an activation may round to the code next to it.
-
-    That is a relative error of 2**-3 for E4M3 in a few elements; what leaves a layer is a sum of many, so the norm of
-    the difference is held to 2**-5 of that of the result.
-    """
-    asked = RECIPES["delayed"]
-    compiled = steps(build("LayerNormMLP", asked), asked, True, inductor)
-    plain = steps(build("LayerNormMLP", asked), asked, True, None)
-    for a, b in zip(compiled, plain, strict=True):
-        assert (a.float() - b.float()).norm() <= 2**-5 * b.float().norm()
 
 
 # Activation recomputation
@@ -366,11 +251,12 @@ def test_checkpointing_inside_a_compiled_function(
         return [y.detach(), x.grad, layer.weight.grad, *layer.state_dict().values()]
 
     for recipe in recipes if torch.__version__ >= "2.12" else {"current", "nvfp4"} & {*recipes}:
-        if recipe == "delayed":
-            with pytest.raises(Exception, match="does not keep; compile the checkpointed function"):
-                run(recipe, True, True)
-        else:
-            assert_equal(run(recipe, True, True), run(recipe, False, False))
+        assert_equal(run(recipe, True, True), run(recipe, False, False))
+
+
+def test_a_layer_without_kernels_is_in_no_graph() -> None:
+    with pytest.raises(Exception, match="quantshard: no kernels trace this layer here"), qs.autocast(recipe="current"):
+        aot_eager(build("Linear", "current"), fullgraph=True)(data())
 
 
 @pytest.mark.parametrize(
@@ -401,15 +287,6 @@ def test_checkpointing_a_compiled_function(recipe: str, reentrant: bool) -> None
     assert_equal(run(True), run(False))
 
 
-@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_checkpointing_a_compiled_function_without_its_autocast_is_refused(reentrant: bool) -> None:
-    module = build("Linear", "current")
-    with qs.autocast(recipe="current"):
-        y = checkpoint(aot_eager(module), data(), use_reentrant=reentrant)
-    with pytest.raises(UnsupportedOperationError, match="enter autocast inside the checkpointed function"):
-        y.sum().backward()
-
-
 def test_no_autograd_function_returns_what_to_or_reshape_may_return_unchanged() -> None:
     """torch 2.11's Dynamo loses the gradient then, in silence; these tests run on a later one."""
     source = Path(qs.__file__).parent
@@ -436,22 +313,7 @@ def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
             return layer(x)
 
     with pytest.raises(Exception, match="enter this autocast around the compiled function"):
-        aot_eager(function)(data())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_processes_that_share_a_compile_cache(tmp_path: Path) -> None:
-    """A graph is not taken for that of another recipe of the same name, and is read by who means the same: 2 ranks."""
-    (first,), (other, alike) = run_ranks(2, steps_of_a_cache, str(tmp_path))
-    assert [first, other] == [(True, 0), (True, 0)]
-    assert alike[0] and alike[1] > 0
-
-
-def test_a_structure_of_another_process_is_told() -> None:
-    with pytest.raises(UnsupportedOperationError, match="0123 was traced by another process"):
-        structure_of("0123")
+        aot_eager(function, fullgraph=True)(data())
 
 
 @pytest.mark.exhaustive  # of the library alone: tests/tools/cli/test_extra.py

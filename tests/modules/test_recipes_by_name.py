@@ -143,7 +143,7 @@ def test_each_layer_runs_by_its_own_recipe(how: str) -> None:
         if how == "recomputed":
             out = qs.checkpoint(model, X)
         else:
-            out = (torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model)(X)
+            out = (torch.compile(model, backend="aot_eager") if how == "compiled" else model)(X)
     out.float().square().mean().backward()
     assert torch.equal(out, wanted)
     for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):

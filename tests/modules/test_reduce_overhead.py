@@ -20,11 +20,10 @@ import quantshard as qs
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.contexts import pending_amaxes
-from quantshard.modules.gemms import operator_state
+from quantshard.modules.gemms import graph_state
 from quantshard.modules.graphs.recorder import states_preserved
 from quantshard.optimizers import FusedAdam
 from quantshard.private_torch import lookup
-from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, bits
 from tests.modules.graphed import module_of
 
@@ -32,10 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be insta
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 WIDTH, TOKENS, STEPS = 32, 16, 4
-STEP_NAMES = ("linear", "norm_linear", "mlp")
-READS = {"delayed": {"forward", "backward"}, "nvfp4": {"backward"}}
-"""The passes of a recipe that read past amaxes or draw random words; of others none does."""
-DRAWS = {"nvfp4": {"backward"}}
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +41,7 @@ def compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("step", STEP_NAMES)
-@pytest.mark.parametrize("kind", ["", "_backward"])
-def test_operators_that_draw_are_marked(step: str, kind: str) -> None:
-    plain, drawing = (getattr(torch.ops.quantshard, f"{step}{kind}{suffix}").default for suffix in ("", "_drawing"))
-    assert torch.Tag.cudagraph_unsafe in drawing.tags and torch.Tag.cudagraph_unsafe not in plain.tags
-    assert str(plain._schema).partition("(")[2] == str(drawing._schema).partition("(")[2]
-
-
-@pytest.mark.parametrize("name", ["read_state", "record_amaxes", "fetch_copy", "record_forward_amaxes"])
+@pytest.mark.parametrize("name", ["read_amaxes", "record_amaxes", "draw", "fetch_copy", "record_forward_amaxes"])
 def test_operators_of_state_are_marked(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.quantshard, name).default.tags
 
@@ -86,26 +73,21 @@ class Pair(nn.Module):
 
 
 class HeldParts:
-    """What Inductor would give to CUDA graphs. `runs`: which passes of layers ran inside of these and outside.
+    """What Inductor would give to CUDA graphs. `runs`: whether the state of layers was read inside of these or outside.
 
     All that they leave with the host is undone, but of their first run, which is the one that warms a graph up.
     """
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model, self.count, self.inside = model, 0, False
-        self.runs: set[tuple[str, bool]] = set()
-        layers_of, live_states = operator_state.layers_of, operator_state._live_states
+        self.runs: set[bool] = set()
+        live_state = graph_state._live_state
 
-        def watched_layers(step: Any, backward: bool) -> Any:
-            self.runs.add(("backward" if backward else "forward", self.inside))
-            return layers_of(step, backward)
+        def watched_state(*args: Any) -> Any:
+            self.runs.add(self.inside)
+            return live_state(*args)
 
-        def watched_states(*args: Any) -> Any:
-            self.runs.add(("state", self.inside))
-            return live_states(*args)
-
-        monkeypatch.setattr(operator_state, "layers_of", watched_layers)
-        monkeypatch.setattr(operator_state, "_live_states", watched_states)
+        monkeypatch.setattr(graph_state, "_live_state", watched_state)
 
     def wrap(self, part: Callable[[list[Any]], Any], _: Any) -> Callable[[list[Any]], Any]:
         warm = False
@@ -152,23 +134,6 @@ def trained(model: nn.Module, recipe: Any, call: Callable[[Tensor], Tensor]) -> 
         optimizer.step()
         optimizer.zero_grad()
     return [*seen, bits(model, optimizer)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", exhaustive([(name,) for name in RECIPES], [("delayed",)]))
-def test_what_reads_or_draws_is_in_no_graph(
-    recipe: str, cut_as_on_a_gpu: Callable[[HeldParts], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = RECIPES[recipe]
-    eager = trained(plain := Pair(asked), asked, plain)
-    model = Pair(asked)
-    parts = HeldParts(model, monkeypatch)
-    cut_as_on_a_gpu(parts)
-    found = trained(model, asked, torch.compile(model, fullgraph=True))
-    assert parts.count >= 2
-    runs = {(what, what not in DRAWS.get(recipe, ())) for what in ("forward", "backward")}
-    assert parts.runs == runs | ({("state", False)} if recipe in READS else set())
-    assert_same(found, eager)
 
 
 def test_a_version_that_cuts_at_no_operator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

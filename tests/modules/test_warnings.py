@@ -103,7 +103,7 @@ def test_a_part_of_a_converted_model_enters_its_recipe_by_itself() -> None:
 def test_a_compiled_layer_tells_both() -> None:
     torch._dynamo.reset()
     layer = quantized().blocks[0][1].to(torch.bfloat16)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled(torch.randn(2, 32)).sum().backward()

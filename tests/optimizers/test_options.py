@@ -63,16 +63,6 @@ def test_zero_grad_clears_both(decoupled, none):
         assert param.grad is None and (param.decoupled_grad is None) == decoupled
 
 
-def test_set_grad_none_is_what_zero_grad_does_and_deprecated():
-    param = nn.Parameter(torch.ones(3))
-    with pytest.warns(DeprecationWarning, match="zero_grad"):
-        optimizer = FusedAdam([param], set_grad_none=False)
-    for none, left in ((None, False), (True, True)):
-        param.grad = torch.ones(3)
-        optimizer.zero_grad(set_to_none=none)
-        assert (param.grad is None) == left
-
-
 CONFIGURATIONS = {
     "BF16 moment": {"exp_avg_dtype": torch.bfloat16},
     "FP16 moment": {"exp_avg_dtype": torch.float16},

@@ -66,7 +66,6 @@ TOUCHES = {
     "step": lambda optimizer: None,
     "state_dict": lambda optimizer: optimizer.state_dict(),
     "load_state_dict": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-    "zero_grad": lambda optimizer: optimizer.zero_grad(),
     "reseed_masters": lambda optimizer: optimizer.reseed_masters(),
     "initialize_state": lambda optimizer: optimizer.initialize_state(optimizer.param_groups[0]["params"][1]),
 }

@@ -28,8 +28,6 @@ class ChecksumStore:
         self.digests: dict[str, FileEntry] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name == "store":  # while it is unpickled in the process that saves
-            raise AttributeError(name)
         return getattr(self.store, name)
 
     @contextmanager

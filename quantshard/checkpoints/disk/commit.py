@@ -7,7 +7,6 @@ place: first an empty manifest, which marks the checkpoint as incomplete, and la
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import secrets
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.disk import agreement, dcp_errors
 from quantshard.checkpoints.disk.checksums import ChecksumStore
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
@@ -116,10 +115,7 @@ def _check_place(path: Path_, replace: bool) -> None:
 
 
 def clean(folder: Path_, only: str = "") -> None:
-    """Finish the renames of killed saves in a folder, and remove what else they left there.
-
-    `only`: the name of the checkpoint whose saves count.
-    """
+    """Finish the renames of killed saves in a folder, of one checkpoint or of all, and remove what else they left."""
     store, store_path = locate(folder)
     if not isinstance(store, LocalStore):
         return
@@ -158,10 +154,7 @@ def _remove_folder(store: Store, folder: str) -> None:
 
 
 def remove(path: Path_) -> None:
-    """Remove a checkpoint atomically, or at least make it incomplete first.
-
-    A symbolic link is removed instead of its target.
-    """
+    """Remove a checkpoint atomically, or at least make it incomplete first; of a link only the link."""
     store, store_path = locate(path)
     try:
         if isinstance(store, LocalStore):
@@ -171,19 +164,18 @@ def remove(path: Path_) -> None:
             return
         _remove_folder(store, store_path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {agreement.words(error)}") from error
+        raise CheckpointError(f"{path} could not be removed: {dcp_errors.words(error)}") from error
 
 
 @contextmanager
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
     """On an error in the context, remove on rank 0 what the failed save wrote.
 
-    A rank that is still writing cannot commit without these files. What such a rank adds later is removed by the next
-    save, which starts only when no rank writes any more.
+    A rank that is still writing cannot commit without these files. The next save removes what such a rank adds later.
     """
     try:
         yield
-    except BaseException:  # also KeyboardInterrupt; if other ranks still write there, the next save removes the rest
+    except BaseException:
         if agreement.rank() == 0:
             abandon(target)
         raise
@@ -211,16 +203,13 @@ def save_failure(path: Path_, error: BaseException) -> str:
     """The error message of a failed save: cause, rank, file, and what is intact."""
     if isinstance(error, CheckpointError):
         return str(error)
-    number, first = agreement.first_failed(error)
+    number, first = dcp_errors.first_failed(error)
     where = "" if number == 0 else f"on rank {number}: "
-    return f"{path} could not be written: {where}{agreement.words(first)}; other checkpoints are unchanged"
+    return f"{path} could not be written: {where}{dcp_errors.words(first)}; other checkpoints are unchanged"
 
 
 class CommitWriter(FileSystemWriter):
-    """DCP's file writer, with a `finish` that commits the checkpoint.
-
-    `target`: the same on all ranks. `facts`: `step`, `mesh` and `recipe` of the manifest.
-    """
+    """DCP's file writer, with a `finish` that commits the checkpoint. `facts`: those of the manifest about the run."""
 
     def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
         super().__init__(target.written_in, sync_files=False)  # each file is synced when it is closed
@@ -270,11 +259,6 @@ class CommitWriter(FileSystemWriter):
 
 def commit(target: SaveTarget, manifest: Manifest) -> None:
     """Write the manifest, and make the checkpoint visible."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        if target.store.renames:  # otherwise a newer run might already write to this place
-            abandon(target)
-        raise CheckpointError(f"{target.path} is not committed: the training process has exited")
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in

@@ -1,13 +1,8 @@
 """The two files that describe a checkpoint: quantshard's `manifest.json` and DCP's `.metadata`.
 
 `manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. Checkpoints of
-plain `dcp.save` have no manifest, and can be loaded too.
-
-    {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
-     "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
-     "zero_centered": []}
-
-Checksums are 128-bit XXH3 (Y. Collet). They detect damage at the speed of memory, but do not prevent forgery.
+plain `dcp.save` have no manifest, and can be loaded too. Checksums are 128-bit XXH3 (Y. Collet). They detect damage at
+the speed of memory, but do not prevent forgery.
 
 `.metadata` is a pickle that anyone can have written. It is read without running code from it: only plain values and
 instances of DCP's classes are created. They are then checked, against each other and against the files: file names
@@ -186,10 +181,9 @@ def exists(path: Path_) -> bool:
 
 
 def problems(path: Path_, contents: bool = True) -> list[str]:
-    """Describe each problem of the files of the checkpoint in directory `path`.
+    """Describe each problem of a checkpoint's files, also of files that its manifest does not name.
 
-    Files that the manifest does not name are problems too. A checkpoint without a manifest has none. Every byte is
-    read, or without `contents` only the manifest.
+    Every byte is read, or without `contents` only the manifest. A checkpoint without a manifest has no problems.
     """
     try:
         manifest = read_manifest(path)
@@ -210,10 +204,7 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
 
 
 def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) -> str | None:
-    """Describe the problem of one file of a checkpoint, or return None.
-
-    `contents`: also compare the checksum, which reads the file.
-    """
+    """Describe the problem of one file of a checkpoint, or return None. `contents`: also read it for its checksum."""
     store, folder = locate(path)
     file = store.join(folder, name)
     try:
@@ -298,10 +289,7 @@ def _factory(kind: type) -> type:
 
 
 def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> Metadata:
-    """Read and check the metadata of the checkpoint at `path`, a directory or URL.
-
-    `described`: the checkpoint's manifest, if it has one. See `SafeReader` for `packed` and errors.
-    """
+    """Read and check a checkpoint's metadata, also against its manifest, if any. For `packed` see `SafeReader`."""
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "
     try:
@@ -393,10 +381,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether sizes of any type are a valid tensor shape.
-
-    The number of elements must be countable. Without elements, the other dims must be small enough to iterate over.
-    """
+    """Whether sizes of any type are a tensor's shape; without elements, small enough to iterate over the other dims."""
     if not _are_counts(value):
         return False
     extent = math.prod(filter(None, value))

@@ -14,8 +14,6 @@ import secrets
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -38,7 +36,7 @@ LOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class OwnershipToken:
-    """A proof, usable in any process of a run, that the run still owns a directory."""
+    """A proof that a run still owns a directory. It is sent to all ranks."""
 
     folder: str
     token: str
@@ -95,10 +93,9 @@ def _described(owner: dict[str, object]) -> str:
 
 
 def lock(folder: Path_) -> BaseFileLock | None:
-    """Lock a local folder until the result is released or garbage, or this process ends.
+    """Lock a local folder until the result is released or garbage, or this process ends; TimeoutError if it is locked.
 
-    If another process holds the lock for `LOCK_SECONDS`, a TimeoutError is raised. A file system without locks is
-    warned about, and the result is None.
+    A file system without locks is warned about, and the result is None.
     """
     # not thread-local: a background save releases it from its own thread
     file_lock = FileLock(os.path.join(folder, LOCK_FILE), timeout=LOCK_SECONDS, thread_local=False)
@@ -112,27 +109,6 @@ def lock(folder: Path_) -> BaseFileLock | None:
         )
         return None
     return file_lock
-
-
-@contextmanager
-def read_lock(store: Store, file: str, exclusive: bool = False) -> Iterator[bool]:
-    """Lock a file of a checkpoint without waiting, for the duration of the context. Yields False if it is locked.
-
-    Processes that read a checkpoint share the lock, and one that would remove it takes the lock exclusively. Without
-    locks, e.g. in a remote store, the result is True.
-    """
-    if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
-        yield True
-        return
-    with open(file, "rb") as stream:
-        is_free = True
-        try:
-            fcntl.flock(stream, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # no locks there
-            pass
-        yield is_free
 
 
 def is_locked(folder: Path_) -> bool | None:

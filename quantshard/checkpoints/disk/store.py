@@ -190,10 +190,7 @@ def _os_errors(path: Path_) -> Iterator[None]:
 
 
 def _remote(method: F) -> F:
-    """Decorate a method on a remote path: it raises only OSErrors, and drops cached listings first.
-
-    Other ranks and runs write to the same place.
-    """
+    """Decorate a method on a remote path: it raises only OSErrors, and drops cached listings of what others write."""
 
     @functools.wraps(method)
     def call(self: FsspecStore, path: Path_, *args: Any) -> Any:
@@ -205,10 +202,7 @@ def _remote(method: F) -> F:
 
 
 class FsspecStore(FileSystemBase):
-    """A remote place behind a URL, such as s3://bucket/run or memory://run, with the operations of `LocalStore`.
-
-    Failures are OSErrors with the path. A write is durable when the store confirms it.
-    """
+    """A remote place behind a URL, such as s3://bucket/run, with the operations and OSErrors of `LocalStore`."""
 
     renames = False
 

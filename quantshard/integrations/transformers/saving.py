@@ -128,12 +128,10 @@ def _check_whole(entries: Mapping[str, Tensor]) -> None:
 
 
 def _parts(param: Tensor, name: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a weight's state dict entries by key suffix."""
     return {suffix: entries[name + suffix] for suffix in components.suffixes(param)}
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert entries by key suffix to tensors by component name."""
     fmt = components.storage_of(param).spec.format
     return {component.name: parts[component.key_suffix] for component in fmt.components}
 

@@ -243,7 +243,6 @@ def _with_numbers(key: str) -> list[tuple[int, int | str]]:
 def _check_forms(
     model: nn.Module, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor], folder: str
 ) -> None:  # fmt: skip
-    """Check that weights have the same format in the checkpoint and in the model."""
     for name, param in components.named_parameters(model).items():
         own = components.storage_of(param).spec.tag if name in weights else None
         tag = _tag_of(name, entries)

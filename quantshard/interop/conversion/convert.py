@@ -7,7 +7,7 @@ not list. A layer replaced in only one place would still compute in the other, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
 from quantshard.readable import by_pattern, human_bytes, united_groups
-from quantshard.recipe import AUTO, HighPrecision, Recipe
+from quantshard.recipe import AUTO, Recipe
 from quantshard.tensor import components
 
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
@@ -147,7 +147,8 @@ def convert(
     """Quantize the weights of a model's linear layers in place; parameter names do not change.
 
     Convert before the model is sharded (`fully_shard`) and before the optimizer is built. On the meta device only the
-    layers are replaced, and values are loaded later, for example by `checkpoints.load_high_precision`.
+    layers are replaced, and values are loaded later, for example by `checkpoints.load_high_precision`. An error leaves
+    the model unchanged.
 
     Args:
         model: any module. Its `nn.Linear` layers are replaced by quantshard's, keeping biases, hooks, frozen flags,
@@ -177,10 +178,6 @@ def convert(
 
     Returns:
         A printable report of converted and unconverted layers, with reasons and sizes.
-
-    Raises:
-        ConfigurationError: nothing can be converted, an argument is invalid, or values are infinite or NaN. The model
-            is then unchanged.
     """
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     check_modules("convert", modules)
@@ -189,7 +186,10 @@ def convert(
     check_model(model, "convert")
     layer_choices = choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
-        raise ConfigurationError(_nothing(model, layer_choices))
+        reasons = dict.fromkeys(choice.reason for choice in layer_choices)
+        reasons |= dict.fromkeys(TRANSPOSED for _ in transposed_linears(model))
+        summary = "; ".join(reasons) or "it has no torch.nn.Linear"
+        raise ConfigurationError(f"convert: no layer of this model can be converted: {summary}")
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
     check_values(layer_choices)
     keep = preserve_high_precision_init_val
@@ -228,21 +228,6 @@ def convert(
         converted.append(_exchange(places, *built.pop(0), keep))
     fused = fusion.fuse(model, mlps, activation_storage) if modules == "fused" else ((), ())
     return ConversionReport(tuple(converted), unconverted, *fused, set_loss(model, loss))
-
-
-def show_linears(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace linear layers of a model on the meta device by quantshard layers with high-precision weights.
-
-    The new layers compute the same results, report to observers (`tensor.observation`) and quantize in an autocast.
-    """
-    plain, places = HighPrecision(), places_of(model)
-    for name in names:
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear) and old.weight.is_meta, name
-        new = empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
-        fill_linear(new, old, name, keep_values=False)
-        for put in places[id(old)]:
-            put(new)
 
 
 def check_modules(function: str, modules: object) -> None:
@@ -300,17 +285,6 @@ def _mark_replaced(old: nn.Module, new: nn.Module) -> None:
     for param in old.parameters():
         if param not in remaining:
             setattr(param, components.REPLACED, True)
-
-
-def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
-    if not chosen:
-        kinds = Counter(type(module).__name__ for module in model.modules() if [*module.parameters(False)])
-        summary = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
-        return f"convert: this model has no torch.nn.Linear (it has {summary})"
-    reasons = Counter(choice.reason for choice in chosen)
-    reasons.update(TRANSPOSED for _ in transposed_linears(model))
-    reason_counts = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
-    return f"convert: none of the {reasons.total()} linear layers can be converted ({reason_counts})"
 
 
 def _times(count: int) -> str:

@@ -28,7 +28,7 @@ ENTERS = "quantshard_enters_recipe"
 """Attribute of the model: whether its forward enters the recipe."""
 
 SAVE = "save_pretrained"
-"""Method of transformers' and diffusers' models that writes the state dict's entries as values."""
+"""Method of transformers' models that writes the state dict's entries as values."""
 
 SAVERS: list[tuple[type, Callable[..., Any]]] = []
 """Base classes of models, each with the function that replaces `SAVE`. The function takes the model, the plain class's
@@ -36,12 +36,6 @@ method and that method's arguments. Integrations register themselves when they a
 
 _INTEGRATION = ("transformers.modeling_utils", "quantshard.integrations.transformers")
 """A framework's module, and the integration that `guard_saving` imports if that module is already imported."""
-
-_SAVING_CLASSES = (
-    ("transformers.modeling_utils", "PreTrainedModel"),
-    ("diffusers.models.modeling_utils", "ModelMixin"),
-)
-"""Classes that have their own `SAVE` guarded too, because a partly converted model keeps its class."""
 
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
@@ -74,19 +68,18 @@ def leave_recipe(model: nn.Module) -> None:
 
 
 def guard_saving() -> None:
-    """Enable the transformers integration, and keep other frameworks from writing codes as values.
+    """Enable the transformers integration if transformers is imported, and guard `PreTrainedModel.save_pretrained`.
 
-    Covers only frameworks that are already imported.
+    A partly converted model keeps its class.
     """
     framework, integration = _INTEGRATION
     if not SAVERS and framework in sys.modules:
         # integrations import this package, so import dynamically and ignore failures
         with suppress(ImportError):
             importlib.import_module(integration)
-    for home, name in _SAVING_CLASSES:
-        kind = getattr(sys.modules.get(home), name, None)
-        if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
-            setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
+    kind = getattr(sys.modules.get(framework), "PreTrainedModel", None)
+    if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
+        setattr(kind, SAVE, _saving_partly_converted(getattr(kind, SAVE)))
 
 
 def same_named_subclass(

@@ -24,9 +24,8 @@ from quantshard.interop.conversion.selection import LayerChoice
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
 from quantshard.modules.contexts import context, settings
-from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.fused_operands import NormInput
-from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.modules.gemms import compiled, functional, graph_state
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LinearState
@@ -230,10 +229,19 @@ class FusedGatedMLP(nn.Module):
         if not self._is_fused():
             return super().forward(x)  # type: ignore[misc]
         recipe_context = cast(_GatedLayers, self).gate_proj.own_autocast()
+        if torch.compiler.is_compiling() and not self._is_traced(x, recipe_context):
+            return compiled.run_eagerly(FusedGatedMLP.forward, self, x)
         if recipe_context is None:
             return self._computed(x)
         with recipe_context:
             return self._computed(x)
+
+    def _is_traced(self, x: Tensor, own_autocast: context.autocast | None) -> bool:
+        """Return whether a graph of torch.compile contains this module."""
+        setting = context.current_setting() if own_autocast is None else own_autocast.setting
+        weights = [getattr(self, name).weight for name in LAYERS]
+        is_stored = self._activation_storage != HIGH_PRECISION and not settings.quantizes(setting)
+        return not is_stored and compiled.can_trace(setting, x, weights)
 
     def _is_fused(self) -> bool:
         """Return whether calling the layers would only multiply by their weights; warns once if not."""
@@ -265,7 +273,7 @@ class FusedGatedMLP(nn.Module):
         linear: Callable[..., Any] = functional.linear
         fc1: TracedLinear | PreparedLinear
         if isinstance(gate, TracedLinear):
-            # an operator in the graph finds this module by its handle
+            # operators in the graph find this module by its handle
             linear = compiled.traced_linear
             fc1 = gate._replace(
                 weights=[gate.weights[0], up.weights[0]],
@@ -286,19 +294,13 @@ class FusedGatedMLP(nn.Module):
     # Interface used by operators
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
-        states = [self._layer_of(name).state_by(recipe) for name in weights]
+        layers = [cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight"))) for name in weights]
+        states = [layer.state_by(recipe) for layer in layers]
         return states[0] if len(states) == 1 else LinearState.joined(states)
-
-    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """Return a layer's weight operand; see `QuantizedModule.weight_operand`."""
-        return self._layer_of(name).weight_operand("weight", call, device)
-
-    def _layer_of(self, name: str) -> ConvertedLinear:
-        return cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight")))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        self._handle = operator_arguments.handle_beside(self, self._handle)
+        self._handle = graph_state.handle_beside(self, self._handle)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -321,7 +323,7 @@ def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -
 
 def _new_handle(module: nn.Module) -> None:
     device = next(module.parameters()).device
-    cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
+    cast(Any, module)._handle = graph_state.handle(cast(graph_state.LinearModule, module), device)
 
 
 @functools.cache

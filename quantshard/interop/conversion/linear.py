@@ -21,10 +21,6 @@ from quantshard.tensor import components, moves, requantize
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.parameter_state import RNG_KEY
 
-FOREIGN = ("weight_packed", "weight_scale")
-"""Names in other programs' layouts of tensors that belong to a weight and do not exist here. The name weight_scale_inv
-does; such layouts store codes as float8, unlike quantshard."""
-
 _COMPILED = "_compiled_call_impl"
 """Attribute that `compile` sets on a module. It refers to that module, so it is not copied."""
 
@@ -98,15 +94,6 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         """Load as other quantshard modules do; also accepts packed weights, as written by `save_pretrained`."""
         key = f"{prefix}weight"
         weight = state_dict.get(key)
-        foreign = [prefix + name for name in FOREIGN if prefix + name in state_dict]
-        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize == 1:
-            foreign.append(key)
-        if foreign:
-            error_msgs.append(
-                f"{foreign[0]} is of another program's layout, which load_state_dict does not read; use "
-                "from_pretrained, or quantshard.layouts.load"
-            )
-            return
         if isinstance(weight, Tensor) and is_packed(weight):
             try:
                 parts = unpack(self.weight, weight, key)

@@ -115,7 +115,6 @@ def _memory(parameter: nn.Parameter) -> int:
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
-    """Return the output head that a transformers model declares, or None."""
     get_head = getattr(model, "get_output_embeddings", None)
     return get_head() if callable(get_head) else None
 
@@ -142,7 +141,6 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
 
 
 def _own(module: nn.Linear) -> list[str]:
-    """List parameters, buffers and children that `nn.Linear` does not have."""
     iterators = (module.named_parameters, module.named_buffers)
     names = [name for iterator in iterators for name, _ in iterator(recurse=False) if name not in ("weight", "bias")]
     return names + [name for name, _ in module.named_children()]

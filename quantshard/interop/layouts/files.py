@@ -28,19 +28,12 @@ from quantshard.foreign import FILE_BYTES
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
-SINGLE: Final = "model.safetensors"
 
 DTYPES: Final = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 """The dtypes used by layouts, by their names in a header."""
-
-_ALL_DTYPES: Final = DTYPES | {
-    "F64": torch.float64, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "BOOL": torch.bool,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
-}  # fmt: skip
 
 _COMPANIONS: Final = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.*",
@@ -123,25 +116,16 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
 
 
 class SafetensorsFiles:
-    """One safetensors file, or all files of a folder, as a single table of tensors that can be read in slices.
+    """All safetensors files of a folder as a single table of tensors that can be read in slices."""
 
-    Args:
-        path: the file or folder.
-        any_dtype: whether to also accept dtypes that no layout uses.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], any_dtype: bool = False) -> None:
-        single = Path(path) if Path(path).name.endswith(SUFFIX) else None
-        # follow a link only if the user named it
-        self._follows = single is not None
-        self.folder = Path(path) if single is None else single.parent
-        self._dtypes = _ALL_DTYPES if any_dtype else DTYPES
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
         self._index: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._file_of: dict[str, str] = {}
-        for file in self._names() if single is None else [single.name]:
+        for file in self._names():
             self._describe(file)
         self._check_index()
 
@@ -165,7 +149,7 @@ class SafetensorsFiles:
     def _describe(self, file: str) -> None:
         try:
             # opening a pipe would block
-            regular_size(self.folder / file, follow=self._follows)
+            regular_size(self.folder / file)
             reader = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             slices = {name: reader.get_slice(name) for name in reader.keys()}
             headers = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
@@ -173,13 +157,13 @@ class SafetensorsFiles:
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {why(error)}") from None
         for name, (dtype, shape) in headers.items():
-            if dtype not in self._dtypes:
+            if dtype not in DTYPES:
                 raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
             if not is_shape(shape):
                 raise CheckpointError(f"{self.folder / file}: {name} has the shape {list(shape)}, which no tensor has")
             if name in self.tensors:
                 raise CheckpointError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
-            self.tensors[name], self._file_of[name] = (self._dtypes[dtype], shape), file
+            self.tensors[name], self._file_of[name] = (DTYPES[dtype], shape), file
 
     def _check_index(self) -> None:
         for tensor, file in self._index.items():

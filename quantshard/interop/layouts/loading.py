@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import expect_transfer, local
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation, Role
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
@@ -28,7 +28,6 @@ from quantshard.interop.layouts.files import SafetensorsFiles
 from quantshard.interop.layouts.names import Names, default_names
 from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
-from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.storage import QuantizedStorage
@@ -89,10 +88,6 @@ def load(
         names: map from our names to the external names. Default: as in `export`.
         config: configuration to use instead of config.json.
         lossy: requantize weights that cannot be copied.
-
-    Raises:
-        CheckpointError: a file is damaged, a tensor does not match the model, or a weight cannot be copied. All ranks
-            raise if one does.
     """
     components.check_offsets(model.named_parameters())
     for module in model.modules():
@@ -106,19 +101,6 @@ def load(
     with agreement.writing_into("the model"):
         loader.write()
     return loader.report
-
-
-def check(path: str | os.PathLike[str], model: nn.Module, *, names: Names | None = None) -> None:
-    """Check that files contain a model's weights, reading only headers. The model can be on the meta device."""
-    loader = _LayoutLoader(local(path, "safetensors files"), model, names, None)
-    for item in loader.items:
-        if item.is_stored_quantized and loader.layout is not None:
-            verdict = table.import_verdict(None if item.storage is None else item.storage.spec, loader.layout)
-            if item.storage is None or verdict.kind != EXACT:
-                raise ConfigurationError(
-                    f"{path}: {item.name} cannot be copied: {verdict.why}; use a matching recipe, or quantshard import "
-                    "--lossy"
-                )
 
 
 def _filled(loader: _LayoutLoader) -> _LayoutLoader:
@@ -236,16 +218,8 @@ class _LayoutLoader:
             if not lossy:
                 raise CheckpointError(
                     f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; {self._other_recipe()}pass lossy=True (--lossy)"
+                    f"{why}; use a matching recipe, or pass lossy=True (--lossy)"
                 )
-
-    def _other_recipe(self) -> str:
-        """Suggest a recipe that would copy the codes, unless the model already uses it."""
-        recipe_name = None if self.layout is None else table.recipe_of(self.layout)
-        spec = None if recipe_name is None else resolve(recipe_name).weight
-        if all(item.storage is None or item.storage.spec == spec for item in self.items):
-            return ""
-        return f"build the model with recipe {recipe_name!r}, or " if recipe_name else ""
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:
@@ -316,7 +290,6 @@ class _LayoutLoader:
             self._quantize(batch)
 
     def _copy_what_may_be(self) -> list[_ParameterSlices]:
-        """Write all parameters that need no quantization and return the others."""
         remaining = []
         for item in self.items:
             storage = item.storage
@@ -394,7 +367,6 @@ class _LayoutLoader:
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1, device="cpu") // self.layout.block[1]]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
-        """Return the local values of a weight to quantize."""
         values = self._values(item)
         problem = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
         if problem:
@@ -402,7 +374,6 @@ class _LayoutLoader:
         return values
 
     def _fill(self, item: _ParameterSlices) -> None:
-        """Write a high-precision parameter and record whether its values were copied or rounded."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
         is_rounded = values.dtype.itemsize > local.dtype.itemsize
         if components.canonical_name(item.name) in self.zero_centered:

@@ -94,17 +94,6 @@ class CheckpointModel:
                 weights[name] = CheckpointWeight(name, tuple(entry.size), None, dtype)
         return weights
 
-    def states(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-        """Map parameter names to dtype and shape of each optimizer state, for parameters recorded by name."""
-        keys = {start: name for name, start in self._states.items()}
-        states_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
-        for key, entry in self._stored.items():
-            start, _, state = key.rpartition(".")
-            if f"{start}." in keys and isinstance(entry, TensorStorageMetadata):
-                spec = entry.properties.dtype, tuple(entry.size)
-                states_by_name.setdefault(keys[f"{start}."], {})[state] = spec
-        return states_by_name
-
     def has_master(self, name: str) -> bool:
         """Return whether the optimizer kept a master of this weight and recorded its name."""
         return name in self._masters

@@ -235,20 +235,9 @@ def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] 
     return config
 
 
-def _producer(algorithm: str, group_size: int | None) -> Callable[[list[str]], dict[str, Any]]:
-    def content(ignore: list[str]) -> dict[str, Any]:
-        return {
-            "producer": {"name": "modelopt", "version": "0.0.0+quantshard"},
-            "quantization": {
-                "quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group_size,
-                "exclude_modules": ignore,
-            },
-        }  # fmt: skip
-
-    return content
-
-
 def _modelopt(algorithm: str, bits: int, group_size: int | None) -> dict[str, Any]:
+    """Return `config` and `producer` of a layout of ModelOpt."""
+    by = {"name": "modelopt", "version": "0.0.0+quantshard"}
     weights = {"num_bits": bits, "type": "float", "dynamic": False}
     if group_size is not None:
         weights["group_size"] = group_size
@@ -256,11 +245,14 @@ def _modelopt(algorithm: str, bits: int, group_size: int | None) -> dict[str, An
     def config(ignore: list[str]) -> dict[str, Any]:
         return {
             "quant_method": "modelopt", "quant_algo": algorithm, "ignore": ignore, "kv_cache_scheme": None,
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "producer": {"name": "modelopt", "version": "0.0.0+quantshard"},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "producer": by,
         }  # fmt: skip
 
-    return {"config": config, "producer": _producer(algorithm, group_size)}
+    def producer(ignore: list[str]) -> dict[str, Any]:
+        quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group_size}
+        return {"producer": by, "quantization": {**quantization, "exclude_modules": ignore}}
+
+    return {"config": config, "producer": producer}
 
 
 def _mxfp8(ignore: list[str]) -> dict[str, Any]:

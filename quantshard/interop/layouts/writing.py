@@ -124,15 +124,9 @@ def export(
             and without `lossy`.
         lossy: requantize weights that the layout cannot represent exactly.
         zero_centered_gamma: whether norm weights are stored as gamma - 1, for checkpoints that do not record this.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
-        ConfigurationError: an argument is invalid, or a weight has no name or cannot be written exactly.
     """
     if values not in (MASTERS, WEIGHTS, AVERAGES):
         raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
-    if max_shard_bytes < 1:
-        raise ConfigurationError(f"export(max_shard_bytes={max_shard_bytes}): must be 1 or more")
     target = local(out, "an export")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")

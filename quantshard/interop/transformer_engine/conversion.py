@@ -87,10 +87,6 @@ def convert(
         model: prefix of the model's state dict in `source` ("": the root).
         optimizer: prefix of the state dict of TransformerEngine's FusedAdam in `source`, if it has one.
         lossy: whether to write the result even if some tensors are not exact.
-
-    Raises:
-        CheckpointError: a file cannot be read, belongs to another model, or is not exact and `lossy` is False. Nothing
-            is written.
     """
     if Path(out).exists():
         raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
@@ -183,7 +179,6 @@ class _CheckpointConverter:
         return weight or name.endswith(AMAX_HISTORY)
 
     def _parameter(self, group: TensorGroup) -> dict[str, Any]:
-        """Convert one tensor of the model to its entries."""
         name, shape = group.name.removeprefix(_MODEL), group.shape
         if self._is_own(name) and name not in self.source.names:
             return {}
@@ -296,7 +291,6 @@ class _CheckpointConverter:
         return {key: values.float()}
 
     def _values_here(self, name: str) -> Tensor:
-        """Return the float32 values of a converted parameter."""
         group = self.like.groups[_MODEL + name]
         if group.format is None:
             return self.made[group.name].float()

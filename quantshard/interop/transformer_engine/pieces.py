@@ -310,7 +310,6 @@ def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
 
 
 def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, int]) -> CopyPiece | None:
-    """Join one copy of all shards; None if a shard lacks it."""
     shards = [(piece.origin, piece.planes[which]) for piece in pieces if which in piece.planes]
     if len(shards) < len(pieces):
         return None
@@ -395,6 +394,5 @@ def _dequantized(piece: WeightPiece) -> Tensor:
 
 
 def _copy_of(element: Encoding, scale: Encoding, block: tuple[int, int]) -> OrientedCodes | None:
-    """Find a copy in any format with these encodings and blocks."""
     copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values())
     return next((c for c in copies if (c.codes.encoding, c.scale.encoding, c.block) == (element, scale, block)), None)

@@ -18,7 +18,7 @@ from quantshard.collectives.process_groups import Group
 from quantshard.distributed import module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError
 from quantshard.gemm import predictions
 from quantshard.modules.base import checks, initialization, state_dict
 from quantshard.modules.base.assignment import AssignableModule
@@ -27,7 +27,7 @@ from quantshard.modules.base.projections import Projection
 from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms import compiled, functional, linear_state, operator_arguments
+from quantshard.modules.gemms import compiled, functional, graph_state, linear_state
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
@@ -43,12 +43,14 @@ def by_own_recipe(forward: _Forward) -> _Forward:
     """Decorate the forward of a `QuantizedModule` to run under the module's own recipe, if there is one."""
 
     @functools.wraps(forward)
-    def inside(self: QuantizedModule, *args: Any, **kwargs: Any) -> Any:
+    def inside(self: QuantizedModule, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
         own_autocast = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
+        if torch.compiler.is_compiling() and not self._is_traced(own_autocast, inp):
+            return compiled.run_eagerly(inside, self, inp, *args, **kwargs)
         if own_autocast is None:
-            return forward(self, *args, **kwargs)
+            return forward(self, inp, *args, **kwargs)
         with own_autocast:
-            return forward(self, *args, **kwargs)
+            return forward(self, inp, *args, **kwargs)
 
     return cast(_Forward, inside)
 
@@ -92,7 +94,7 @@ class QuantizedModule(AssignableModule):
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._history_prefixes: list[str] = []
         self._awaits_values = self._device.type == "meta"
-        self._handle, self.gemm_plans = operator_arguments.handle(self, self._device), LayerPlans()
+        self._handle, self.gemm_plans = graph_state.handle(self, self._device), LayerPlans()
 
     # Initialization --------------------------------------------------------------------------------------------------
 
@@ -170,12 +172,18 @@ class QuantizedModule(AssignableModule):
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             parameter_state.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
-        self._handle = operator_arguments.handle_beside(self, self._handle)
+        self._handle = graph_state.handle_beside(self, self._handle)
         for name, param in self.named_parameters(recurse=False):
             checks.check_dtype(f"{type(self).__name__}.{name}", param.dtype)
         return self
 
     # Recipe ----------------------------------------------------------------------------------------------------------
+
+    def _is_traced(self, own_autocast: context.autocast | None, inp: Tensor) -> bool:
+        """Return whether graphs of torch.compile contain this module's forward, which enters `own_autocast`."""
+        setting = context.current_setting() if own_autocast is None else own_autocast.setting
+        weights = private_torch.registered_parameters(self, self._weights)
+        return self.tp_size == 1 and compiled.can_trace(setting, inp, weights)
 
     def own_autocast(self) -> context.autocast | None:
         """The autocast that forward enters; None to use the enclosing one."""
@@ -271,7 +279,7 @@ class QuantizedModule(AssignableModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
+        self._handle = graph_state.handle(self, self._handle.device)  # a copied module needs a new handle
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------
 
@@ -395,10 +403,8 @@ class QuantizedModule(AssignableModule):
     def _traced(self, layer: Projection, with_bias: bool) -> TracedLinear:
         weights = [getattr(self, name) for name in layer.weights]
         biases = self._locals(layer.biases) if with_bias else [None] * len(weights)
-        if self.tp_size > 1:
-            raise UnsupportedOperationError(limits.refusal("compiled tensor parallelism", type(self).__name__))
-        setting = context.current_setting()
-        return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
+        setting, shares = context.current_setting(), self.shared_input is not None
+        return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting, shares)
 
     @staticmethod
     def _joined(outputs: Sequence[Tensor], separate: bool) -> Tensor | Sequence[Tensor]:

@@ -31,10 +31,7 @@ def state_keys(module: Any, name: str) -> dict[str, Tensor]:
 
 
 def component_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the component keys of all weights with a placeholder, to `set_model_state_dict` alone.
-
-    It takes them for buffers, and prefixes their names for DDP and torch.compile.
-    """
+    """Yield the component keys of all weights as buffers, whose names `set_model_state_dict` prefixes for wrappers."""
     if private_torch.collects_state_dict_keys():
         for name in module._weights:
             yield from ((name + suffix, _NOT_LOADED) for suffix in state_keys(module, name) if suffix)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
-from collections.abc import Callable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +26,6 @@ class InitPlan:
     preserve_high_precision: bool
     is_open: bool = False
 
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False, is_open=True)
 
@@ -89,31 +84,11 @@ def _leave(entered: list[Any], one: object) -> None:
         del entered[max(index for index, context in enumerate(entered) if context is one)]
 
 
-class _Context:
-    """Makes contexts decorators: each call of the function enters a new context with the same arguments."""
-
-    _arguments: tuple[Any, ...]
-
-    def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        context: Any = type(self)
-        # the bodies of generators and coroutines run after the decorated call has left the context
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_of(function) for is_of in kinds):
-            raise ConfigurationError(f"{context.__name__} cannot decorate {function.__name__}; enter it inside")
-
-        @functools.wraps(function)
-        def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with context(*self._arguments):
-                return function(*args, **kwargs)
-
-        return inside
-
-
-class quantized_model_init(_Context):
+class quantized_model_init(ContextDecorator):
     """Context that stores the weights of modules built inside quantized.
 
     The context affects only the thread that entered it. As a decorator, it is entered again on each call; do not
-    decorate generators, whose bodies run after the call.
+    decorate generators and coroutines, whose bodies run after the call.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
@@ -134,7 +109,6 @@ class quantized_model_init(_Context):
         check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
-        self._arguments = (enabled, recipe, preserve_high_precision_init_val)
 
     def __enter__(self) -> None:
         _thread.init_plans.append(self.plan)
@@ -143,7 +117,7 @@ class quantized_model_init(_Context):
         _leave(_thread.init_plans, self.plan)
 
 
-class autocast(_Context):
+class autocast(ContextDecorator):
     """Context that quantizes the GEMMs of modules called inside.
 
     Contexts nest and are per thread, as with `torch.autocast`; the innermost applies. Backward and recomputation use
@@ -176,7 +150,7 @@ class autocast(_Context):
         self.setting = settings.setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = settings.is_delayed(self.setting)
-        self._arguments = (enabled, recipe, amax_reduction_group, strict)
+        self.strict = strict
 
     def __enter__(self) -> None:
         if not _thread.autocasts and not torch.compiler.is_compiling():
@@ -199,18 +173,15 @@ class autocast(_Context):
 
 def autocast_by(recipe: str | Recipe) -> autocast:
     """Create an autocast with another recipe and the other arguments of the innermost one."""
-    *_, group, strict = _thread.autocasts[-1]._arguments
-    return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)
+    innermost = _thread.autocasts[-1]
+    return autocast(recipe=recipe, amax_reduction_group=innermost.group, strict=innermost.strict)
 
 
 # PyTorch's autocast ---------------------------------------------------------------------------------------------------
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
-
-    The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
-    """
+    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one. float64 is not cast."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x

@@ -75,11 +75,15 @@ def in_region() -> bool:
     return bool(regions.entered) or regions.replayed is not None
 
 
+def is_repeated() -> bool:
+    """True while a checkpointed function is recomputed."""
+    return _regions().replayed is not None
+
+
 def linear_context(layer: Layer, quantized: bool, training: bool, setting: str | None = None) -> LinearContext:
     """Return the context of a layer's forward, from autocast or, in a recomputation, from the first forward.
 
-    `training`: training mode of the module. `setting`: name of the autocast setting that the running code was compiled
-    for; None in eager code.
+    `setting`: name of the autocast setting that the running code was compiled for; None in eager code.
     """
     regions = _regions()
     if regions.replayed is None:
@@ -128,12 +132,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """Call `function(*args, **kwargs)` without keeping its activations, and recompute them in backward.
 
     The gradients have the same bits as without checkpointing. This is `torch.utils.checkpoint` with TransformerEngine's
-    arguments. PyTorch's own `torch.utils.checkpoint` and `checkpoint_wrapper` are supported too.
-
-    Args:
-        function: a module or function.
-        use_reentrant: which implementation of `torch.utils.checkpoint`.
-        **kwargs: options of `torch.utils.checkpoint.checkpoint`, and keyword arguments of the function, which PyTorch
-            does not accept with `use_reentrant`.
+    arguments; PyTorch's own and `checkpoint_wrapper` are supported too.
     """
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

@@ -16,10 +16,7 @@ from quantshard.recipe import HighPrecision, Recipe, resolve
 
 @dataclass(frozen=True)
 class AutocastSetting:
-    """Settings of one autocast. They outlive it, but not the process group, which they reference weakly.
-
-    `group`: None for all ranks. `strict`: whether fallbacks raise.
-    """
+    """Settings of one autocast. They outlive it, but not the process group, which they reference weakly."""
 
     recipe: Recipe
     group: weakref.ReferenceType[dist.ProcessGroup] | None = None

@@ -1,33 +1,40 @@
-"""Linear layers under torch.compile: a traced layer becomes a custom operator, which runs the eager code, or while
-AOTAutograd traces leaves its operations in the graph (`operators.TRACES_KERNELS`).
+"""Linear layers under torch.compile: Dynamo leaves the call of an eager function in its graph as it is.
 
-`operators` defines the operators.
+AOTAutograd then runs that function, and the backward of its autograd functions, on tensors without values. The graph
+gets their operations and kernel launches (`kernels/graph_launch.py`), so compiled layers have the bits of eager ones.
+Layers that `can_trace` excludes run eagerly between two graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import settings
-from quantshard.modules.gemms import functional, operator_state, operators
-from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
-from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
-from quantshard.modules.gemms.operators import ForwardResults, StepGradients
+from quantshard import kernel_dispatch, kernels, limits, private_torch
+from quantshard.errors import RecipeMismatchError, UnsupportedOperationError
+from quantshard.gemm import predictions
+from quantshard.modules.contexts import recompute, settings
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms import functional
+from quantshard.modules.gemms.functional import PreparedLinear
+from quantshard.modules.gemms.graph_state import GraphStep, LayerStructure, live_module, of_fixed_size
+from quantshard.modules.gemms.shared_input import InputReader, SharedInput
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
+if kernels.USABLE:
+    from quantshard.gemm import producers
+
 
 class TracedLinear(NamedTuple):
-    """A linear layer in a graph that is being traced.
+    """A linear layer while Dynamo traces, in values that its graphs can hold.
 
     `module`: handle of the module. `names`: names of the weights in the module. `prefix`: prefix of the names of the
     amax histories. `record`: whether amaxes of this call are recorded (in training). `setting`: name of the autocast
-    setting.
+    setting. `shares`: whether other layers may read the same input.
     """
 
     weights: Sequence[Tensor]
@@ -37,75 +44,113 @@ class TracedLinear(NamedTuple):
     prefix: str
     record: bool
     setting: str
-
-    @property
-    def stored(self) -> bool:
-        """Whether the weights are stored quantized."""
-        is_quantized = [isinstance(weight, QuantizedTensor) for weight in self.weights]
-        if any(is_quantized) and not all(is_quantized):
-            raise UnsupportedOperationError(
-                f"torch.compile of a layer whose weights {', '.join(self.names)} are quantized in part; store all or "
-                "none quantized, or leave this layer out of the compiled function"
-            )
-        return any(is_quantized)
+    shares: bool = False
 
 
-def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
-    """`functional.linear` as an operator of the graph that is being traced."""
-    if not settings.quantizes(layer.setting) and not layer.stored:
+def can_trace(setting: str, x: Tensor, weights: Sequence[Tensor | None]) -> bool:
+    """Return whether a layer with this input is traced. If not, Inductor could fuse, and so change, its roundings.
+
+    Dynamo compiles again when an observer starts or stops.
+    """
+    if observation.active is not None or not is_quantized(setting, weights):
+        return observation.active is None
+    return kernel_dispatch.kernels_read(x, *weights) and has_kernels(setting, x.dtype)
+
+
+def is_quantized(setting: str, weights: Sequence[Tensor | None]) -> bool:
+    """Return whether a layer with these weights is quantized in an autocast or in memory."""
+    return settings.quantizes(setting) or any([isinstance(weight, QuantizedTensor) for weight in weights])
+
+
+@private_torch.eager_in_graphs("quantshard: no kernels trace this layer here, or an observer reads its operands")
+def run_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward between two graphs."""
+    return forward(*args, **kwargs)
+
+
+@private_torch.constant_in_graphs
+def has_kernels(setting: str, dtype: torch.dtype) -> bool:
+    """Return whether kernels quantize by a setting whatever it quantizes."""
+    recipe = settings.registered[setting].recipe
+    copies = () if recipe.weight is None else recipe.weight.format.copies.values()
+    is_narrow = all(copy.codes.encoding.bits <= 8 for copy in copies)
+    return is_narrow and all(producers.can_quantize(dtype, pair) for pair in recipe.activations.values())
+
+
+def traced_linear(x: Tensor, layer: TracedLinear) -> Sequence[Tensor]:
+    """`functional.linear` while Dynamo traces."""
+    if not is_quantized(layer.setting, layer.weights):
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
-    return call_operator("linear", x, [layer], [False])
+    outputs: Sequence[Tensor] = call_in_graph("linear", [layer], x, layer.shares)
+    return outputs
 
 
-def call_operator(
-    name: str,
-    x: Tensor,
-    layers: Sequence[TracedLinear],
-    remakes: Sequence[bool],
-    *,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 0.0,
-    **facts: Any,
-) -> list[Tensor]:
-    """Call the operator of a step: layers of one module, each of which reads the output of the one before.
-
-    Returns the outputs of the last layer, then x + residual if there is a residual. `remakes`: for each layer, whether
-    backward recomputes the input instead of forward keeping it. `facts`: fields of the `StepStructure` with defaults.
-    """
-    first, layer_fields = layers[0], []
-    for layer, remake in zip(layers, remakes, strict=True):
-        dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
-        layer_fields.append((layer.names, layer.prefix, dtypes, *functional.saved_input_policy(layer.weights, remake)))
-    weights = [weight for layer in layers for weight in layer.weights]
-    # Dynamo compiles again when an observer starts or stops
-    facts["is_observed"] = observation.active is not None
-    key = structure_key(tuple(layer_fields), weights[0].dtype, first.stored, first.record, first.setting, **facts)
-    state: list[Tensor] = []
-    if count := operator_state.in_forward("tensors read", key):
-        state = torch.ops.quantshard.read_state(first.module, key, [], None)
-    biases = [bias for layer in layers for bias in layer.biases if bias is not None]
-    full_name = f"{name}_drawing" if operator_state.in_forward("draws", key) else name
-    outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(
-        weights, [], first.module, key, state[:count], [weight.shape[0] for weight in weights],
-        norm_weight, norm_bias, eps, x, residual, biases,
-    )  # fmt: skip
-    if operator_state.in_forward("records", key):
-        torch.ops.quantshard.record_amaxes(first.module, key, False, state[1], outputs[-1].detach())
-    return outputs[: len(layers[-1].weights) + (residual is not None)]
+def call_in_graph(name: str, layers: Sequence[TracedLinear], *arguments: Any) -> Any:
+    """Put the call of a function of `STEPS` into the graph; `arguments`: its others, of tensors and constants."""
+    _allow()
+    return _call(name, [tuple(layer) for layer in layers], *arguments)
 
 
-def _linear(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
-    keeps = step.structure.layers[0].keeps
-    outputs, x_wgrad = functional.forward_gemms(step.x.reshape(-1, step.x.shape[-1]), step.x.shape, layers[0], keeps)
-    return ForwardResults(outputs, [x_wgrad])
+@private_torch.constant_in_graphs
+def _allow() -> None:
+    private_torch.put_in_graphs(_call)
 
 
-def _linear_backward(step: StepArguments, layers: list[LinearBackward], _: list[Tensor]) -> StepGradients:
-    dx, tensor_grads = layers[0].backward(step.grads)
-    return StepGradients([dx], [tensor_grads])
+def _call(name: str, layers: Sequence[Any], *arguments: Any) -> Any:
+    traced = [TracedLinear(*layer) for layer in layers]
+    if type(traced[0].module) is Tensor:  # not of a trace: `backend="eager"` runs Dynamo's graph as it is
+        return STEPS[name](*map(_live, traced), *arguments)
+    step = GraphStep()
+    with step.forward():
+        prepared = [_prepared(step, layer) for layer in traced]
+        return STEPS[name](*prepared, *map(of_fixed_size, arguments))
 
 
-operators.register_step("linear", _linear, _linear_backward)
+def _live(layer: TracedLinear) -> PreparedLinear:
+    module, is_stored = live_module(layer.module, layer.names), isinstance(layer.weights[0], QuantizedTensor)
+    call = recompute.linear_context((id(module), layer.names), is_stored, layer.record, layer.setting)
+    state = module._linear_state(layer.names, call.recipe, layer.prefix)
+    state.record = call.record and state.record
+    return PreparedLinear(layer.weights, layer.biases, call, state)
+
+
+def _prepared(step: GraphStep, layer: TracedLinear) -> PreparedLinear:
+    setting, formats = settings.registered[layer.setting], list[Any]()
+    for name, weight in zip(layer.names, layer.weights, strict=True):
+        storage = weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
+        formats.append(None if storage is None else (storage.spec, storage.shard))
+        if storage is not None and setting.recipe.table and storage.spec != setting.recipe.weight:
+            raise RecipeMismatchError(
+                f"{name} of a compiled layer is stored as {storage.spec}, but autocast's recipe is "
+                f"{setting.recipe.name!r}; enter autocast with the recipe of the weights"
+            )
+        if setting.strict:
+            fallbacks = predictions.fallbacks(storage, setting.recipe, weight.device)
+            if fallbacks:
+                raise limits.fallback_error(fallbacks, name)
+    is_outside = layer.setting == settings.NO_AUTOCAST and any(formats)
+    if is_outside and layer.record and functional.needs_wgrad(layer.weights):
+        if recompute.is_repeated():
+            raise UnsupportedOperationError(
+                f"activation recomputation of a compiled function calls the layer of {', '.join(layer.names)!r} "
+                "outside of the autocast that its first forward ran in; enter autocast inside the checkpointed "
+                "function, or compile the function that checkpoints"
+            )
+        limits.warn("dequantized", layer.names[0], "autocast(enabled=False)")
+    structure = LayerStructure(tuple(layer.names), layer.prefix, layer.record, layer.setting, tuple(formats))
+    state = step.state(layer.module, structure, layer.weights)
+    call = LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict, record=layer.record)
+    return PreparedLinear(layer.weights, layer.biases, call, state)
+
+
+_LAST_INPUT = SharedInput()
+"""The last input in the graph that is being traced. An input of an earlier trace is another tensor."""
+
+
+def _linear(layer: PreparedLinear, x: Tensor, shares: bool) -> Sequence[Tensor]:
+    return functional.linear(x, layer, shared=InputReader(_LAST_INPUT) if shares and kernels.tracing.on else None)
+
+
+STEPS: dict[str, Callable[..., Any]] = {"linear": _linear}
+"""Eager functions of layers and other arguments, whose calls graphs contain."""

@@ -12,6 +12,7 @@ Backward keeps only wgrad's operand of the input: quantized, 8 bits or fewer per
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -137,6 +138,27 @@ def saved_input_policy(weights: Sequence[Tensor], remakes: bool) -> SavedInputPo
     return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 
+_Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def in_step_of_forward(backward: _Backward) -> _Backward:
+    """Decorate the backward of a quantized layer, which has no derivative.
+
+    If its forward was traced into a graph, backward is traced by the same `graph_state.GraphStep`, `ctx.step`.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        if ctx.step is None:
+            return backward(ctx, *grads)
+        with ctx.step.backward(grads):
+            return backward(ctx, *grads)
+
+    return run
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -153,12 +175,12 @@ class _LinearFunction(torch.autograd.Function):
         ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, has_wgrad and recompute is not None)
         ctx.recompute = None if recompute is None else recompute.function
         ctx.save_for_backward(*saved_tensors, *(() if recompute is None else recompute.tensors))
-        ctx.num_layer_tensors = len(saved_tensors)
+        ctx.num_layer_tensors, ctx.step = len(saved_tensors), kernels.tracing.step
         return tuple(outputs)
 
     @staticmethod
+    @in_step_of_forward
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
         tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
         saved: LinearBackward = ctx.layer
         layer_tensors, input_tensors = tensors[: ctx.num_layer_tensors], tensors[ctx.num_layer_tensors :]
@@ -168,12 +190,6 @@ class _LinearFunction(torch.autograd.Function):
             x_wgrad = layer.requantize_input(lambda: ctx.recompute(*input_tensors).reshape(-1, layer.x_shape[-1]))
         dx, tensor_grads = layer.backward(grads, x_wgrad)
         return dx, None, *tensor_grads
-
-
-def refuse_second_derivative() -> None:
-    """Raise UnsupportedOperationError in a backward that autograd records."""
-    if torch.is_grad_enabled():
-        raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
 def forward_gemms(

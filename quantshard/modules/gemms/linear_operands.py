@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard import kernels, private_torch
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn, serves_both
@@ -23,7 +23,7 @@ from quantshard.kernels import workspace
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
-from quantshard.recipe import QuantSpec, SpecPair, TensorRole
+from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.observation import Observer
 from quantshard.tensor.parameter_state import RNG_KEY
@@ -212,8 +212,8 @@ class OperandRequest:
             self.known = self.delayed.amax
         elif role is TensorRole.INPUT and not usage.for_first_gemm:
             self.known = call.amaxes.get((role, weight_index))
-        # a custom operator returns the components that the format stores
-        stored = self.watching is not None or workspace.separate.on
+        # graphs keep operands as the format stores them
+        stored = self.watching is not None or kernels.tracing.on
         self.split = state.split(role)
         self.plan = plan or state.plans.operand(
             call.recipe, role, like, usage, self.known is not None, stored, self.split is None
@@ -355,17 +355,6 @@ class OperandRequest:
         if not operands.gathers_codes(spec, (values.shape[0], values.shape[1]), tokens):
             return WgradOperand(values, True, tokens, spec, words)
         return WgradOperand(self._quantized(values, spec, tokens, words), True, tokens)
-
-
-def keeps_transposed(specs: SpecPair, values: Tensor) -> bool:
-    """Return whether `gemm_operands` returns wgrad's operand transposed, for values that are not split.
-
-    `values`: the values, or any tensor of their dtype and device, also a traced one.
-    """
-    first, second = specs
-    if second is None or not serves_both(first, second):
-        return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.can_quantize(values.dtype, specs)
 
 
 def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state: LinearState) -> Operand:

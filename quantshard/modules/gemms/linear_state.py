@@ -32,8 +32,6 @@ from quantshard.tensor.parameter_state import AMAX_HISTORY, GRADIENT_STREAM, RNG
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.kernels.graph_launch import HostNumber
-
 
 MOST_PLANS: Final = 64
 """The most operand plans that a layer keeps. More than that are needed only if shapes vary, and are then remade."""
@@ -85,29 +83,6 @@ class LayerPlans:
 
 
 @dataclass
-class GraphState:
-    """State of a layer in a compiled graph, instead of amax histories and RNG counters (see `operator_state`).
-
-    `numbers`: key and stream of the step's weights, int64 [weights, 2] as int32 on the CPU. `draws`: the number of
-    their draws. `first`: index of the layer's first weight. `slots`: (role, weight index) -> slot of a new amax.
-    """
-
-    numbers: Any
-    draws: Any
-    first: int
-    slots: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
-
-    def draw(self, weight_index: int) -> tuple[Any, Tensor, Any]:
-        """See `LinearState.draw`. While a graph is traced, key and stream are numbers that its launches read."""
-        row = self.first + weight_index
-        if kernels.tracing.on:
-            low, high, stream = (HostNumber(self.numbers, row, column) for column in range(3))
-            return (low, high), self.draws[row], stream
-        key, stream = self.numbers.view(torch.int64)[row].tolist()
-        return key, self.draws[row], stream
-
-
-@dataclass
 class LinearState:
     """State of one linear layer between steps: RNG state of its weights, and delayed-scaling histories.
 
@@ -116,8 +91,8 @@ class LinearState:
     scaling reduces amaxes over (None: the group of autocast). `data_group`: ranks that share a batch (None: the
     tensor-parallel group); each such group has its own random stream. `layers`: the layers that own the weights, if
     each keeps its own histories; the input is scaled by the first layer's history and recorded in all. `stage`: running
-    pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module. `graph`: replaces
-    histories and RNG counters in a compiled graph.
+    pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module. `graph`: a
+    `graph_state.GraphState`, which replaces histories and RNG counters while a graph is traced.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -130,7 +105,7 @@ class LinearState:
     layers: Sequence[LinearState] = ()
     stage: RunningStage | None = None
     plans: LayerPlans = field(default_factory=LayerPlans)
-    graph: GraphState | None = None
+    graph: Any = None
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:
@@ -156,7 +131,8 @@ class LinearState:
         which is indexed by position in the global tensor.
         """
         if self.graph is not None:
-            return self.graph.draw(weight_index)
+            result: tuple[Any, Tensor, Any] = self.graph.draw(weight_index)
+            return result
         weight = self.weights[weight_index]
         return int(weight[RNG_KEY]), next_draw(weight), self.stream
 
@@ -329,7 +305,8 @@ class DelayedScale:
         if spec is None or not spec.scaling.history:
             return None
         if state.graph is not None:
-            return _GraphScale(call.amaxes[role, weight_index], state.graph.slots.get((role, weight_index)))
+            scale: DelayedScale = state.graph.scale(role, weight_index)
+            return scale
         return DelayedScale(role, spec, call, state, weight_index)
 
     @cached_property
@@ -369,14 +346,3 @@ class DelayedScale:
         """Record the amax of a matrix in the slot."""
         slot = self.slot(values.device)
         torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)
-
-
-class _GraphScale(DelayedScale):
-    """The same in a compiled graph. `slot`: None if the new amax is not recorded."""
-
-    def __init__(self, amax: Tensor, slot: Tensor | None) -> None:
-        self.amax, self.notes, self._slot = amax, slot is not None, slot
-
-    def slot(self, device: torch.device) -> Tensor:
-        assert self._slot is not None
-        return self._slot

@@ -12,7 +12,6 @@ import typer
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk import manifest
-from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.manifest import FileEntry
 from quantshard.checkpoints.disk.store import LocalStore, is_taken, local, locate
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -23,11 +22,11 @@ from quantshard.interop.layouts.table import LAYOUTS
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
-from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say, transfer_bar
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.initialization import config_of_run, recipe_of_files, settings_of, tokenizer_of_run
-from quantshard.tools.trainer.run_dir import RunDir, run_of_checkpoint
+from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
@@ -49,17 +48,6 @@ RECIPE = typer.Option(
     show_default=False,
 )
 LOSSY = typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
-
-
-def existing_checkpoint(path: str, what: str = "a checkpoint") -> str:
-    """Return `path` if it exists and is not the folder of a run."""
-    inputs.existing(path, what)
-    if "://" not in path and (Path(path) / "config.toml").is_file() and not is_complete(path):
-        run = RunDir(Path(path))
-        steps = run.saved_steps()[0]
-        advice = f"name its last checkpoint, {run.checkpoint(steps[-1])}" if steps else "name a checkpoint of it"
-        raise ConfigurationError(f"{path} is the folder of a run, not a checkpoint; {advice}")
-    return path
 
 
 def export(
@@ -87,9 +75,9 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint's model as safetensors for other programs, one file at a time."""
-    existing_checkpoint(checkpoint)
+    outputs.existing(checkpoint, "a checkpoint")
     tokenizer: dict[str, bytes] = {}
-    config_path: Any = None if config is None else inputs.existing(config, "a config.json or its folder")
+    config_path: Any = None if config is None else outputs.existing(config, "a config.json or its folder")
     if config is None:
         tokenizer, config_path = tokenizer_of_run(checkpoint), config_of_run(checkpoint)
     with transfer_bar("exporting"):
@@ -125,7 +113,7 @@ def import_(
     """
     if is_taken(out):
         raise CheckpointError(f"{out} exists and is not overwritten; import to another folder")
-    folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
+    folder = local(outputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
     config = read_layout_json(folder / CONFIGURATION)
     recipe_name = LayerRecipes.parse(recipe_name or recipe_of_files(folder) or recipe.AUTO).text
     settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
@@ -158,7 +146,7 @@ def convert_te(
 ) -> None:
     """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):
-        existing_checkpoint(str(checkpoint))
+        outputs.existing(checkpoint, "a checkpoint")
     result = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
     say(*result.lines())
     say(f"wrote {out}")
@@ -213,4 +201,4 @@ def size(text: str, option: str = "--max-shard-size") -> int:
 
 
 def _names(path: Path | None) -> Names | None:
-    return None if path is None else names.read_names(inputs.existing(path, "a map of names"))
+    return None if path is None else names.read_names(outputs.existing(path, "a map of names"))

@@ -19,11 +19,11 @@ from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm import hardware
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, UNUSED_OPTIONS, StateOptions
+from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
 from quantshard.tools import planning
 from quantshard.tools.observe.table import Report
 from quantshard.tools.planning import TrainingStep
-from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec, losses, trained_loss
@@ -32,11 +32,9 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
-    STATE_SETTINGS,
     TP,
     LayerRecipes,
     MeshSpec,
-    as_settings,
     state_options,
 )
 
@@ -146,7 +144,7 @@ def plan(
         layers=huggingface.repeated_layers(model_source.model),
         rank=rank,
         tensor_parallel=cuts,
-        reshard_after_forward=None if settings is None else settings.reshard_after_forward,
+        reshard_after_forward=None if settings is None else True,
         **_states(model_source, preset, optimizer),
         step=None if isinstance(step, str) else step,
         memory=None if memory is None else int(memory * 2**30),
@@ -165,7 +163,7 @@ def _axes(source: ModelSource, mesh: str | None) -> dict[str, int]:
         return {}
     spec = MeshSpec.parse(mesh or source.mesh or f"dp_shard={_WORLD_SIZE}")
     if source.settings is not None:
-        replace(source.settings, mesh=str(spec), dp_replicate=1).check()
+        replace(source.settings, mesh=str(spec)).check()
     return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present
 
 
@@ -194,11 +192,10 @@ def _states(source: ModelSource, preset: str | None = None, algorithm: str | Non
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
     head = muon_head(source.model, source.settings) if name == MUON and source.settings is not None else None
-    states_of_run = StateOptions() if source.settings is None else source.settings.state_options
-    state_settings = state_options(preset or "", {} if preset else as_settings(states_of_run))
-    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[name])
-    states = {option: value for option, value in state_settings.arguments(MUON).items() if option in supported}
-    return {**states, "optimizer": name, "head": head}
+    states = StateOptions() if source.settings is None else source.settings.state_options
+    if preset:
+        states = state_options(preset, {})
+    return {**states.arguments(name), "optimizer": name, "head": head}
 
 
 def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...], wide: bool, as_json: bool) -> None:
@@ -298,32 +295,25 @@ def find_model(path: str, recipe_name: str | None) -> ModelSource:
     """
     if recipe_name is not None:
         recipe_name = LayerRecipes.parse(recipe_name).text
-    local_path = inputs.existing(Path(path), "a run or a config.json")
-    if (local_path / _RUN).is_file() or local_path.name == _RUN:
-        return _of_run(local_path.parent if local_path.name == _RUN else local_path, recipe_name)
-    if (local_path / CONFIGURATION).is_file() or local_path.suffix == ".json":
-        return _of_configuration(
-            local_path / CONFIGURATION if local_path.is_dir() else local_path, recipe_name or recipe.auto_name()
+    location = outputs.existing(Path(path), "a run or a config.json")
+    if (location / _RUN).is_file() or location.name == _RUN:
+        run = RunDir(location.parent if location.name == _RUN else location)
+        settings, launched, _ = run.read_config()
+        settings = replace(settings, recipe=recipe_name or settings.recipe)
+        settings.check(str(run.path))
+        model = ModelSpec(settings, run.read_model(settings)).converted()[0]
+        kind = settings.architecture if settings.is_by_sizes else type(model).__name__
+        about = f"{run.path}: {kind} of a run, by recipe {settings.recipe!r}"
+        mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
+        return ModelSource(model, about, mesh=mesh, settings=settings)
+    if (location / CONFIGURATION).is_file() or location.suffix == ".json":
+        file, recipe_name = (
+            location / CONFIGURATION if location.is_dir() else location,
+            recipe_name or recipe.auto_name(),
         )
+        model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
+        about = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
+        return ModelSource(model, about, () if report is None else tuple(report.high_precision()))
     raise ConfigurationError(
         f"{path} is no run (which has a {_RUN}), and holds no Hugging Face {CONFIGURATION}; inspect shows a checkpoint"
     )
-
-
-def _of_run(path: Path, recipe_name: str | None) -> ModelSource:
-    """Build the model of a run from its settings."""
-    settings, launch_config, _ = RunDir(path).read_config()
-    settings = replace(settings, recipe=recipe_name or settings.recipe)
-    settings.check(str(path))
-    model = ModelSpec(settings, RunDir(path).read_model(settings)).converted()[0]
-    mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
-    kind = settings.architecture if settings.is_by_sizes else type(model).__name__
-    about = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(model, about, mesh=mesh, settings=settings)
-
-
-def _of_configuration(file: Path, recipe_name: str) -> ModelSource:
-    """Build the model of a Hugging Face config.json, and convert it."""
-    model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
-    about = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
-    return ModelSource(model, about, () if report is None else tuple(report.high_precision()))

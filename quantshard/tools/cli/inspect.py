@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -22,30 +21,30 @@ from quantshard.checkpoints.inspection import (
     Inspection,
     TensorSummary,
     Verification,
+    inspect_checkpoint,
     kind_of,
 )
 from quantshard.checkpoints.inspection import verify as verify_checkpoint
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.interop.layouts.inspection import inspect as inspect_path
 from quantshard.readable import counted_name, human_bytes, pattern_groups
-from quantshard.tools.cli.exchange import CHECKPOINT, existing_checkpoint
+from quantshard.tools.cli.exchange import CHECKPOINT
 from quantshard.tools.cli.explain import WIDE
 from quantshard.tools.observe.table import plain_table
+from quantshard.tools.terminal.outputs import existing
 from quantshard.tools.terminal.screen import Screen, complain, say, say_whole, transfer_bar
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="CKPT", help="checkpoint, its URL, or safetensors (file or folder)")],
+    path: Annotated[str, CHECKPOINT],
     json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
     wide: Annotated[bool, WIDE] = False,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="also read scales and codes")] = True,
 ) -> None:
     """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
 
     Safe for untrusted files: nothing in them is run.
     """
-    inspection = inspect_path(existing_checkpoint(path, "a checkpoint or safetensors files"), data)
+    inspection = inspect_checkpoint(existing(path, "a checkpoint"))
     if json_:
         say_whole(inspection.to_json())
     else:
@@ -69,7 +68,6 @@ def inspection_tables(inspection: Inspection, wide: bool = True) -> Group:
 
 
 def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
-    """Merge rows: sums of bytes and codes, and the range of the scales."""
     scales = [scale for row in rows for scale in row.scales or ()]
     counts: dict[str, Any] = {
         name: sum(getattr(row, name) or 0 for row in rows)
@@ -116,19 +114,15 @@ def _totals(inspection: Inspection) -> Table:
 
 def verify(
     checkpoint: Annotated[str, CHECKPOINT],
-    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.
 
     Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.
     """
-    existing_checkpoint(checkpoint, "a checkpoint")
+    existing(checkpoint, "a checkpoint")
     with transfer_bar("reading"):
         result = verify_checkpoint(checkpoint)
-    if json_:
-        say_whole(json.dumps({**asdict(result), "ok": result.ok}, indent=1))
-    else:
-        say(*verification_lines(result))
+    say(*verification_lines(result))
     if not result.ok:
         raise typer.Exit(1)
 
@@ -166,7 +160,6 @@ def diff(
         str, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
     ],
     checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the checkpoint to compare with")],
-    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Compare two checkpoints bit by bit; they may be from different meshes.
 
@@ -175,24 +168,12 @@ def diff(
     """
     try:
         for path in (checkpoint_a, checkpoint_b):
-            existing_checkpoint(path, "a checkpoint")
+            existing(path, "a checkpoint")
         comparison = compare(checkpoint_a, checkpoint_b)
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
         raise typer.Exit(UNREADABLE) from None
-    if json_:
-        result = {
-            "equal": comparison.equal,
-            "a": comparison.path_a,
-            "b": comparison.path_b,
-            "tensors": comparison.tensors,
-            "others": comparison.others,
-            "bytes": comparison.bytes,
-            "differences": [asdict(difference) for difference in comparison.differences],
-        }
-        say_whole(json.dumps(result, indent=1))
-    else:
-        say(*_comparison_lines(comparison))
+    say(*_comparison_lines(comparison))
     if not comparison.equal:
         raise typer.Exit(UNEQUAL)
 

@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import Field, asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +18,11 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.cli.exchange import size
-from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
@@ -40,7 +39,7 @@ from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
-    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
 }  # fmt: skip
 
 _COMMON = frozenset(
@@ -49,16 +48,13 @@ _COMMON = frozenset(
 )
 """Settings that `--help` shows; `--help-all` shows all."""
 
-_PROCESSES = "number of processes. Default: that of the mesh, or "
-
 
 def _show_all(context: typer.Context, asked: bool) -> None:
     """Print the help including hidden settings, and exit."""
     if not asked:
         return
-    visible = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
     for option in context.command.params:
-        if option.name in visible:
+        if option.name in KINDS:
             option.hidden = False  # type: ignore[attr-defined]  # attribute of options
     if text := context.get_help():  # empty if typer has already printed the help
         say(text)
@@ -101,7 +97,7 @@ def train(
     }
     content: dict[str, Any] = {}
     if config is not None:
-        inputs.existing(config, "a TOML file of settings")
+        outputs.existing(config, "a TOML file of settings")
         content = read_settings_file(config, follow=True)
     folder = RunDir(run)
     # only rank 0 of a launcher creates the run
@@ -135,23 +131,12 @@ def train(
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
-    nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="number of processes. Default: that of the mesh, or as before"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(metavar="S", help="new number of steps")] = None,
     mesh: Annotated[str | None, typer.Option(help="new mesh. Default: as before, or all in dp_shard")] = None,
-    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="new number of replicas (HSDP)")] = None,
-    keep_last: Annotated[int | None, typer.Option(metavar="K", help="new number of checkpoints to keep")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(metavar="N", help="also keep checkpoints of multiples of this step")
-    ] = None,
-    async_save: Annotated[
-        bool | None, typer.Option(help="save in the background. Default: as before", show_default=False)
-    ] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option(help="deterministic mode. Default: as before", show_default=False)
-    ] = None,
-    cuda_graphs: Annotated[
-        bool | None, typer.Option(help="replay steps from a CUDA graph. Default: as before", show_default=False)
-    ] = None,
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="new place of the same data; repeatable")
     ] = None,
@@ -179,9 +164,7 @@ def resume(
 ) -> None:
     """Resume a run from its last complete checkpoint, on the same or another mesh."""
     folder = RunDir(run)
-    changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
-    changes |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
-    changes |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
+    changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "recipe": recipe_}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy needs --recipe; name a recipe, or leave --lossy out")
     if preset is not None:
@@ -201,7 +184,6 @@ def resume(
 
 
 def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
-    """Check that an existing run can be resumed, and launch it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
     mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
@@ -233,64 +215,33 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
         raise
 
 
-def _help(setting: Field[Any]) -> str:
-    """Help text of a setting, with its default.
-
-    The default of the option itself is None, because values in the file override the default of the setting.
-    """
-    text, default = setting.metadata["help"], setting.default
-    if isinstance(default, bool):
-        return f"turn off: {text}" if default else str(text)
-    return str(text) if default in ((), "") else f"{text}. Default: {default}"
-
-
-def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
-    """Parameter names of a setting, each with whether it is hidden even in --help-all.
-
-    A boolean setting has two options, `--x` and `--no-x`. To save space, the help shows only the one that changes the
-    default.
-    """
-    name, default = setting.name, setting.default
-    return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
-
-
-def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
-    """Yield the keyword-only parameters for the options of a setting."""
-    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
-    rare = name not in _COMMON
-    if isinstance(setting.default, bool):
-        for key, hidden in _keys(setting):
-            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden or rare, show_default=False, **about)
-            yield inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
-            )
-    else:
-        annotation: Any = _ANNOTATIONS[type(setting.default)]
-        option = typer.Option(hidden=rare, show_default=False, **about)
-        yield inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
-        )
-
-
 def with_flags(command: Any) -> Any:
-    """Wrap `command`, replacing its `**flags` by the options of all settings."""
+    """Wrap `command`, replacing its `**flags` by the options of all settings; those that are not given are None."""
     parameters = [
         p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
     ]
-    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
 
     @functools.wraps(command)
     def flagged(**arguments: Any) -> None:
-        for name in switches:
-            on, off = arguments[name], arguments.pop(f"no_{name}")
-            if on and off:
-                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
-            arguments[name] = True if on else False if off else None
         command(**arguments)
 
-    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
+    flags = map(_flag, setting_fields())
     flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
     return flagged
+
+
+def _flag(setting: Field[Any]) -> inspect.Parameter:
+    """Make the option of a setting. Its default is None, because values of a file override that of the setting."""
+    default = setting.default
+    text = setting.metadata["help"] if default in ((), "") else f"{setting.metadata['help']}. Default: {default}"
+    option = typer.Option(
+        help=text,
+        rich_help_panel=setting.metadata["panel"],
+        hidden=setting.name not in _COMMON,
+        show_default=False,
+    )
+    annotation: Any = Annotated[_ANNOTATIONS[type(default)], option]  # type: ignore[valid-type]
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 # Tokenize
@@ -317,7 +268,7 @@ def tokenize(
     text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
     for name, value in text_options.items():
         check_value(name, value, KINDS[name])
-    sources = distinct(find(paths, data_format, data_split))
+    sources = find(paths, data_format, data_split)
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):

@@ -83,23 +83,8 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
             f"and {human_bytes(reduced)} of amaxes are reduced in a step"
         )
         if share > SCALES_WARNING:
-            warning = f"scales weigh {of_codes}: {_way_out(fmt, shard, mesh, placements)}"
+            warning = f"scales weigh {of_codes}: shard over fewer ranks, and replicate over the others (HSDP)"
     return SharedScaleCost(_codes_and(fmt, shard, parts)[1], reduced, note, warning)
-
-
-def _way_out(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Sequence[str]) -> str:
-    """Advise on the largest smaller shard axis, a divisor of the current one, that keeps scales below the limit."""
-    cut = shard.cut
-    assert cut is not None
-    axis, ranks = next((item for item, p in zip(mesh.items(), placements, strict=True) if p != REPLICATED), ("", 1))
-    rows = cut.parent.shape[cut.dim]
-    for divisor in (n for n in range(ranks - 1, 1, -1) if ranks % n == 0):
-        piece = cut.parent.piece(cut.dim, 0, sharding.ceil_div(rows, divisor))
-        blocks = [part for part in _scales(fmt) if piece.shares_blocks(part) and ALL not in part.block_shape]
-        codes, scales = _codes_and(fmt, piece, blocks)
-        if scales <= SCALES_WARNING * codes:
-            return f"shard {axis} over {divisor} ranks instead of {ranks} and replicate over the others (HSDP)"
-    return f"{axis} of {ranks} ranks is too large for {rows} rows: replicate this weight, or leave its layer unsharded"
 
 
 def _scales(fmt: Format) -> list[Component]:
@@ -107,7 +92,6 @@ def _scales(fmt: Format) -> list[Component]:
 
 
 def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, int]:
-    """Bytes of all codes, and bytes of the components `parts`."""
     sizes = sharding.stored_bytes(fmt, shard)
     return sum(sizes[p.name] for p in fmt.components if p.role is Role.CODES), sum(sizes[p.name] for p in parts)
 
@@ -248,50 +232,21 @@ SPLIT, REMAINDER = "FP8+8", "bf16+16"
 """How `Row` spells a master if the parameter is its high bytes."""
 
 
-@dataclass(frozen=True)
-class ParameterBytes:
-    """Bytes per parameter on this rank, averaged over `weights` trained tensors: the quantized ones if there are any.
+def parameter_bytes(rows: Iterable[Row]) -> dict[str, Any]:
+    """Bytes per parameter on this rank, averaged over the trained tensors: the quantized ones if there are any.
 
-    `moments`: all states except master and average.
+    `moments`: all states except master and average. Empty if no optimizer has state for any of them on this rank.
     """
-
-    weights: int
-    is_quantized: bool
-    weight: float
-    master: float
-    moments: float
-    average: float
-
-    @classmethod
-    def of(cls, rows: Iterable[Row]) -> ParameterBytes | None:
-        """Average over these parameters; None if no optimizer has state for any of them on this rank."""
-        trained = [row for row in rows if row.state_sizes and row.elements]
-        is_quantized = any(row.is_quantized for row in trained)
-        chosen = [row for row in trained if row.is_quantized == is_quantized]
-        if not chosen:
-            return None
-        count = sum(row.elements for row in chosen)
-        states: Counter[str] = Counter()
-        for row in chosen:
-            states.update(row.state_sizes)
-        master, average = states.pop(MASTER, 0), states.pop(AVERAGE, 0)
-        return cls(
-            weights=len(chosen),
-            is_quantized=is_quantized,
-            weight=sum(row.bytes for row in chosen) / count,
-            master=master / count,
-            moments=sum(states.values()) / count,
-            average=average / count,
-        )
-
-    @property
-    def together(self) -> float:
-        """Sum of weight, master, moments and average."""
-        return self.weight + self.master + self.moments + self.average
-
-    def __str__(self) -> str:
-        parts = {"weight": self.weight, "master": self.master, "moments": self.moments}
-        parts |= {"average": self.average} if self.average else {}
-        sizes = " + ".join(f"{name} {size:.2f}" for name, size in parts.items())
-        kind = "quantized parameter" if self.is_quantized else "parameter"
-        return f"bytes per {kind}: {sizes} = {self.together:.2f}"
+    trained_rows = [row for row in rows if row.state_sizes and row.elements]
+    averaged = [row for row in trained_rows if row.is_quantized] or trained_rows
+    if not averaged:
+        return {}
+    states: Counter[str] = Counter()
+    for row in averaged:
+        states.update(row.state_sizes)
+    master, average = states.pop(MASTER, 0), states.pop(AVERAGE, 0)
+    sizes = {"weight": sum(row.bytes for row in averaged), "master": master, "moments": sum(states.values())}
+    count = sum(row.elements for row in averaged)
+    per_parameter = {name: size / count for name, size in {**sizes, "average": average}.items()}
+    facts = {"weights": len(averaged), "is_quantized": averaged[0].is_quantized}
+    return {**facts, **per_parameter, "together": sum(per_parameter.values())}

@@ -130,7 +130,6 @@ def _row(
         storage,
         gemm_of(leaf, module, param, storage, recipe_in(module, chosen)),
         (states.formats(param), states.sizes(param), states.has_float32(param)),
-        _mismatch(storage, chosen),
         stored=_resident(local, storage, gathers),
         numel=_padded_numel(storage, local, gathers),
         sent=sent,
@@ -149,7 +148,6 @@ def row_of(
     storage: QuantizedStorage | None,
     gemm: GemmPath,
     optimizer: tuple[dict[str, str], dict[str, int], bool],
-    warning: str = "",
     *,
     stored: tuple[int, int],
     numel: int,
@@ -199,12 +197,11 @@ def row_of(
         local_rows=local_rows,
         fallbacks=(*gemm.fallbacks, *["replicated scales"] * bool(shared.warning), *["float32 states"] * has_float32),
         notes=(shared.note,) if shared.note else (),
-        warnings=tuple(filter(None, (shared.warning, warning))),
+        warnings=(shared.warning,) if shared.warning else (),
     )
 
 
 def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
-    """Bytes of codes and of scales on this rank."""
     if storage is None:
         return _padded_numel(storage, local, gathers) * local.itemsize, 0
     roles = {name: storage.spec.format.by_name[name].role for name in storage.components}
@@ -221,7 +218,6 @@ def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: Fsdp
 
 
 def _sent(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather) -> int:
-    """Bytes that this rank sends in one all-gather."""
     if storage is None:
         return gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
     return costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
@@ -285,23 +281,10 @@ def _device(param: Tensor) -> torch.device:
     return torch.device(param.device_mesh.device_type if isinstance(param, DTensor) else "cpu")
 
 
-def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
-    if storage is None or chosen is None or not chosen.table or storage.spec == chosen.weight:
-        return ""
-    actual, expected = storage.spec.tag, "high precision" if chosen.weight is None else chosen.weight.tag
-    if chosen.weight is not None and actual == expected:
-        actual, expected = f"{actual} by {storage.spec.scaling}", str(chosen.weight.scaling)
-    return (
-        f"stored as {actual}, but recipe {chosen.name!r} wants {expected}: forward will raise; use one recipe for "
-        "quantized_model_init and autocast"
-    )
-
-
 # Sharding
 
 
 def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Sizes of the mesh axes by name, and placements."""
     if not isinstance(param, DTensor):
         return {}, ()
     mesh = param.device_mesh

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from rich import box
@@ -18,7 +18,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.readable import counted_name, human_bytes, united_groups
-from quantshard.tools.observe.costs import KINDS, ParameterBytes, Row, StepMemory, Totals
+from quantshard.tools.observe.costs import KINDS, Row, StepMemory, Totals, parameter_bytes
 
 EMULATED = "emulated"
 """Path of a GEMM that dequantizes its operands, and the name of that fallback."""
@@ -42,8 +42,8 @@ class Report:
     """How converted transformers models compute their loss."""
     memory: StepMemory | None = None
     """Peak memory of a training step, if `plan` was called with a step."""
-    parameter: ParameterBytes | None = None
-    """Bytes per parameter of weights, masters and moments; None without an optimizer."""
+    parameter: Mapping[str, Any] = field(default_factory=dict)
+    """Bytes per parameter of weights, masters and moments; empty without an optimizer."""
     is_summary: bool = False
     """Whether rows stand for several parameters and are printed without details."""
 
@@ -59,7 +59,7 @@ class Report:
         summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
-        return cls(tuple(rows), totals, tuple(_merged(attention)), tuple(loss), parameter=ParameterBytes.of(rows))
+        return cls(tuple(rows), totals, tuple(_merged(attention)), tuple(loss), parameter=parameter_bytes(rows))
 
     def summary(self) -> Report:
         """Return this report with similar parameters united in one row: `layers.{0-31}.{q,k}_proj.weight x64`.
@@ -86,8 +86,7 @@ class Report:
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
         texts = {name: list(getattr(self, name)) for name in ("attention", "loss", "fallbacks", "warnings")}
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
-        parameter = self.parameter
-        per_parameter = {} if parameter is None else {"parameter": asdict(parameter) | {"together": parameter.together}}
+        per_parameter = {"parameter": dict(self.parameter)} if self.parameter else {}
         return {"rows": rows, "totals": totals, **per_parameter, **memory, **texts}
 
     def to_json(self) -> str:
@@ -117,7 +116,6 @@ def _kind(row: Row) -> tuple[object, ...]:
 
 
 def _united(pattern: str, rows: Sequence[Row]) -> Row:
-    """A row that stands for several parameters."""
     sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in (*_summed_fields(), "elements")}
     sums["state_sizes"] = {state: sum(row.state_sizes[state] for row in rows) for state in rows[0].state_sizes}
     return replace(rows[0], name=counted_name(pattern, len(rows)), **sums)
@@ -141,7 +139,7 @@ def plain_table(
 
 def _render(report: Report, is_wide: bool) -> Group:
     parts: list[Any] = [_totals_table(report.totals)]
-    parts += [Text()] if report.parameter is None else [Text(str(report.parameter))]
+    parts.append(Text(_parameter_text(report.parameter) if report.parameter else ""))
     if report.memory is not None:
         memory = report.memory
         peak = f"peak {human_bytes(memory.peak)} in {memory.highest.phase}, with {memory.step}"
@@ -157,6 +155,12 @@ def _render(report: Report, is_wide: bool) -> Group:
     parts += [Text(f"fallback: {printable(text)}") for text in other_fallbacks]
     parts += [Text(f"warning: {printable(text)}", style="bold") for text in report.warnings]
     return Group(*parts)
+
+
+def _parameter_text(sizes: Mapping[str, Any]) -> str:
+    names = ("weight", "master", "moments", *["average"] * bool(sizes["average"]))
+    terms = " + ".join(f"{name} {sizes[name]:.2f}" for name in names)
+    return f"bytes per {'quantized ' * sizes['is_quantized']}parameter: {terms} = {sizes['together']:.2f}"
 
 
 def _details(report: Report) -> list[str]:

@@ -268,7 +268,6 @@ def _row(
 
 
 def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _MeshRank, tp_dim: int | None) -> Shard:
-    """Cut this rank's shard of a parameter; dims after the first are flattened."""
     shape = (*param.shape, 1)[0], math.prod(param.shape[1:])
     shard = sharding.whole(shape) if storage is None else storage.shard
     if tp_dim is not None:

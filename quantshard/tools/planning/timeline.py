@@ -109,7 +109,6 @@ class MemoryTimeline:
         return out
 
     def _add_scratch(self, size: int) -> None:
-        """Record bytes that the next operation allocates and frees internally."""
         self.allocations.append(Allocation(size, self.now + 1, self.now + 2, self.kind))
 
     def tick(self) -> int:

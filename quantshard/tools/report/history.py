@@ -24,54 +24,14 @@ from quantshard.tools.report.records import (
     Record,
     RecordFile,
     StatisticsReader,
+    number,
+    step_of,
 )
 
 CONFIG, METRICS, STARTS, STATISTICS = "config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl"
 
 _CONFIG_BYTES = 32 << 20
 _MOST_STARTS = 1000
-
-
-class RunSource:
-    """The files of a run, given the path or URL of its folder."""
-
-    def __init__(self, run: str | os.PathLike[str]) -> None:
-        self.store, self.place = locate(os.fspath(run))
-        self.is_local = isinstance(self.store, LocalStore)
-        whole = os.path.abspath(self.place) if self.is_local else self.place
-        self.name = whole.rstrip("/").rpartition("/")[2] or whole
-        try:
-            is_run = self.store.is_file(self.file(CONFIG))
-        except OSError as error:
-            raise ConfigurationError(f"{run} cannot be read: {why(error)}") from None
-        if not is_run:
-            raise ConfigurationError(f"there is no run in {run}: it has no {CONFIG}")
-
-    def file(self, name: str) -> str:
-        """Path or URL of a file of the run."""
-        return self.store.join(self.place, name)
-
-    def records(self, name: str) -> RecordFile:
-        """Open a record file of the run."""
-        return RecordFile(self.store, self.file(name))
-
-    def config(self) -> dict[str, Any]:
-        """Settings by name, with nested tables flattened (`launch.processes`) and without `corpus.files`."""
-        where = self.file(CONFIG)
-        try:
-            content = self.store.read(where, _CONFIG_BYTES)
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
-        settings = flattened(foreign.toml_table(content, where))
-        return {name: value for name, value in settings.items() if name != "corpus.files"}
-
-    def starts(self) -> list[Record]:
-        """Records of the first starts of the run, at most `_MOST_STARTS`."""
-        return list(islice(self.records(STARTS).records(), _MOST_STARTS))
-
-    def is_trained(self) -> bool | None:
-        """Whether a process is training the run now, or None if unknown, as for a URL."""
-        return ownership.is_locked(self.place) if self.is_local else None
 
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -134,25 +94,39 @@ def planned_steps(config: dict[str, Any]) -> int | None:
 
 
 def read_history(run: str | os.PathLike[str]) -> RunHistory:
-    """Read all files of a run, also while the run is being trained."""
-    source = RunSource(run)
-    files = {name: source.records(name) for name in (METRICS, STATISTICS)}
+    """Read all files of a run, given the path or URL of its folder, also while the run is being trained."""
+    store, path = locate(os.fspath(run))
+    is_local = isinstance(store, LocalStore)
+    absolute = os.path.abspath(path) if is_local else path
+    config_file = store.join(path, CONFIG)
+    metrics_file, starts_file, statistics_file = (
+        RecordFile(store, store.join(path, name)) for name in (METRICS, STARTS, STATISTICS)
+    )
     statistics = StatisticsReader()
     try:
-        metrics = MetricTable.of(files[METRICS].records())
-        statistics.add(files[STATISTICS].records())
-        starts = source.starts()
+        if not store.is_file(config_file):
+            raise ConfigurationError(f"there is no run in {run}: it has no {CONFIG}")
+        config = flattened(foreign.toml_table(store.read(config_file, _CONFIG_BYTES), config_file))
+        metrics = MetricTable.of(metrics_file.records())
+        statistics.add(statistics_file.records())
+        starts = list(islice(starts_file.records(), _MOST_STARTS))
     except OSError as error:
-        where = error.filename or source.file(STARTS)
-        raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
-    notes = tuple(note for file in files.values() for note in _omissions(file))
+        raise ConfigurationError(f"cannot read {error.filename or run}: {why(error)}") from None
+    config.pop("corpus.files", None)
     return RunHistory(
-        source.name, os.fspath(run), source.config(), starts, metrics, statistics, source.is_trained(), notes,
-    )  # fmt: skip
+        absolute.rstrip("/").rpartition("/")[2] or absolute,
+        os.fspath(run),
+        config,
+        starts,
+        metrics,
+        statistics,
+        # a lock at a URL cannot be checked
+        ownership.is_locked(path) if is_local else None,
+        tuple(note for file in (metrics_file, statistics_file) for note in _omissions(file)),
+    )
 
 
 def _omissions(file: RecordFile) -> list[str]:
-    """Sentences about what a record file lost, or what was not read of it."""
     lines = "1 line is" if file.broken == 1 else f"{file.broken} lines are"
     problems = {
         f"{lines} no record, and left out": file.broken,
@@ -160,3 +134,24 @@ def _omissions(file: RecordFile) -> list[str]:
         f"the first {human_bytes(file.skipped)} were not read": file.skipped,
     }
     return [f"{file.path}: {text}" for text, applies in problems.items() if applies]
+
+
+# Lines of a log
+
+
+def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
+    """Format a step as one line of a log."""
+    line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
+    line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
+    if number(entry.get("skipped_steps")) > 0:
+        line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
+    if HELDOUT in entry:
+        line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
+    if HELDOUT_OF_AVERAGE in entry:
+        line += f"  of the average {_said(entry[HELDOUT_OF_AVERAGE], '.4f')}"
+    return f"step {step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
+
+
+def _said(value: object, form: str) -> str:
+    """Format a figure; a value that is not a finite number is returned as text."""
+    return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]

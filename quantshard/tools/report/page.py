@@ -63,7 +63,7 @@ def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> s
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         data=data,
         runs=list(zip(names, runs, strict=True)),
-        figures=_by_name([final_figures(run) for run in runs]),
+        figures=[row for row in _by_name([final_figures(run) for run in runs]) if set(row[1]) != {NONE}],
         changed=differences([run.config | environment_of(run) for run in runs]),
         settings=[run.config | environment_of(run) for run in runs],
         made=f"{now or datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
@@ -77,11 +77,10 @@ def labels(runs: Sequence[history.RunHistory]) -> list[str]:
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
 
 
-def _by_name(tables: Sequence[Mapping[str, object]]) -> list[tuple[str, list[object]]]:
-    """Rows of a table with a column for each run, without rows that are empty for all runs."""
+def _by_name(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Rows of a table with a column for each run."""
     names = dict.fromkeys(name for table in tables for name in table)
-    rows = [(name, [table.get(name, NONE) for table in tables]) for name in names]
-    return [(name, cells) for name, cells in rows if set(map(str, cells)) != {NONE}]
+    return [(name[:_LONGEST], [said(table.get(name, NONE)) for table in tables]) for name in names]
 
 
 # Tables
@@ -95,8 +94,8 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
     """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
     losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
     best = int(heldout[1].argmin()) if len(heldout[1]) else 0
-    speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
-    skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
+    speed, memory, skipped = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "skipped_steps"))
+    seconds, tokens = run.seconds(), run.tokens()
     return {
         "steps": _progress(run),
         "last loss": f"{losses[-1]:.4f}" if len(losses) else NONE,
@@ -104,7 +103,6 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
         "best held-out loss": f"{heldout[1][best]:.4f} (step {heldout[0][best]:,})" if len(heldout[1]) else NONE,
         "tokens": f"{tokens[-1]:,.0f}" if tokens is not None and len(tokens) else NONE,
         "tokens/s (median)": f"{np.median(speed):,.0f}" if len(speed) else NONE,
-        "MFU (median)": f"{np.median(mfu):.1%}" if len(mfu) else NONE,
         "peak memory": human_bytes(int(memory.max())) if len(memory) else NONE,
         "time in steps": str(timedelta(seconds=round(min(seconds[-1], 1e9))))
         if seconds is not None and len(seconds)
@@ -123,9 +121,7 @@ def _progress(run: history.RunHistory) -> str:
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Settings that differ between runs, with the value of every run."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    rows = [(name, [said(table[name]) if name in table else NONE for table in tables]) for name in names]
-    return [(name[:_LONGEST], values) for name, values in rows if len(set(values)) > 1][:_MOST_ROWS]
+    return [row for row in _by_name(tables) if len(set(row[1])) > 1][:_MOST_ROWS]
 
 
 def environment_of(run: history.RunHistory) -> dict[str, Any]:
@@ -166,7 +162,6 @@ _MEANS, _NOISE = 150, 0.004
 _TITLES = {
     history.LOSS: "Loss",
     history.SPEED: "Tokens per second",
-    "mfu": "Model FLOPs utilization (MFU)",
     history.MEMORY: "Memory of the first process, peak",
     "grad_norm": "Norm of the gradient",
     "lr": "Learning rate",
@@ -175,7 +170,7 @@ _TITLES = {
 }
 """Titles of the charts, in display order; other charts follow under their own names."""
 
-_UNITS = {"mfu": "share", history.MEMORY: "bytes"}
+_UNITS = {history.MEMORY: "bytes"}
 
 
 def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Readers of `metrics.jsonl` and `statistics.jsonl`, one JSON object per line, also while they are being written.
 
 Files are untrusted and can be remote. Memory is therefore bounded, and invalid lines are counted and skipped, as is an
-incomplete last line. Each poll verifies the bytes before the current offset, because a resume rewrites the file without
-the steps after its checkpoint.
+incomplete last line.
 """
 
 from __future__ import annotations
@@ -27,71 +26,44 @@ AT_ONCE = 1 << 24
 MOST_BYTES = 256 << 20
 """Bytes of a file that are read: the last ones, which are more than a million steps of `metrics.jsonl`."""
 
-_OVERLAP = 64
-"""Number of bytes before the offset that are compared to detect a rewritten file."""
-
 
 class RecordFile:
     """A file of records in a store.
 
     Attributes:
-        broken: number of invalid lines so far.
+        broken: number of invalid lines.
         torn: whether the last line is incomplete.
         skipped: number of bytes that were not read.
     """
 
     def __init__(self, store: Store, path: str) -> None:
         self.store, self.path = store, path
-        self.clear()
-
-    def clear(self) -> None:
-        """Restart from the beginning of the file."""
-        self.offset, self.broken, self.torn, self.skipped = 0, 0, False, 0
-        self._before = b""
-        self._in_line = False
-
-    def was_rewritten(self) -> bool:
-        """Whether the file was rewritten since the last call; if so, the reader restarts from its beginning."""
-        if not self.offset:
-            return False
-        size = self.size()
-        start = self.offset - len(self._before)
-        if size >= self.offset and self.store.read_range(self.path, start, self.offset) == self._before:
-            return False
-        self.clear()
-        return True
+        self.broken, self.torn, self.skipped = 0, False, 0
 
     def records(self) -> Iterator[Record]:
-        """Yield the records added since the last call, of more than `MOST_BYTES` the last ones."""
-        size, self.torn = self.size(), False
-        if (excess := size - self.offset - MOST_BYTES) > 0:
-            self.skipped += excess
-            self.offset, self._in_line = self.offset + excess, True
-        while self.offset < size:
-            piece = self.store.read_range(self.path, self.offset, min(size, self.offset + AT_ONCE))
+        """Yield the records, of more than `MOST_BYTES` the last ones."""
+        try:
+            size = self.store.size(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        offset = self.skipped = max(0, size - MOST_BYTES)
+        in_line = offset > 0
+        while offset < size:
+            piece = self.store.read_range(self.path, offset, min(size, offset + AT_ONCE))
             end = piece.rfind(b"\n") + 1
             if not end and len(piece) < AT_ONCE:
                 self.torn = True
                 return
-            first = piece.find(b"\n") + 1 if self._in_line else 0
-            self.broken += not end and not self._in_line
-            self._in_line = not end
-            used = end or len(piece)
-            self.offset += used
-            self._before = piece[max(0, used - _OVERLAP) : used]
+            first = piece.find(b"\n") + 1 if in_line else 0
+            self.broken += not end and not in_line
+            in_line = not end
+            offset += end or len(piece)
             for line in piece[first:end].split(b"\n")[:-1]:
                 record = _record(line)
                 if record is None:
                     self.broken += 1
                 else:
                     yield record
-
-    def size(self) -> int:
-        """Size in bytes; 0 if the file does not exist."""
-        try:
-            return self.store.size(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
 
 
 def _record(line: bytes) -> Record | None:
@@ -154,30 +126,27 @@ class MetricTable:
     def of(cls, records: Iterable[Record]) -> MetricTable:
         """Build a table from records in the order of the file; of a repeated step (of a resume) the last one counts."""
         steps = array("q")
-        parts: dict[str, tuple[array[int], array[float]]] = {}
+        columns: dict[str, array[float]] = {}
         for record in records:
             step = step_of(record)
             if step is None:
                 continue
+            while steps and steps[-1] >= step:
+                steps.pop()
+                for values in columns.values():
+                    values.pop()
             for name, value in record.items():
                 figure = value if type(value) is float and -LARGEST <= value <= LARGEST else number(value)
-                if name not in parts:
-                    if name == "step" or math.isnan(figure) or not _is_column(name, len(parts)):
+                if name not in columns:
+                    if name == "step" or math.isnan(figure) or not _is_column(name, len(columns)):
                         continue
-                    parts[name] = array("q"), array("d")
-                indices, values = parts[name]
-                indices.append(len(steps))
-                values.append(figure)
+                    columns[name] = array("d", [math.nan]) * len(steps)
+                columns[name].append(figure)
             steps.append(step)
-        all_steps = np.array(steps, dtype=np.int64)
-        is_last = np.ones(len(steps), dtype=bool)
-        is_last[:-1] = all_steps[:-1] < np.minimum.accumulate(all_steps[::-1])[::-1][1:]
-        columns = {}
-        for name, (indices, values) in parts.items():
-            column = np.full(len(steps), np.nan)
-            column[np.array(indices)] = values
-            columns[name] = column[is_last]
-        return cls(all_steps[is_last], columns)
+            for values in columns.values():
+                if len(values) < len(steps):
+                    values.append(math.nan)
+        return cls(np.array(steps, dtype=np.int64), {name: np.array(values) for name, values in columns.items()})
 
     def there(self, name: str) -> tuple[NDArray[np.int64], Column]:
         """Steps and values of a column where the value is finite; empty arrays for an unknown name."""

@@ -146,7 +146,6 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Restore the model's state after the block."""
     grads = {param: param.grad for param in model.parameters()}
     draws = [
         module.weight_state(param_name)[RNG_DRAWS]

@@ -63,25 +63,14 @@ class Statistics:
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
         self.every, self.done = int(every), int(step)
         self._saturation, self._losses = saturation, LossHistory(loss_spike)
-        self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)
+        self._on_alarm = on_alarm or (lambda alarm: warnings.warn(alarm.text, stacklevel=3))
+        self._optimizers = list(optimizers)
         self._group = process_groups.world()
         self._sample: StepSample | None = None
         self._pending: tuple[int, list[int], PendingNumbers, list[Alarm]] | None = None
         self._alarms_of_step: list[Alarm] = []
-        self._names = self._checked(model) if every else None
+        self._names = ModelNames(model, self._group) if every else None
         self._begin()
-
-    def _checked(self, model: nn.Module) -> ModelNames:
-        names = ModelNames(model, self._group)
-        trained = {
-            param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
-        }
-        if trained and trained.isdisjoint(names.own.values()):
-            raise ConfigurationError(
-                "Statistics: the optimizer has none of the model's parameters; build both after fully_shard, which "
-                "replaces parameters"
-            )
-        return names
 
     def __enter__(self) -> Statistics:
         return self
@@ -90,11 +79,6 @@ class Statistics:
         if kind is None:
             self.close()
         else:
-            self._stop()
-
-    def __del__(self) -> None:
-        """Stop observing if `close` was forgotten."""
-        if getattr(self, "_sample", None) is not None:
             self._stop()
 
     @property
@@ -125,11 +109,8 @@ class Statistics:
 
         A collective call.
         """
-        if self._sample is None:
-            raise ConfigurationError(
-                f"Statistics.whole_step: step {self.done + 1} is not sampled (every={self.every}); check is_sampling"
-            )
         sample = self._sample
+        assert sample is not None, "this step is not sampled; check is_sampling"
         sample.captures = True
         yield sample
         sample.measure(self._group)
@@ -147,9 +128,6 @@ class Statistics:
             The samples that reached the host: the previous step's if that step was sampled; and for a step that was not
             sampled, one without rows if it raised an alarm.
         """
-        if sample is not None and (self._sample is None or sample.numbers is None):
-            problem = "is not sampled" if self._sample is None else "has a sample that whole_step() did not measure"
-            raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {problem}")
         samples = self.settle()
         self.done += 1
         alarm = None if loss is None else self._losses.add(self.done, loss)
@@ -163,12 +141,6 @@ class Statistics:
             if sample.numbers is None:
                 sample.measure(self._group)
             self._pending = self.done, list(sample.order), sample.read(), alarms
-            if not sample.order and self._names is not None and self._names.rows():
-                warnings.warn(
-                    f"Statistics: step {self.done} was sampled, but no layer reported an operand: call them in "
-                    "training mode, under autocast, outside CUDA graphs (in high precision also outside torch.compile)",
-                    stacklevel=2,
-                )
         elif alarms:
             samples.append(StatisticsSample(self.done, alarms=tuple(alarms)))
         self._begin()
@@ -211,7 +183,8 @@ class Statistics:
                 f"step {step}: {share:.2g} of the {first.role.replace('grad_output', 'output gradient')} of "
                 f"{first.name} are infinite or NaN, the first in this step of {len(bad)} operands with such values",
             )  # fmt: skip
-        over = [(row, share) for row in rows if (share := _saturated(row)) > self._saturation]
+        shares = [(row, row.error.saturated or 0.0, (row.wgrad and row.wgrad.saturated) or 0.0) for row in rows]
+        over = [(row, max(parts)) for row, *parts in shares if max(parts) > self._saturation]
         if over:
             row, share = max(over, key=lambda pair: pair[1])
             more = f"; {len(over) - 1} more are above" if len(over) > 1 else ""
@@ -235,11 +208,3 @@ class Statistics:
 
 def _module(parameter: str) -> str:
     return parameter.rpartition(".")[0]
-
-
-def _saturated(row: StatisticsRow) -> float:
-    return max(row.error.saturated or 0.0, (row.wgrad and row.wgrad.saturated) or 0.0)
-
-
-def _warn(alarm: Alarm) -> None:
-    warnings.warn(alarm.text, stacklevel=3)

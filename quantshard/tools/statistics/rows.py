@@ -172,11 +172,6 @@ class Alarm:
     value: float
     text: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict that JSON can represent; a value that is not finite is a string."""
-        value: Any = self.value if math.isfinite(self.value) else str(self.value)
-        return {"kind": self.kind, "name": self.name, "value": value, "text": self.text}
-
 
 OnAlarm = Callable[[Alarm], None]
 """Callback for each alarm; an exception from it ends the training."""
@@ -296,12 +291,12 @@ class StatisticsSample:
     alarms: tuple[Alarm, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a line of `statistics.jsonl`."""
-        return {
-            "step": self.step,
-            "rows": [row.to_dict() for row in self.rows],
-            "alarms": [alarm.to_dict() for alarm in self.alarms],
-        }
+        """Return a line of `statistics.jsonl`; a value of an alarm that is not finite is a string."""
+        alarms = [
+            vars(alarm) | {"value": alarm.value if math.isfinite(alarm.value) else str(alarm.value)}
+            for alarm in self.alarms
+        ]
+        return {"step": self.step, "rows": [row.to_dict() for row in self.rows], "alarms": alarms}
 
 
 def rows_of(

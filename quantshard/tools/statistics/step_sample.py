@@ -52,7 +52,6 @@ class ModelNames:
         self.places = {name: index for index, name in enumerate(self.sizes)}
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of the local GEMM weights, with their keys."""
         for prefix, module in self._layers.items():
             for param_name in module._weights:
                 name = f"{prefix}.{param_name}" if prefix else param_name
@@ -253,7 +252,6 @@ def _as_in_one_process(values_of_ranks: Iterable[Mapping[str, Any]]) -> dict[str
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Group names by device and dtype; each group needs only a few launches."""
     names_by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         names_by_kind.setdefault((tensor.device, tensor.dtype), []).append(name)

@@ -1,4 +1,4 @@
-"""Safe file output: the only module that creates, replaces or extends the files of commands.
+"""Checks of input paths, and safe file output: only this module creates, replaces or extends the files of commands.
 
 A received run or archive can hold a link in place of an output file, so that a plain write would overwrite another file
 of the user. So no output is written through a link, and with `within`, no link below that folder is followed either.
@@ -15,11 +15,23 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from quantshard.errors import ConfigurationError
 
+P = TypeVar("P", str, Path)
+
+_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""The beginning of a URL, also after `Path` removed a slash."""
+
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
+
+
+def existing(path: P, what: str) -> P:
+    """Return `path` if it exists; URLs are returned unchecked. `what`: the expected kind of file, for the error."""
+    if not _URL.match(os.fspath(path)) and not os.path.lexists(path):
+        raise ConfigurationError(f"there is nothing at {os.fspath(path) or 'an empty path'}; name {what}")
+    return path
 
 
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:

@@ -92,20 +92,16 @@ def _warning_line(
     return f"quantshard: WARNING: {printable(' '.join(str(message).split()))}\n"
 
 
-class TransferBar:
+class TransferBar(progress.Progress):
     """Progress in bytes, relative to the total expected so far."""
-
-    def __init__(self, bar: progress.Progress, task: progress.TaskID) -> None:
-        self.bar, self.task, self.total = bar, task, 0
 
     def expect(self, count: int) -> None:
         """Add `count` bytes to the expected total."""
-        self.total += count
-        self.bar.update(self.task, total=self.total)
+        self.update(self.tasks[0].id, total=(self.tasks[0].total or 0) + count)
 
     def moved(self, count: int) -> None:
         """Add `count` bytes to the completed bytes."""
-        self.bar.update(self.task, advance=count)
+        self.advance(self.tasks[0].id, count)
 
 
 @contextmanager
@@ -115,14 +111,11 @@ def transfer_bar(what: str) -> Iterator[None]:
     `what`: description of the work.
     """
     screen = Screen(stderr=True, soft_wrap=True)
-    text, rest = (
-        progress.TextColumn("{task.description}"),
-        (progress.DownloadColumn(), progress.TransferSpeedColumn(), progress.TimeRemainingColumn()),
-    )
-    with (
-        progress.Progress(
-            text, progress.BarColumn(), *rest, console=screen, transient=True, disable=not screen.is_terminal
-        ) as bar,
-        watch_transfers(TransferBar(bar, bar.add_task(what, total=None))),
-    ):
+    columns = (
+        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(),
+        progress.TransferSpeedColumn(), progress.TimeRemainingColumn(),
+    )  # fmt: skip
+    bar = TransferBar(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+    bar.add_task(what, total=None)
+    with bar, watch_transfers(bar):
         yield

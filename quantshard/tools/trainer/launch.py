@@ -69,9 +69,6 @@ def is_worker() -> bool:
 
 def process_numbers() -> tuple[int, int, int]:
     """Return the rank, the world size and the local rank of this process, as its launcher set them."""
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigurationError(f"RANK is set, but {name} is not; start with torchrun, or unset RANK")
     rank = int(os.environ["RANK"])
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 

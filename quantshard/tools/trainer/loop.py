@@ -30,7 +30,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
+from quantshard.tools.trainer.measurements import RunStatistics, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
@@ -84,7 +84,9 @@ class Trainer:
         self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
-        self.share = models.SequenceShare.of(mesh)
+        # the ranks of a tensor-parallel group compute the same sequences, and are neighbours; the first one counts
+        self.shares = self.axes.data_parallel
+        self.share, self.tp_rank = divmod(place.rank, self.axes.tp)
         self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
         identity = {"seed": settings.seed, "corpus": corpus.sha256}
         self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
@@ -93,8 +95,6 @@ class Trainer:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
         self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
-        self._flops = flops_of_token(self.model, settings)
-        self._peak = peak_of(place.device)
         self.progress = Progress(settings, shown=place.rank == 0)
         self.trackers: list[Tracker] = []
 
@@ -182,11 +182,11 @@ class Trainer:
             statistics.settle()
         # the only point where a step waits for the device, after all of its work is launched
         loss, squares, stops = sums.tolist()
-        return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+        return loss / self.shares, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
         """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
-        sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
+        sums = self._sum(self._passes(batch) * (self.tp_rank == 0), self._squares(), stop)
         if self.settings.clip:
             self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
         self.optimizer.step()
@@ -210,19 +210,17 @@ class Trainer:
 
     def _seeded_batch(self, step: int) -> Tensor:
         """Return the batch of a step, after seeding the random numbers of that step."""
-        settings, share, batch = self.settings, self.share, self.loader.batch(step)
+        settings, batch = self.settings, self.loader.batch(step)
         # ranks that compute the same sequences (tensor parallelism) share one seed
         if settings.dropout or not settings.is_by_sizes:
-            torch.manual_seed(settings.seed + step * share.count + share.index)
+            torch.manual_seed(settings.seed + step * self.shares + self.share)
         return batch
 
     def _batch(self, step: int) -> Tensor:
-        """Build this rank's share of the global batch of a step; runs in the loader's thread."""
-        count = self.settings.global_batch // self.share.count
-        return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
+        count = self.settings.global_batch // self.shares
+        return self.windows.batch(self.settings.seed, step, self.share * count, count)
 
     def _clip(self, norm: Tensor) -> None:
-        """Clip the gradient, given its norm over all ranks."""
         # expert-parallel weights are on another mesh than the rest
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for param in self.model.parameters():
@@ -237,12 +235,11 @@ class Trainer:
         norms = [
             torch.linalg.vector_norm(grad.to_local() if isinstance(grad, DTensor) else grad, dtype=torch.float64)
             for grad in grads
-            if self.share.counts or _is_cut(grad)
+            if self.tp_rank == 0 or _is_cut(grad)
         ]
         return torch.stack(norms).square().sum()
 
     def _sum(self, *values: Tensor) -> Tensor:
-        """Sum float64 scalars over all ranks, in one collective."""
         flat = torch.stack(values)
         dist.all_reduce(flat)
         return flat
@@ -260,7 +257,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss over the held-out windows, or None if nothing is held out."""
-        count, index = self.share.count, self.share.index
+        count, index = self.shares, self.share
         windows = self.windows.heldout(self.settings.eval_sequences)
         if not len(windows):
             return None
@@ -271,13 +268,13 @@ class Trainer:
             local = windows[first + index * micro_batch : first + (index + 1) * micro_batch].to(self.place.device)
             # every rank must take part in the all-gathers of every forward, even a rank without a window
             inputs = local if len(local) else windows[:1].to(self.place.device)
-            padding = -len(inputs) % models.batch_multiple(self.model)
+            padding = -len(inputs) % getattr(self.model, "batch_multiple", 1)
             padded = torch.cat([inputs, inputs[-1:].expand(padding, -1)])
             logits = models.logits(self.model, padded[:, :-1])[: len(inputs)]
             total += models.loss(logits, inputs[:, 1:]).double() * len(local)
         self.model.train()
         models.reshard(self.model)
-        return float(self._sum(total * self.share.counts)) / len(windows)
+        return float(self._sum(total * (self.tp_rank == 0))) / len(windows)
 
     def sample(self, step: int) -> None:
         """Generate, show and record a sample text, if the settings enable it. Collective."""
@@ -307,7 +304,6 @@ class Trainer:
         if self.place.rank:
             return
         settings = self.settings
-        tokens_per_s = settings.global_batch * settings.seq_length / seconds
         entry: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -315,12 +311,10 @@ class Trainer:
             "lr": learning_rate(settings, step),
             "grad_norm": norm,
             "skipped_steps": self.optimizer.skipped_steps,
-            "tokens_per_s": tokens_per_s,
+            "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
             "memory_bytes": memory_bytes(self.place.device),
             "data_wait_s": self.loader.waited,
         }
-        if self._flops is not None and self._peak is not None:
-            entry["mfu"] = tokens_per_s * self._flops / (self._peak * self.place.ranks)
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
         for tracker in self.trackers:
@@ -331,8 +325,6 @@ class Trainer:
         if self.place.rank:
             return
         self.run.append(self.run.statistics, record)
-        for tracker in self.trackers:
-            tracker.statistics(record)
 
     def save(self, step: int) -> None:
         """Save a checkpoint into the run's folder and log its cost."""

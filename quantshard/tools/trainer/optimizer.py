@@ -84,14 +84,3 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
     if settings.schedule == "cosine":
         return settings.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
     return settings.lr * (1 - (1 - floor) * done)
-
-
-def schedule_warning(settings: TrainSettings) -> str:
-    """Return a warning if the schedule and the run end at different steps; otherwise an empty text. That can be
-    intended, for example if the run will be extended."""
-    steps = settings.steps
-    end = max(settings.warmup, steps if settings.schedule == "constant" else settings.decay_steps)
-    if end == steps:
-        return ""
-    rate = learning_rate(settings, steps)
-    return f"the schedule ends at step {end}, and the run at step {steps}, where the learning rate is {rate:g}"

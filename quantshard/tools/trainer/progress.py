@@ -15,7 +15,7 @@ from typing import Any
 
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.observe.table import Report
-from quantshard.tools.report.following import step_line
+from quantshard.tools.report.history import step_line
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, complain, transfer_bar
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings

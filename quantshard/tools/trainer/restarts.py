@@ -1,16 +1,14 @@
-"""Settings that a restart may change: by the flags of `train --auto-resume`, or by an edited `config.toml`.
+"""Settings that a restart by `train --auto-resume` may change, and the environment of a start.
 
 torchrun, SLURM and Kubernetes restart a command unchanged, perhaps on another number of ranks. The flags define the run
-at the first start; at a later start they may differ only in what `resume` can change. The same holds for `config.toml`,
-because the checkpoints repeat half of its settings and take precedence.
+at the first start; at a later start they may differ only in `CHANGEABLE`.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention
-from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
+from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
     STATE_SETTINGS,
@@ -30,9 +28,9 @@ from quantshard.tools.trainer.settings.values import (
 from quantshard.version import __version__
 
 CHANGEABLE = frozenset(
-    "steps mesh dp_replicate keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
+    "steps mesh keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
 )
-"""Settings that a restart may change: the device and those of `resume`, except the recipe and the preset."""
+"""Settings that a restart may change."""
 
 _CONVERTED = ("recipe", "preset", *STATE_SETTINGS)
 """Settings that only `resume` may change, by converting weights or states."""
@@ -40,44 +38,11 @@ _CONVERTED = ("recipe", "preset", *STATE_SETTINGS)
 _ALWAYS = ("deterministic", "device")
 """Settings that a process applies before it has read the run's; the current value always counts."""
 
-_SPLITS = ("micro_batch", "micro_batches")
-"""Settings of how a rank splits its share of a step, which depends on the number of ranks."""
-
-_KEPT_PANELS = ("Model", "Data", "Training", "Precision")
-"""Panels of the settings that define what is trained."""
-
-_PLACES = frozenset("model init_from data heldout_data tokenizer token_cache checkpoints".split())
-"""Paths that change when a folder is moved; the contents are compared separately."""
-
 
 def recorded(settings: TrainSettings) -> dict[str, Any]:
     """Return the settings as a start of the run records them."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
     return values | {"preset": named_preset(settings.preset)}
-
-
-def check_edits(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse edits in `config.toml` of settings that define what is trained.
-
-    `starts`: records of the run. The last two count, because a start that was killed before it wrote `config.toml` left
-    the file of the start before.
-    """
-    recorded_settings = [start["settings"] for start in starts if isinstance(start.get("settings"), dict)][-2:]
-    now = recorded(settings)
-    for setting in setting_fields():
-        name = setting.name
-        values = [start[name] for start in reversed(recorded_settings) if name in start]
-        may_change = name in (*CHANGEABLE, *_SPLITS, *_PLACES) or setting.metadata["panel"] not in _KEPT_PANELS
-        if may_change or not values or now[name] in values:
-            continue
-        advice = "start another run with --init-from"
-        if name in _CONVERTED:
-            flag = f"recipe {shlex.quote(now[name])}" if name == "recipe" else "preset"
-            advice = f"change it with quantshard resume --{flag}"
-        raise ConfigurationError(
-            f"{config} has {name} = {shown_value(now[name])}, and the run was started with {shown_value(values[0])}, "
-            f"which it keeps; write that again, or {advice}"
-        )
 
 
 def overrides(
@@ -103,9 +68,6 @@ def overrides(
             )
         result[name] = list(value) if isinstance(value, tuple) else value
     return result | {name: getattr(now, name) for name in _ALWAYS}
-
-
-# The environment ------------------------------------------------------------------------------------------------------
 
 
 def current_environment(settings: TrainSettings, device: torch.device) -> dict[str, Any]:

@@ -62,8 +62,6 @@ _LAUNCH = {
     "processes": SettingType(int, 1, COUNT),
     "mesh": KINDS["mesh"],
     "threads": SettingType(int, 1, 4096),
-    "python": SettingType(str, most=200),
-    "torch": SettingType(str, most=200),
 }
 _CORPUS = {
     "sha256": SettingType(str, 64, 64),
@@ -349,7 +347,6 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Parse a line as JSON; empty for a truncated line."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -357,6 +354,5 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a record; infinite for an invalid line."""
     step = _record(line).get("step")
     return step if type(step) is int else math.inf

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import random
 import signal
 import sys
@@ -32,9 +31,8 @@ from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
-from quantshard.tools.trainer.models import huggingface, initialization
+from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec
-from quantshard.tools.trainer.optimizer import schedule_warning
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings, check_applicable, from_mapping
 from quantshard.tools.trainer.settings.values import MeshSpec
@@ -116,11 +114,8 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     check_sampling(prepared.settings, prepared.described)
     spec = ModelSpec(prepared.settings, configuration)
     spec.check()
-    model, report = spec.converted()
-    if report is not None:
+    if (report := spec.converted()[1]) is not None:
         screen.say(*report.high_precision())
-    if settings.init_from:
-        initialization.check(prepared.settings, model)
     settings, corpus = prepared.collected(run.tokens)
     if warning := corpus.leaks():
         screen.say(warning)
@@ -137,8 +132,6 @@ def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
         "processes": processes,
         "mesh": str(settings.axes(processes)),
         "threads": settings.threads or default,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
     }
 
 
@@ -154,11 +147,8 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     ranks go to dp_shard.
     """
     updates = from_mapping(overrides, "resume")
-    if "mesh" in updates:
-        # the new mesh replaces both
-        settings = replace(settings, dp_replicate=1)
-    elif processes and of_mesh(settings) not in (0, processes):
-        settings = replace(settings, mesh="", dp_replicate=1)
+    if "mesh" not in updates and processes and of_mesh(settings) not in (0, processes):
+        settings = replace(settings, mesh="")
     result = replace(settings, **updates)
     result.check()
     check_applicable(updates, result)
@@ -186,7 +176,6 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
 
 def check_resumed(run: RunDir, order: WorkerJob, before: TrainSettings, processes: int) -> TrainSettings:
     """Check that an existing run can continue on `processes` ranks; return its new settings."""
-    restarts.check_edits(str(run.config), before, run.read_starts())
     settings = changed(before, order.overrides, processes)
     settings.check_ranks(processes)
     check_requirements(settings)
@@ -234,7 +223,6 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
 
 
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
-    """Create the run if it is new, lock it, and read the setup of all ranks."""
     if order.new is not None:
         new = TrainSettings(**from_mapping(order.new, "train"))
         if order.restart and run.is_begun():
@@ -249,7 +237,6 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
 
 
 def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: RunSetup) -> RunSetup:
-    """Apply the changes of a resume to the setup of a run."""
     settings = check_resumed(run, order, before.settings, place.ranks)
     started = how_started(settings, place.ranks)
     if not settings.threads and before.launched["processes"] == place.ranks and "threads" in before.launched:
@@ -367,8 +354,6 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
     note(describe_run(setup.settings, trainer.corpus, trainer.place))
     for text in setup.notes:
         note(text)
-    if text := schedule_warning(setup.settings):
-        note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
     if restored is not None:
@@ -382,7 +367,6 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
 
 
 def _join(wanted: str) -> ProcessInfo:
-    """Join the process group on a device: "cpu", "cuda" or "auto"."""
     rank, ranks, local = launch.process_numbers()
     if device_kind(wanted) == "cpu":
         dist.init_process_group("gloo")

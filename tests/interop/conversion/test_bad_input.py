@@ -138,7 +138,7 @@ FOREIGN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Linear(32, 32), Linear4bit()),
         r"1 .*: a bitsandbytes\.Linear4bit",
     ),
-    "torchao": (quantized_by_torchao, r"none of the .* \(\d: its weight is a Int8Tensor; load it in bfloat16\)"),
+    "torchao": (quantized_by_torchao, "its weight is a Int8Tensor; load it in bfloat16"),
     "float8 values": (of_one_byte, r"1 .*: its weight is torch.float8_e4m3fn; load it in bfloat16"),
 }
 
@@ -160,7 +160,7 @@ def test_state_dicts_of_another_program_are_refused() -> None:
     qs.convert(model, "block")
     codes = torch.ones(32, 32).to(torch.float8_e4m3fn)
     for scale in ("weight_scale", "weight_scale_inv"):
-        with pytest.raises(RuntimeError, match="is of another program's layout"):
+        with pytest.raises(RuntimeError, match="a float8_e4m3fn tensor cannot be loaded as"):
             model.load_state_dict({"0.weight": codes, f"0.{scale}": torch.ones(1, 1)}, strict=False)
 
 
@@ -174,7 +174,7 @@ def test_models_that_transformers_loaded_quantized_are_refused() -> None:
 def test_layers_that_torchao_trains_are_named() -> None:
     model = born()
     convert_to_float8_training(model)
-    with pytest.raises(ConfigurationError, match=r"4: a torchao\.Float8Linear, which computes in its own way"):
+    with pytest.raises(ConfigurationError, match=r"a torchao\.Float8Linear, which computes in its own way"):
         qs.convert(model, "mxfp8")
 
 
@@ -305,7 +305,5 @@ def test_transposed_layers_of_transformers_are_told() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
-    with pytest.raises(
-        ConfigurationError, match=r"none of the 5 linear layers .*4: a Conv1D of transformers, whose weight"
-    ):
+    with pytest.raises(ConfigurationError, match=r"no layer of this model .*a Conv1D of transformers, whose weight"):
         qs.convert(model, "mxfp8")

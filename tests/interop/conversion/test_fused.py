@@ -278,7 +278,7 @@ def test_gate_and_up_may_be_kept_as_codes() -> None:
         storage = "high_precision" if name == "plain" else "fp8"
         report = qs.convert(model, "block", modules="fused", activation_storage=storage)
         assert str(report).count("gate and up saved as fp8") == (name != "plain")
-    models["compiled"].model.layers[0].mlp.compile(backend="aot_eager", fullgraph=True)
+    models["compiled"].model.layers[0].mlp.compile(backend="aot_eager")
     plain, stored, compiled = (trained(model, 1) for model in models.values())
     copied = trained(copy.deepcopy(models["stored"]), 1)
     assert not differing(stored, compiled) and not differing(stored, copied)
@@ -311,14 +311,14 @@ def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_compiled_and_checkpointed(recipe: str) -> None:
-    """Each layer compiled as one graph, or computed again in backward: losses, gradients, histories and counts."""
+    """Each layer compiled, or computed again in backward: losses, gradients, histories and counts."""
     runs = []
     for run in ("eager", "compiled", "checkpointed"):
         model = born()
         qs.convert(model, recipe, modules="fused")
         if run == "compiled":
             for layer in model.model.layers:
-                layer.compile(backend="aot_eager", fullgraph=True)
+                layer.compile(backend="aot_eager")
         elif run == "checkpointed":
             for index, layer in enumerate(model.model.layers):
                 model.model.layers[index] = checkpoint_wrapper(layer)

@@ -244,7 +244,7 @@ def test_a_preset_of_the_optimizer() -> None:
 
     [optimizer] = built({"preset": "lean8"}).optimizers
     told = explain(layer, optimizer).parameter
-    assert told is not None and (told.master, round(told.moments)) == (1, 2)
+    assert (told["master"], round(told["moments"])) == (1, 2)
     assert "param_groups[0]: preset cannot be set for one group" in said(lambda: built({}, preset="lean8"))
 
 

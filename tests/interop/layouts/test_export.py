@@ -249,7 +249,6 @@ def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
         ({"config": None, "layout": "plain"}, "has no model configuration; .*--config"),
         ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' is exact for high precision"),
         ({"names": names.Names({})}, "21 tensors have no external name .first: embedding.weight"),
-        ({"max_shard_bytes": 0}, "max_shard_bytes=0"),
         ({"values": "moments"}, "values='moments'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

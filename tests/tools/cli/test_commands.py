@@ -74,7 +74,7 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--steps", "3"], 2, "--run"),
         (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "cannot list the checkpoints in "),
         (["train", "--run", "r", "--recipe", ""], 1, "recipe = '': must be text of 1 to 4096 characters"),
-        (["inspect", "text"], 1, "text is neither a checkpoint folder nor a .safetensors file"),
+        (["inspect", "text"], 1, "text is not a complete checkpoint"),
         (["resume", "none"], 1, "there is no run in none"),
         (["trian"], 2, "'train'? (see --help)"),
     ],
@@ -149,7 +149,6 @@ def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
         ),
         (["--mesh", "dp_shard=2,pp=2"], "there is no axis 'pp'"),
         (["--mesh", "dp_shard=3", "--global-batch", "4"], "cannot be split evenly over 3 data-parallel processes"),
-        (["--mesh", "tp=2", "--dp-replicate", "2"], "dp_replicate = 2, but mesh = dp_shard=1,tp=2"),
     ],
 )
 def test_mesh_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, says):
@@ -161,7 +160,7 @@ def test_mesh_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, says
 def recorded(folder):
     """What a run's file says of its mesh: the setting, and how it was started."""
     settings, launched, _ = RunDir(folder).read_config()
-    return settings.mesh, settings.dp_replicate, launched["mesh"], launched["processes"]
+    return settings.mesh, launched["mesh"], launched["processes"]
 
 
 def test_mesh_gives_the_processes_and_is_kept(monkeypatch, capsys, tmp_path):
@@ -170,9 +169,9 @@ def test_mesh_gives_the_processes_and_is_kept(monkeypatch, capsys, tmp_path):
     sizes = ["--data", "text", "--global-batch", "12"]
     assert run(monkeypatch, capsys, "train", "--run", "r", "--mesh", "tp=2,dp_shard=2", *sizes) == (0, [])
     assert run(monkeypatch, capsys, "train", "--run", "s", "--mesh", "tp=2", "--nproc-per-node", 2, *sizes) == (0, [])
-    assert run(monkeypatch, capsys, "train", "--run", "t", "--dp-replicate", 2, "--nproc-per-node", 4, *sizes)[0] == 0
-    assert recorded(tmp_path / "r") == ("dp_shard=2,tp=2", 1, "dp_shard=2,tp=2", 4)
-    assert recorded(tmp_path / "t") == ("", 2, "dp_replicate=2,dp_shard=2", 4)
+    assert run(monkeypatch, capsys, "train", "--run", "t", "--nproc-per-node", 4, *sizes)[0] == 0
+    assert recorded(tmp_path / "r") == ("dp_shard=2,tp=2", "dp_shard=2,tp=2", 4)
+    assert recorded(tmp_path / "t") == ("", "dp_shard=4", 4)
     assert given == [4, 2, 4]
     assert run(monkeypatch, capsys, "train", "--run", "u", "--config", "r/config.toml", *sizes) == (0, [])
     assert recorded(tmp_path / "u") == recorded(tmp_path / "r")
@@ -183,20 +182,19 @@ def test_resume_onto_a_mesh(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "launch", lambda processes, arguments: given.append(processes))
     sizes = ["--data", "text", "--global-batch", "12"]
     run(monkeypatch, capsys, "train", "--run", "r", "--mesh", "dp_shard=2,tp=2", *sizes)
-    run(monkeypatch, capsys, "train", "--run", "t", "--dp-replicate", 2, "--nproc-per-node", 4, *sizes)
+    run(monkeypatch, capsys, "train", "--run", "t", "--nproc-per-node", 4, *sizes)
     for folder in ("r", "t"):
         saved = tmp_path / folder / "checkpoints" / "step-000002"
         saved.mkdir(parents=True)
         (saved / ".metadata").touch()
     given.clear()
-    for arguments in ([], ["--mesh", "dp_shard=3"], ["--nproc-per-node", 6], ["--mesh", "tp=2", "--dp-replicate", 1]):
+    for arguments in ([], ["--mesh", "dp_shard=3"], ["--nproc-per-node", 6], ["--mesh", "tp=2"]):
         assert run(monkeypatch, capsys, "resume", "r", *arguments) == (0, []), arguments
-    for arguments in ([], ["--mesh", "tp=2"], ["--nproc-per-node", 6], ["--dp-replicate", 4]):
+    for arguments in ([], ["--mesh", "tp=2"], ["--nproc-per-node", 6], ["--mesh", "dp_replicate=4"]):
         assert run(monkeypatch, capsys, "resume", "t", *arguments) == (0, []), arguments
     assert given == [4, 3, 6, 2, 4, 2, 6, 4]
     for arguments, says in (
         (["--mesh", "dp_shard=4", "--nproc-per-node", 2], "dp_shard=4 is of 4 processes, but 2 are started"),
-        (["--dp-replicate", 2], r"dp_replicate = 2, but mesh = dp_shard=2,tp=2"),
         (["--nproc-per-node", 5], "cannot be split evenly over 5 data-parallel processes"),
         (["--copy-to", "text"], "text exists; name another folder with --copy-to"),
     ):
@@ -209,6 +207,3 @@ def test_changed_mesh():
     assert worker.changed(of_run, {}, 4).mesh == "dp_shard=2,tp=2"
     assert worker.changed(of_run, {}, 3).axes(3) == MeshSpec(dp_shard=3)  # which `resume` says aloud
     assert worker.changed(of_run, {"mesh": "tp=4"}, 3).mesh == "dp_shard=1,tp=4"  # refused by check_ranks
-    replicated = replace(TrainSettings(), dp_replicate=2).resolved()
-    assert worker.changed(replicated, {}, 4).axes(4) == MeshSpec(2, 2)
-    assert worker.changed(replicated, {"mesh": "dp_shard=4"}, 4).axes(4) == MeshSpec(1, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,44 +35,6 @@ def edit(run: RunDir, was: str, now: str) -> None:
     text = run.config.read_text()
     assert was in text
     run.config.write_text(text.replace(was, now))
-
-
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ("weight_decay = 0.1", "weight_decay = 0.0"),
-        ("lr = 0.001", "lr = 0.5"),
-        ("global_batch = 4", "global_batch = 8"),
-    ],
-)
-def test_what_is_trained_is_not_edited(tmp_path: Path, was: str, now: str) -> None:
-    """An error before a process is started, and none once it is written as it was."""
-    run, _ = begun(tmp_path)
-    edit(run, was, now)
-    code, _, (line,) = told("resume", run.path)
-    kept = was.partition(" = ")[2]
-    assert code == 1 and f"config.toml has {now}, and the run was started with {kept}, which it keeps" in line
-    edit(run, now, was)
-    assert told("resume", run.path)[0] is Started
-
-
-def test_an_edited_recipe_is_told_how_it_is_changed(tmp_path: Path) -> None:
-    run, _ = begun(tmp_path)
-    edit(run, 'recipe = "mxfp8"', 'recipe = "layers.0=bf16,*=block"')
-    code, _, (line,) = told("resume", run.path)
-    assert code == 1 and "write that again, or change it with" in line
-    assert line.endswith("quantshard resume --recipe 'layers.0=bf16,*=block'")
-
-
-def test_how_a_run_goes_on_may_be_edited(tmp_path: Path) -> None:
-    run, settings = begun(tmp_path)
-    now = replace(settings, save_every=7, steps=300, data=("/elsewhere",))
-    restarts.check_edits("c", now, run.read_starts())
-    # a start that was killed before it wrote config.toml, or a release that recorded no settings
-    starts = [*run.read_starts(), {"step": 2, "settings": restarts.recorded(replace(settings, recipe="nvfp4"))}]
-    restarts.check_edits("c", settings, starts)
-    restarts.check_edits("c", now, [{"step": 0}])
-    restarts.check_edits("c", settings, [{"settings": {"of another release": 3}}])
 
 
 def test_a_run_is_not_made_shorter_than_it_is(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quantshard import deterministic
-from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer import launch, restarts
 from quantshard.tools.trainer.restarts import differences
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -78,6 +77,3 @@ def test_a_missing_local_rank_is_the_rank(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert launch.process_numbers() == (1, 2, 1)
-    monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ConfigurationError, match="RANK is set, but WORLD_SIZE is not"):
-        launch.process_numbers()

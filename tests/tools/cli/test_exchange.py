@@ -91,17 +91,6 @@ def test_mistakes_name_themselves(run, tmp_path):
         invoke("export", run, "--layout", "plain", "--out", tmp_path / "out", "--names", tmp_path / "none.toml")
 
 
-def test_the_folder_of_a_run_is_not_a_checkpoint(run, tmp_path):
-    """Which checkpoint is meant is said."""
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    (tmp_path / "run/checkpoints/step-000100").symlink_to(run)
-    (tmp_path / "run/config.toml").write_bytes((run.parents[1] / "config.toml").read_bytes())
-    for command in (["inspect"], ["verify"], ["export", "--layout", "plain", "--out", tmp_path / "out"]):
-        code, _, (line,) = told(command[0], tmp_path / "run", *command[1:])
-        assert code == 1 and line.endswith("not a checkpoint; name its last checkpoint, "
-                                           f"{tmp_path}/run/checkpoints/step-000100"), line  # fmt: skip
-
-
 def test_a_model_of_bytes_has_no_tokenizer_to_export(run, tmp_path):
     said = invoke("export", run, "--layout", "plain-bf16", "--out", tmp_path / "out")
     assert "no tokenizer was written: the run names none" in said

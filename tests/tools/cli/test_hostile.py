@@ -303,9 +303,7 @@ def test_options_are_refused_before_a_folder_is_made(tmp_path: Path, option: str
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize(
-    "option", ["--steps=-1", "--keep-last=-1", "--mesh=tp=x", "--nproc-per-node=4000", "--dp-replicate=0"]
-)
+@pytest.mark.parametrize("option", ["--steps=-1", "--mesh=tp=x", "--nproc-per-node=4000"])
 def test_options_of_resume_too(run: Path, sound: dict[str, Any], option: str) -> None:
     resumed(run, sound)
     before = (run / "config.toml").read_bytes()

@@ -47,15 +47,10 @@ def test_refused_in_one_line(text, says):
     assert says in str(caught.value) and repr(text) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_dp_replicate_is_given_once():
-    with pytest.raises(ConfigurationError, match=r"dp_replicate = 2, but mesh = dp_shard=1,tp=4; give it in"):
-        replace(TrainSettings(), mesh="tp=4", dp_replicate=2).check()
-
-
 def test_what_can_be_divided_is_not_refused():
     replace(TrainSettings(), mesh="tp=4", ffn=204).check()
     replace(TrainSettings(), mesh="tp=4", ffn=208, recipe="nvfp4").check()
-    replace(TrainSettings(), mesh="dp_replicate=2,dp_shard=3", dp_replicate=2, heads=1, hidden=10).check()
+    replace(TrainSettings(), mesh="dp_replicate=2,dp_shard=3", heads=1, hidden=10).check()
     replace(TrainSettings(), mesh="tp=2", architecture="gpt", kv_heads=2).check()
 
 

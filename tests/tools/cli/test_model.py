@@ -20,7 +20,7 @@ from quantshard.tools.trainer.data import VOCABULARY
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.decoder import LanguageModel, linear_names
 from quantshard.tools.trainer.models.model import generate
-from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer, schedule_warning
+from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
@@ -136,23 +136,6 @@ def test_learning_rate_is_of_the_step():
     stable = replace(settings, schedule="wsd", decay_share=0.25)  # falls in the last 3 of 12 steps
     assert [learning_rate(stable, step) for step in (3, 4, 9, 10, 12, 99)] == pytest.approx([0.75, 1, 1, 0.7, 0.1, 0.1])
     assert learning_rate(replace(stable, decay_share=1.0), 8) == learning_rate(linear, 8)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({}, ""),
-        ({"warmup": 13}, "the schedule ends at step 13, and the run at step 12, where the learning rate is 0.923077"),
-        ({"warmup": 13, "schedule": "constant"}, "the schedule ends at step 13, and the run at step 12"),
-        ({"decay_steps": 20}, "the schedule ends at step 20, and the run at step 12, where the learning rate is 0.55"),
-        ({"decay_steps": 10, "lr_floor": 0.0}, "the schedule ends at step 10, and the run at step 12, where the"),
-        ({"decay_steps": 20, "schedule": "constant"}, ""),
-    ],
-)
-def test_a_schedule_that_ends_at_another_step_than_the_run(change, says):
-    settings = replace(SMALL, lr=1.0, warmup=4, steps=12, decay_steps=12, lr_floor=0.1)
-    warning = schedule_warning(replace(settings, **change))
-    assert warning.startswith(says) and bool(warning) == bool(says), warning
 
 
 def order_of_gathers() -> list[str]:

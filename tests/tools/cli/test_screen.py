@@ -120,7 +120,7 @@ def test_every_encoding_can_show_everything(tmp_path: Path, monkeypatch: pytest.
 
 COMMAND_NAMES = [
     "",
-    *"train resume report watch demo explain plan diff inspect verify export import convert-te doctor".split(),
+    *"train resume report demo explain plan diff inspect verify export import convert-te doctor".split(),
 ]
 
 
@@ -186,8 +186,6 @@ def test_switches(tmp_path: Path, flags: list[str], says: dict[str, bool]) -> No
     assert told(*run)[0] is Started
     written = content(tmp_path / "r")
     assert {name: written[name] for name in says} == says
-    code, _, (line,) = told(*run, "--tied", "--no-tied")
-    assert code == 1 and "--tied and --no-tied are both given" in line
 
 
 def test_threads_are_those_of_openmp(monkeypatch):

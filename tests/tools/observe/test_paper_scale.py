@@ -6,7 +6,6 @@ group. `python -m tests.tools.observe.test_paper_scale` measures the table of do
 
 from __future__ import annotations
 
-import re
 import resource
 import sys
 import time
@@ -224,27 +223,6 @@ def test_what_straddling_blocks_cost(mesh, recipe):
         assert row.shared_scale_bytes == share * row.code_bytes + 4 * of_tensor
         assert row.reduced_bytes == 4 * amaxes * row.code_bytes + 4 * of_tensor
         assert bool(row.warnings) == (share > SCALES_WARNING)
-
-
-@every_recipe
-@pytest.mark.parametrize("mesh", ["FSDP 1024", "FSDP 128 x TP 8"])
-def test_the_way_out_meets_the_limit_and_no_larger_axis_does(mesh, recipe):
-    axes = MESHES[mesh]
-    warned = {row.name: row for row in quantized(plan_of(recipe, axes)) if row.warnings}
-    expected = {"FSDP 1024": {"block", "mxfp8", "nvfp4", "mxfp8 two copies"}}.get(
-        mesh, {*RECIPES} - {"delayed", "current", "block"}
-    )
-    assert bool(warned) == (recipe in expected)
-    proposed = {name: int(re.search(r"over (\d+) ranks", row.warnings[0])[1]) for name, row in warned.items()}
-    for size in set(proposed.values()):
-        smaller, larger = ({**hsdp(axes, n)} for n in (size, 2 * size))
-        calm = {row.name for row in plan_of(recipe, smaller).rows if not row.warnings}
-        loud = {row.name for row in plan_of(recipe, larger).rows if row.warnings}
-        assert {name for name, proposal in proposed.items() if proposal == size} <= calm & loud
-
-
-def hsdp(axes: Mapping[str, int], shards: int) -> dict[str, int]:
-    return {"dp_replicate": axes["dp_shard"] // shards, **axes, "dp_shard": shards}
 
 
 def test_hsdp_of_64_needs_no_way_out():

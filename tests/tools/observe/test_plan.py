@@ -241,13 +241,6 @@ def test_a_tensor_parallel_weight_by_hand():
     assert "each keeps 20 B (6.2% of the local codes)" in row.notes[0]
 
 
-def test_the_way_out_keeps_its_word():
-    model = single("nvfp4", 4096, 256)
-    (warning,) = qs.plan(model, {"dp_shard": 512}).warnings
-    assert "scales weigh 400.0% of the local codes: shard dp_shard over 256 ranks instead of 512" in warning
-    assert qs.plan(model, {"dp_replicate": 2, "dp_shard": 256}).rows[0].shared_scale_bytes == 4  # the amax
-
-
 def test_shared_and_plain_parameters_are_planned_once():
     model = Model("mxfp8")
     model.last.weight = model.first.weight

@@ -111,8 +111,7 @@ class Case:
     @property
     def mesh(self) -> MeshSpec:
         """Of its ranks."""
-        replicas = self.settings.dp_replicate
-        return MeshSpec(dp_replicate=replicas, dp_shard=self.ranks // replicas)
+        return self.settings.axes(self.ranks)
 
 
 def counted(case: Case) -> dict[str, int]:
@@ -179,7 +178,7 @@ def planned(case: Case, capability: tuple[int, int]) -> dict[str, int]:
     )
     states = settings.state_options
     report = qs.plan(
-        model, case.mesh.present, layers=model.layers, reshard_after_forward=settings.reshard_after_forward,
+        model, case.mesh.present, layers=model.layers, reshard_after_forward=True,
         exp_avg_dtype=states.exp_avg_dtype, exp_avg_sq_dtype=states.exp_avg_sq_dtype, step=step,
     )  # fmt: skip
     assert report.memory is not None

@@ -42,10 +42,10 @@ CASES = [
     case(1, "current", activation_storage="fp8", recompute="activation"),
     case(2, "current"),
     case(2, "mxfp8", micro_batches=2),
-    case(2, "bf16", recomputed=True, reshard_after_forward=False),
+    case(2, "bf16", recomputed=True),
     case(2, "nvfp4", recomputed=True, exp_avg_dtype="fp8"),
     case(2, "delayed", reduce_dtype="bfloat16", architecture="gpt"),
-    case(2, "block", dp_replicate=2),
+    case(2, "block", mesh="dp_replicate=2"),
 ]
 
 

@@ -16,11 +16,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from quantshard.checkpoints.disk.store import LocalStore
+from quantshard.checkpoints.disk.store import LocalStore, locate
 from quantshard.errors import ConfigurationError
 from quantshard.tools.report import records
-from quantshard.tools.report.following import RunWatch
-from quantshard.tools.report.history import RunSource, read_history
+from quantshard.tools.report.history import read_history, step_line
 from quantshard.tools.report.page import thinned
 from quantshard.tools.report.records import MOST_SAMPLES, MetricTable, RecordFile, StatisticsReader, number
 from tests.covering import exhaustive
@@ -31,34 +30,23 @@ def steps_of(file: RecordFile) -> list[int]:
     return [record["step"] for record in file.records()]
 
 
-def test_only_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, asked = tmp_path / "metrics.jsonl", []
-    before = LocalStore.read_range
-    monkeypatch.setattr(LocalStore, "read_range", lambda s, p, a, b: asked.append(b - a) or before(s, p, a, b))
-    file = RecordFile(LocalStore(), str(path))
-    assert not file.was_rewritten() and steps_of(file) == []
+def test_the_line_of_a_step() -> None:
+    figures = entry(3, loss=1.5, skipped_steps=2, heldout_loss=2.0, heldout_loss_ema="nan")
+    assert step_line(figures, 9) == (
+        "step 3/9  loss 1.5000  lr 1.00e-03  2,048 tokens/s  2 steps skipped  held-out loss 2.0000  of the average nan"
+    )
+    odd = {"step": 1, "loss": "\x1b[2J", "lr": [], "skipped_steps": {}}
+    assert step_line(odd, 3) == "step 1/3  loss \x1b[2J  lr []  None tokens/s"  # escaped where it is shown
+
+
+def test_a_file_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert steps_of(RecordFile(LocalStore(), str(path))) == []
     write(path, [entry(step) for step in range(1, 1501)])
-    assert steps_of(file) == list(range(1, 1501))
     with open(path, "a") as out:
         out.write('{"step": 1501, "lo')
-    assert not file.was_rewritten() and steps_of(file) == [] and file.torn
-    with open(path, "a") as out:
-        out.write('ss": 3}\n')
-    asked.clear()
-    assert not file.was_rewritten() and steps_of(file) == [1501] and not file.torn
-    assert sum(asked) < 200, "the whole file was read again"
-
-
-def test_a_file_that_was_written_anew_is_read_again(tmp_path: Path) -> None:
-    """As a resume does it: shorter, or by now as long as before."""
-    path = tmp_path / "metrics.jsonl"
     file = RecordFile(LocalStore(), str(path))
-    write(path, [entry(step) for step in range(1, 7)])
-    assert steps_of(file) == [1, 2, 3, 4, 5, 6]
-    write(path, [entry(step) for step in range(1, 4)])
-    assert file.was_rewritten() and steps_of(file) == [1, 2, 3] and not file.was_rewritten()
-    write(path, [entry(step, loss=1.0) for step in range(1, 9)])
-    assert file.was_rewritten() and steps_of(file) == list(range(1, 9))
+    assert steps_of(file) == list(range(1, 1501)) and file.torn
 
 
 def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +155,10 @@ def test_a_run_is_read_by_path_and_by_url(tmp_path: Path, served: str) -> None:
 
 def test_what_a_server_without_ranges_sends_is_cut(tmp_path: Path, served: str) -> None:
     run = made_run(tmp_path / "run")
-    file = RunSource(f"{served}/run").records("metrics.jsonl")
-    assert steps_of(file) == list(range(1, 41))
     write(run / "metrics.jsonl", [entry(41)], "a")
-    assert not file.was_rewritten() and steps_of(file) == [41] and file.broken == 0
+    store, place = locate(f"{served}/run/metrics.jsonl")
+    file = RecordFile(store, place)
+    assert steps_of(file) == list(range(1, 42)) and file.broken == 0
 
 
 def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
@@ -215,11 +203,9 @@ def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, 
             file.write(line * ((4 << 20) // len(line)))
     began = time.process_time()
     read = read_history(run)
-    watch = RunWatch(run)
-    watch.poll(10)
     assert time.process_time() - began < 6
     if line is not None or name != "metrics.jsonl":  # otherwise only the last bytes are read, which are zeros
-        assert (read.metrics.steps.tolist(), watch.step) == (list(range(1, 41)), 40)
+        assert read.metrics.steps.tolist() == list(range(1, 41))
     if line is None and name == "metrics.jsonl":
         assert any("were not read" in note for note in read.notes)
 

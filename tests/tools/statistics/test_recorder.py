@@ -3,7 +3,6 @@
 import contextlib
 import math
 import sys
-import warnings
 from collections import Counter
 
 import pytest
@@ -209,7 +208,6 @@ def test_recomputed_layers_count_once(monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo's
 def test_compiled_layers_are_seen():
-    """By a backend that keeps operators as they are."""
     model = perceptron()
     compiled = torch.compile(model, backend="aot_eager")
     statistics = Statistics(model, None, every=1)
@@ -223,7 +221,7 @@ def test_compiled_layers_are_seen():
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # Dynamo's
 def test_compiled_layers_are_seen_in_sampled_steps():
-    """Graphs with the insides of layers are used in the other steps."""
+    """They are eager there, and traced in the other steps."""
     pytest.importorskip("triton")
     model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
     compiled = torch.compile(model, backend="aot_eager")
@@ -239,14 +237,14 @@ def test_compiled_layers_are_seen_in_sampled_steps():
 
 
 @pytest.mark.exhaustive
-def test_compiled_layers_in_high_precision_are_not_seen():
-    """As docs/command-line.md#statistics-and-alarms says, and the warning of a step that shows nothing."""
+def test_compiled_layers_in_high_precision_are_seen():
     model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
     with Statistics(model, None, every=1) as statistics:
         with qs.autocast(recipe=qs.recipe.HighPrecision()):
             torch.compile(model, backend="aot_eager")(tokens(0)).float().square().mean().backward()
-        with pytest.warns(UserWarning, match=r"no layer reported an operand.*torch\.compile"):
-            statistics.step()
+        statistics.step()
+        (sample,) = statistics.close()
+    assert {row.role for row in sample.rows} >= {"input", "grad_output"}
 
 
 def test_converted_models_and_experts_are_seen():
@@ -337,8 +335,6 @@ def test_two_at_once_and_parameters_of_others_are_refused():
     ):
         Statistics(model, None, every=1)
     first.close()
-    with pytest.raises(ConfigurationError, match="the optimizer has none of the model's parameters"):
-        Statistics(model, FusedAdam(perceptron().parameters()), every=1)
     with pytest.raises(RuntimeError, match="stop"), Statistics(model, None, every=1):
         raise RuntimeError("stop")
     assert observation.active is None
@@ -369,17 +365,13 @@ def test_whole_steps_by_themselves():
                 optimizer.zero_grad()
                 found += statistics.step(sample=sample)
                 if sample is not None:
-                    with pytest.raises(ConfigurationError, match=rf"sample=\): step {step + 2} is not sampled"):
-                        statistics.step(sample=sample)
-                    with pytest.raises(ConfigurationError, match=rf"step {step + 2} is not sampled .every=2"):
+                    with pytest.raises(AssertionError, match="this step is not sampled"):
                         statistics.whole_step().__enter__()
             found += statistics.close()
     assert len(found) == 4 and found[:2] == found[2:]
     statistics = Statistics(model, None, every=1)
     with pytest.raises(RuntimeError), statistics.whole_step() as sample:
         raise RuntimeError
-    with pytest.raises(ConfigurationError, match=r"step 1 has a sample that whole_step\(\) did not measure"):
-        statistics.step(sample=sample)
     statistics.close()
 
 
@@ -422,15 +414,6 @@ def test_a_captured_step_has_the_numbers_of_an_eager_one(recipe):
         names = row.pop("name"), row.pop("role")
         assert names == (other.pop("name"), other.pop("role"))
         assert row == pytest.approx(other, rel=1e-9) and wgrad == pytest.approx(exact, rel=1e-9), names
-
-
-def test_a_sampled_step_that_shows_nothing_warns():
-    statistics = Statistics(perceptron(), None, every=1)
-    with pytest.warns(UserWarning, match="step 1 was sampled, but no layer reported an operand.*torch.compile"):
-        statistics.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        statistics.close()
 
 
 class NarrowMasters(torch.optim.SGD):

@@ -41,7 +41,6 @@ from quantshard.tools.trainer.data.sources import (
     TEXT,
     DataSource,
     TextOptions,
-    distinct,
     find,
     unreadable,
 )
@@ -315,7 +314,6 @@ def _read(document: Document, vocabulary: int) -> Document:
 
 
 def _byte_order_mark(path: Path) -> int:
-    """Return the length of a text file's byte order mark, or 0."""
     try:
         with open_regular(path, follow=True) as file:
             return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
@@ -341,7 +339,7 @@ class Preparation:
 
     def __init__(self, settings: TrainSettings) -> None:
         options = (settings.data_format, settings.data_split)
-        self._sources = distinct(find(settings.data, *options))
+        self._sources = find(settings.data, *options)
         self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
         self._tokenizer, path, tokens = _checked_tokenizer(settings, [*self._sources, *self._heldout])
         vocabulary = settings.vocabulary

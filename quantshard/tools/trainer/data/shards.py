@@ -241,7 +241,6 @@ class ShardedSource:
         return ShardIndex(self.key, tokenizer.digest, vocabulary, end, end_text(tokenizer), token_dtype(vocabulary))
 
     def _write_shard(self, path: Path, pieces: Iterator[tuple[str, bool]], bar: Progress, task: Any) -> ShardEntry:
-        """Write documents until the shard is full."""
         tokenizer, kind = self.tokenizer, TOKEN_DTYPES[token_dtype(self.tokenizer.vocabulary)]
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:

@@ -15,7 +15,6 @@ import re
 import stat
 import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -39,8 +38,6 @@ INDEX = "quantshard_tokens.json"
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
 }  # fmt: skip
-_RECORDS = {".json", ".csv", ".tsv"}
-"""Suffixes of text files that contain records, not prose."""
 
 _SAVED = ("state.json", "dataset_dict.json")
 _ABOUT = ("readme.md", "license", "license.md", "license.txt", "dataset_infos.json")
@@ -92,24 +89,8 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
         return [_source(library, TEXT, sorted(scripts, key=Path.as_posix))]
     sources = [_at(Path(path).absolute(), data_format, split) for path in paths]
     for source in sources if data_format == "auto" else ():
-        suffixes = {file.suffix.lower() for file, _ in source.files}
-        if source.kind == TEXT and suffixes <= _RECORDS:
-            raise ConfigurationError(
-                f"{source.path} holds records ({', '.join(sorted(suffixes))}), not prose; convert them to .jsonl, or "
-                "give --data-format text"
-            )
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
-    return sources
-
-
-def distinct(sources: list[DataSource]) -> list[DataSource]:
-    """Return the sources, after checking that no two contain the same file."""
-    counts = Counter(path for source in sources for path in ([file for file, _ in source.files] or [source.path]))
-    for path in [path for path, count in counts.items() if count > 1]:
-        raise ConfigurationError(
-            f"{path} is named twice; name it once, or set the share of each --data: --data-weights"
-        )
     return sources
 
 
@@ -173,7 +154,6 @@ def _kind(path: Path, data_format: str) -> str:
 
 
 def _length(path: Path) -> int:
-    """Return the length of a regular file; follows links."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -212,9 +192,7 @@ def _check_text(path: Path) -> None:
     except UnicodeDecodeError:
         is_text = False
     if not is_text:
-        is_utf_16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        problem = "is in UTF-16; convert it to UTF-8" if is_utf_16 else "is no text in UTF-8; unpack it"
-        raise ConfigurationError(f"the data file {path} {problem}, or give --data-format text")
+        raise ConfigurationError(f"the data file {path} is no text in UTF-8; convert it, or give --data-format text")
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:

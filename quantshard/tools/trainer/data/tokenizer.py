@@ -16,7 +16,7 @@ from quantshard import foreign
 from quantshard.errors import ConfigurationError, meant
 from quantshard.foreign import FILE_BYTES, read_regular
 from quantshard.interop.layouts.files import companions
-from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.sources import library
 
 END_OF_DOCUMENT = 256
@@ -102,7 +102,7 @@ def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
 
 def tokenizer_contents(path: str) -> dict[str, bytes]:
     """Read the files of a tokenizer, by name: the tokenizer.json itself, or the tokenizer files of a folder."""
-    location, contents, files = Path(inputs.existing(path, f"a folder with {FAST}")), {}, [Path(path)]
+    location, contents, files = Path(outputs.existing(path, f"a folder with {FAST}")), {}, [Path(path)]
     if location.is_dir():
         files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
     if not files:

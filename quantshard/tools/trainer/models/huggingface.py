@@ -30,7 +30,7 @@ from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
-from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.sources import library
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
@@ -47,7 +47,7 @@ _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attr
 
 def read_configuration(path: str) -> dict[str, Any]:
     """Read a config.json, or the one in a folder."""
-    location = Path(inputs.existing(path, "a folder with config.json, or a config.json"))
+    location = Path(outputs.existing(path, "a folder with config.json, or a config.json"))
     file = location / CONFIGURATION if location.is_dir() else location
     if not file.is_file():
         raise ConfigurationError(f"{path} holds no {CONFIGURATION} of a Hugging Face model")
@@ -154,10 +154,7 @@ def recompute_layers(model: nn.Module) -> None:
     """Recompute all layers in backward."""
     old_name = "gradient_checkpointing_enable"
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as error:
-        raise ConfigurationError(f"recompute = 'layer': {error}") from None
+    enable({"use_reentrant": False})
 
 
 # Values

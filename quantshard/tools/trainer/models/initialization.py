@@ -19,10 +19,9 @@ from quantshard.foreign import FieldReader
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
 from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
-from quantshard.interop.layouts.loading import check as check_safetensors
 from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.interop.layouts.writing import CONFIGURATION, MOST, MOST_HEADS, is_tied
-from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, tokenizer_contents, tokenizer_digest
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.run_dir import run_of_checkpoint
@@ -116,7 +115,7 @@ _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
 def sizes(source: str) -> dict[str, Any]:
     """Return the settings that the files next to the weights define; may be empty."""
-    source = inputs.existing(source, "a checkpoint, or a folder of safetensors")
+    source = outputs.existing(source, "a checkpoint, or a folder of safetensors")
     result: dict[str, Any] = {}
     run = run_of(source)
     if run is not None:
@@ -151,13 +150,6 @@ def recipe_of_files(folder: Path) -> str | None:
     quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
     layout = table.detect(quantized, SafetensorsFiles(folder).tensors, str(folder))
     return None if layout is None else table.recipe_of(layout)
-
-
-def check(settings: TrainSettings, model: nn.Module) -> None:
-    """Compare safetensors with the run's model on the meta device, before anything is allocated; one process."""
-    source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
-    if not _is_checkpoint(source):
-        check_safetensors(source, model)
 
 
 def _is_checkpoint(source: str) -> bool:

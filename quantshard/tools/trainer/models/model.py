@@ -59,31 +59,6 @@ def split(mesh: DeviceMesh) -> MeshParts:
 
 
 @dataclass(frozen=True)
-class SequenceShare:
-    """A rank's part of the sequences: part `index` of `count`.
-
-    `counts`: whether to count this rank's metrics; the ranks of a tensor-parallel group have the same metrics, so only
-    the first counts.
-    """
-
-    index: int
-    count: int
-    counts: bool
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> SequenceShare:
-        """Return the share of this rank."""
-        index, counts = 0, True
-        for axis, name in enumerate(mesh.mesh_dim_names or ()):
-            if name == TP:
-                counts = mesh.get_local_rank(axis) == 0
-            else:
-                index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-        tp_size = mesh[TP].size() if TP in (mesh.mesh_dim_names or ()) else 1
-        return cls(index, mesh.size() // tp_size, counts)
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """The description of a run's model.
 
@@ -149,7 +124,7 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     layers = huggingface.repeated_layers(model)
     # dtype of gradient sums over ranks and micro-batches
     policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)
-    fsdp_options: dict[str, Any] = {"reshard_after_forward": settings.reshard_after_forward, "mp_policy": policy}
+    fsdp_options: dict[str, Any] = {"reshard_after_forward": True, "mp_policy": policy}
     for layer in layers:
         if settings.compile:
             layer.compile()
@@ -177,11 +152,6 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     if isinstance(model, LanguageModel):
         return cast(Tensor, model(tokens))
     return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
-
-
-def batch_multiple(model: nn.Module) -> int:
-    """Return the divisor that the number of sequences of a batch must have."""
-    return model.batch_multiple if isinstance(model, LanguageModel) else 1
 
 
 def losses(model: nn.Module, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> TokenLosses:
@@ -237,7 +207,7 @@ def generate(
     for sample in distributions.uniform(random_bits).tolist():
         # identical rows, because one row cannot be divided over tp
         window = torch.tensor(
-            [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
+            [tokens[-settings.seq_length :]] * getattr(model, "batch_multiple", 1), dtype=torch.int64, device=device
         )
         probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], dtype=torch.float32, device=device))

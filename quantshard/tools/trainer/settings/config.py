@@ -216,13 +216,11 @@ class TrainSettings:
     threads: int = _running(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
 
     mesh: str = _sharding("", "sizes of the axes dp_replicate, dp_shard, ep and tp, such as dp_shard=2,tp=2")
-    dp_replicate: int = _sharding(1, "replicas of the model (HSDP), without --mesh", 1, COUNT)
     sequence_parallel: str = _sharding(
         "auto",
         "sequence parallelism over tp: on, off, or auto: if a micro-batch is divisible",
         choices=("auto", "on", "off"),
     )
-    reshard_after_forward: bool = _sharding(True, "free gathered weights after forward")
     reduce_dtype: str = _sharding(
         "float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS
     )
@@ -287,15 +285,12 @@ class TrainSettings:
         """Return these settings with derived settings filled in and absolute paths."""
         factor = 8 / 3 if self.architecture == "llama" else 4.0
         ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-        axes = MeshSpec.parse(self.mesh) if self.mesh else None
         names = ("tokenizer", "token_cache", "init_from", "checkpoints")
         paths: dict[str, Any] = {name: _absolute(getattr(self, name)) for name in names}
         return replace(
             self,
             recipe=LayerRecipes.parse(self.recipe).text,
-            mesh=str(axes) if axes else "",
-            # part of the mesh
-            dp_replicate=1 if axes else self.dp_replicate,
+            mesh=str(MeshSpec.parse(self.mesh)) if self.mesh else "",
             kv_heads=self.kv_heads or self.heads,
             ffn=self.ffn or ffn,
             decay_steps=self.decay_steps or self.steps,
@@ -326,7 +321,7 @@ class TrainSettings:
 
     def axes(self, processes: int) -> MeshSpec:
         """Return the mesh for a number of ranks; `check_ranks` validates the number."""
-        return MeshSpec.parse(self.mesh) if self.mesh else MeshSpec(self.dp_replicate, processes // self.dp_replicate)
+        return MeshSpec.parse(self.mesh) if self.mesh else MeshSpec(dp_shard=processes)
 
     def parts(self, axes: MeshSpec) -> int:
         """Return the number of micro-batches in a rank's share of a step."""
@@ -410,9 +405,7 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
-    axes = MeshSpec.parse(settings.mesh) if settings.mesh else MeshSpec(settings.dp_replicate)
-    if settings.dp_replicate not in (1, axes.dp_replicate):
-        yield f"dp_replicate = {settings.dp_replicate}, but mesh = {axes}; give it in the mesh alone"
+    axes = settings.axes(1)
     if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
     yield from _unsupported_features(settings, axes)
@@ -451,8 +444,6 @@ def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[s
 
 def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
     """Yield a message for each size that a number of ranks does not divide."""
-    if not settings.mesh and ranks % settings.dp_replicate:
-        yield f"dp_replicate = {settings.dp_replicate} must divide the {ranks} processes"
     axes = settings.axes(ranks)
     if axes.processes != ranks:
         yield f"mesh = {axes} is of {axes.processes} processes, but {ranks} are started; make them equal"
@@ -476,13 +467,10 @@ def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
 TABLES = ("launch", "corpus")
 """Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""
 
-_RETIRED = ("log_every", "peak_tflops", "recompute_every", "sample_every")
-"""Settings of earlier versions, which files of their runs contain."""
-
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
-    settings = {name: value for name, value in values.items() if name not in (*TABLES, *_RETIRED)}
+    settings = {name: value for name, value in values.items() if name not in TABLES}
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = recipe_text(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")

@@ -1,0 +1,75 @@
+"""Checks when an optimizer is built or plans a step: its options, its parameters, and whether ranks agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quantshard import limits, private_torch
+from quantshard.collectives import rank_checks
+from quantshard.errors import ConfigurationError, warn_user
+from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
+from quantshard.state_storage import STATE_ARGUMENTS
+from quantshard.tensor import components
+from quantshard.tensor.parameter_state import RNG_KEY
+
+SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
+"""Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
+
+
+def check_group_options(where: str, group: Mapping[str, Any], allowed: Container[str], is_averaging: bool) -> None:
+    """Check that a group sets no option of the whole optimizer, except those in `allowed`."""
+    invalid = [name for name in STATE_ARGUMENTS if name in group and name not in allowed]
+    invalid += [name for name in SWITCHES if group.get(name) and name not in allowed]
+    if group.get(EMA_DECAY) and not is_averaging:
+        invalid.append(EMA_DECAY)
+    if invalid:
+        raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
+
+
+def check_trainable(where: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a parameter has values and is quantized or of one of the given dtypes."""
+    if param.is_meta:
+        raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
+    if components.quantized_local(param) is None and param.dtype not in dtypes:
+        raise ConfigurationError(limits.refusal("parameter dtype", f"{where} is {param.dtype}"))
+
+
+def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | None) -> None:
+    """Check random keys, the seed and the places of shards, with one collective per axis of each mesh."""
+    seeds = {}
+    if seed is not None:
+        seeds[f"{optimizer}'s {ROUNDING_SEED}"] = torch.tensor([seed], dtype=torch.int64, device="cpu")
+    components.check_offsets([(name, param) for param, name in names.items()])
+    keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
+    owners: dict[int, str] = {}
+    for param, name in names.items():
+        checked = keys.setdefault(private_torch.mesh_group(param), dict(seeds))
+        if components.quantized_local(param) is None:
+            continue
+        key = checked[name] = components.storage_of(param).state[RNG_KEY]
+        owner = owners.setdefault(id(key), name)
+        if owner != name:
+            raise ConfigurationError(
+                f"{owner} and {name} were one tied weight that fully_shard has cut twice; wrap the modules that "
+                "share it as one group, fully_shard([a, b]), or their parent alone"
+            )
+    for group, checked in keys.items():
+        rank_checks.check_equal_on_ranks(checked, group, "the random key")
+
+
+def warn_of_replaced_parameters(optimizer: str, names: Mapping[Tensor, str]) -> None:
+    """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
+    # A parameter with a gradient is in another model, too.
+    replaced = [
+        name for param, name in names.items() if param.grad is None and getattr(param, components.REPLACED, False)
+    ]
+    if replaced:
+        warn_user(
+            f"{optimizer}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
+            "it does not train the new ones; build the optimizer after them"
+        )
