@@ -34,6 +34,8 @@ settings.register_profile("house", derandomize=True, deadline=None, max_examples
 settings.load_profile("house")
 
 TABLE = "table"
+SHARING = "tests/interop/layouts/"
+"""A folder whose tests share checkpoints."""
 POOL = r"from tests\.(distributed\.(pool|commands|forked)|faults\.drill) import"
 PROGRAMS = r"from tests\.(pages|distributed\.(commands|forked|test_cli)|faults\.drill) import"
 
@@ -57,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadscope` keeps each file on one worker, and files that share ranks on the same, which starts them."""
+    """`--dist loadscope` keeps each file on one worker, and on one those that share ranks or checkpoints."""
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -65,6 +67,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
+            if file.startswith(SHARING):
+                return SHARING
             return pool_of(config.rootpath / file) or file
 
     return Scheduling(config, log)
@@ -72,7 +76,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """What was imported is no garbage; to look through it takes longer than most tests."""
+    from tests import once  # the process that hands tests out needs no quantshard
+
+    once.draw_weights_once()
+    once.build_commands_once()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """A worker has imported its tests, and has run none of them."""
+    if any(pool_of(item.path) for item in session.items):
+        from tests.distributed import pool
+
+        pool.fork_server()
 
 
 @pytest.fixture

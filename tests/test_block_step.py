@@ -35,7 +35,9 @@ def test_captured_layers(rerun, capsys) -> None:
     assert told["- ours-current-fp8-activations"] != told["- ours-current"]
 
 
-@pytest.mark.parametrize("lost", ["weights", "gradient", "rotation"])
+@pytest.mark.parametrize(
+    "lost", ["weights", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gradient", "rotation"))]
+)
 def test_wrong_numbers_are_told(lost: str, monkeypatch, capsys) -> None:
     if lost == "weights":
         monkeypatch.setitem(bench.PARTS, "self_attention.layernorm_qkv.weight", ("q", "v", "k"))

@@ -92,6 +92,7 @@ def test_objects_that_take_much_memory(kind: str, monkeypatch: pytest.MonkeyPatc
     make, said = OBJECTS[kind]
     content = make()
     monkeypatch.setattr("tests.fuzz.judge.HEADROOM", 256 << 20)
+    monkeypatch.setattr("quantshard.checkpoints.safe_read.OBJECT_VALUES", 1 << 18)  # an eighth, which is read sooner
     verdict = judge(lambda: read(content))
     assert verdict.kind == REFUSED
     assert re.search(said, verdict.what)

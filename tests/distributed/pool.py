@@ -18,32 +18,87 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.once import draw_weights_once
+
 TIMEOUT_SECONDS = 420
 GROUP_SECONDS = 240
 """How long a rank waits for another: the machine may be busy with other things."""
 MAX_THREADS = 24
-IMPORTED = [
+LIBRARY = [
     "quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-    "quantshard.tools.trainer.worker", "transformers.models.llama.modeling_llama", "accelerate",
+    "quantshard.tools.trainer.worker",
 ]  # fmt: skip
-"""By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
+IMPORTED = [*LIBRARY, "transformers.models.llama.modeling_llama", "accelerate"]
+"""By the process that ranks are forked from, once for all of them, where `fork_server` does not start it."""
 STOPPED = sys.platform == "linux" and not torch.cuda.is_available()
 """Whether ranks are stopped between cases: each thread of a group of gloo wakes up a hundred times a second."""
 
 
 _PR_SET_PDEATHSIG = 1
+
+
+def fork_server() -> None:
+    """Fork the process that ranks are forked from, so that no rank imports what the tests of this process import.
+
+    Before a test has run: autograd in a forked process needs one that has not run backward. A process that is forked
+    could use no GPU, so where there is one the server is a new process.
+    """
+    if not STOPPED:
+        return
+
+    def fork(path: str, arguments: list[str], kept: list[int]) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, of which the child needs none
+            child = os.fork()
+        if child:
+            return child
+        try:
+            for number in _open_files() - before - {*kept}:  # the pipe by whose end the server knows that of its owner
+                os.closerange(number, number + 1)
+            _as_in_a_new_process()
+            exec(arguments[-1], {})
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(LIBRARY)
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):  # of semaphores of ranks, which are killed at the end
+        resource_tracker.ensure_running()
+    before = _open_files()
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def _as_in_a_new_process() -> None:
+    """Undo what pytest has changed: warnings are no errors, and streams and hooks are Python's."""
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
 
 
 class RankError(AssertionError):
@@ -119,10 +174,13 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     global case
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    draw_weights_once()
     gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
     gc.set_threshold(100_000, 20, 100)  # as in tests/conftest.py
+    # The server ends when nothing refers to this pipe but the process that started it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), vars(forkserver._forkserver)["_forkserver_alive_fd"])
     if STOPPED:
-        # A stopped rank does not see its pipe close: it is killed when the process that forked it ends.
+        # A stopped rank does not see its pipe close: it is killed when the server that forked it ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     backend = "gloo"
     if torch.cuda.device_count() >= world_size:
@@ -172,14 +230,17 @@ def _is_worn() -> bool:
 
 
 _pool: _Pool | None = None
+_starting = threading.Lock()
+"""Of threads that run ranks at the same time, one starts the pool."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function(*args)` on `world_size` processes of one process group; return their results by rank."""
     global _pool
-    if _pool is None:
-        _pool = _Pool()
-        atexit.register(_close)
+    with _starting:
+        if _pool is None:
+            _pool = _Pool()
+            atexit.register(_close)
     try:
         return _pool.run(world_size, function, args)
     except BaseException:

@@ -107,7 +107,9 @@ def change_metrics(path: Path, step: int, change: Any) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize("field", ["loss", "grad_norm", "heldout_loss"])
+@pytest.mark.parametrize(
+    "field", ["loss", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("grad_norm", "heldout_loss"))]
+)
 def test_one_unit_in_the_last_place_of_one_step_is_a_failure(finished, tmp_path, monkeypatch, field):
     again = chapters(finished, tmp_path, monkeypatch)
     again.resume_on_two()

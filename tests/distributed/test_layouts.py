@@ -37,6 +37,8 @@ LAYOUTS = {
     "nvfp4": "modelopt",
 }  # fmt: skip
 """By recipe: the layout through which its weights must come back as they were."""
+TWO = ["mxfp8", "nvfp4"]
+"""Of one scale for a block and of two; tests/interop/layouts has every recipe on one process."""
 
 
 def build(recipe: str, mesh: str, seed: int) -> models.LanguageModel:
@@ -54,8 +56,8 @@ def step(model: models.LanguageModel, optimizer: FusedAdam) -> float:
     return loss.item()
 
 
-def write(path: str, mesh: str) -> None:
-    for recipe in [*LAYOUTS, "bf16"]:
+def write(path: str, mesh: str, recipes: list[str]) -> None:
+    for recipe in recipes:
         model = build(recipe, mesh, seed=0)
         optimizer = FusedAdam(model.named_parameters(), lr=1e-2)
         step(model, optimizer)
@@ -89,24 +91,23 @@ def read(folder: str, out: str, mesh: str, recipes: list[str]) -> dict[str, tupl
     return found
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def exported(path: Path, out: Path, recipes: list[str]) -> tuple[Path, Path]:
     """Checkpoints written on 3 ranks, none of whose parts ends where a block does; and their exports."""
-    path, out = tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("exports")
-    run_ranks(3, write, str(path), "dp_shard=3")
-    for recipe, layout in {**LAYOUTS, "bf16": "plain"}.items():
-        export(path / recipe, layout, out / recipe, config=HF)
+    run_ranks(3, write, str(path), "dp_shard=3", recipes)
+    for recipe in recipes:
+        export(path / recipe, {**LAYOUTS, "bf16": "plain"}[recipe], out / recipe, config=HF)
     return path, out
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("dp_shard=3", marks=pytest.mark.exhaustive), "dp_shard=2,tp=2"])
-def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: Path, mesh: str) -> None:
-    """3 and 4 ranks."""
-    path, folder = written
-    axes = MeshSpec.parse(mesh)
-    results = run_ranks(axes.processes, read, str(folder), str(tmp_path), mesh, [*LAYOUTS])
-    for recipe in LAYOUTS:
-        one, two = CheckpointModel(path / recipe), CheckpointModel(tmp_path / recipe)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return exported(tmp_path_factory.mktemp("checkpoints"), tmp_path_factory.mktemp("exports"), [*TWO, "bf16"])
+
+
+def check(path: Path, folder: Path, out: Path, mesh: str, recipes: list[str]) -> None:
+    results = run_ranks(MeshSpec.parse(mesh).processes, read, str(folder), str(out), mesh, recipes)
+    for recipe in recipes:
+        one, two = CheckpointModel(path / recipe), CheckpointModel(out / recipe)
         assert one.weights == two.weights
         for name, weight in one.weights.items():
             other = two.parts(weight)
@@ -118,6 +119,21 @@ def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: 
             # its third; or its half, embedding and head among them, of which each rank has a half at most
             assert 0.2 * size < read_bytes < 0.6 * size
             assert 0 < loss < 10
+
+
+def test_imported_bits_are_those_exported(written: tuple[Path, Path], tmp_path: Path) -> None:
+    """4 ranks."""
+    check(*written, tmp_path, "dp_shard=2,tp=2", TWO)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["dp_shard=3", "dp_shard=2,tp=2"])
+def test_imported_bits_of_every_recipe(tmp_path: Path, mesh: str) -> None:
+    """3 and 4 ranks."""
+    for name in ("checkpoints", "exports", "imported"):
+        (tmp_path / name).mkdir()
+    made = exported(tmp_path / "checkpoints", tmp_path / "exports", [*LAYOUTS])
+    check(*made, tmp_path / "imported", mesh, [*LAYOUTS])
 
 
 def load_alone(folder: str) -> list[dict[str, torch.Tensor]]:

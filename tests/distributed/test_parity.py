@@ -46,14 +46,14 @@ BITWISE = [
     Case("delayed", "dp_replicate 2, tp 2", exact=True),
     Case("current", "dp 3", exact=True, global_amaxes=True),
 ]
-LEFT = (*IN_HIGH_PRECISION, *BITWISE[:3], BITWISE[4])
+LEFT = (*IN_HIGH_PRECISION, *BITWISE[1:])
 """To `make test-all`."""
 LOCAL_SCALES = Case("current", "dp 3", exact=True)
 
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> dict[Case, Run]:
-    """What one process does; two take turns. The random words of NVFP4 are of a test in `make test-all` alone."""
+    """What one process does; two take turns. Those of `make test-all` may not run."""
     asked = [
         item.callspec.params
         for item in request.session.items

@@ -96,12 +96,12 @@ def damaged(case: Case, folder: str, kinds: Sequence[str]) -> list[str]:
     ("ranks", "kinds"),
     [
         (1, list(KINDS)),
-        (3, ["codes", "master", "metadata"]),
-        pytest.param(3, ["scale", "key", "moment"], marks=pytest.mark.exhaustive),
+        (2, ["codes", "master", "metadata"]),
+        pytest.param(3, list(KINDS), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_flipped_bit_is_not_loaded_in_part(ranks: int, kinds: list[str], tmp_path: Path) -> None:
-    """1 and 3 ranks: a bit of each kind of tensor in the file of the last rank."""
+    """1, 2 and 3 ranks: a bit of each kind of tensor in the file of the last rank."""
     assert run_ranks(ranks, damaged, Case("mxfp8", (ranks,), shapes=SHAPES), str(tmp_path), kinds) == [[]] * ranks
 
 
@@ -213,11 +213,11 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "turns"),
-    [(1, (1,)), (3, (0,)), *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((1, (0,)), (3, (1,))))],
+    [(1, (1,)), (2, (0,)), *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((1, (0,)), (3, (0, 1))))],
 )
 def test_a_load_that_fails_half_way_says_so(ranks: int, turns: tuple[int, ...], tmp_path: Path) -> None:
-    """1 and 3 ranks: every entrance that writes into a live model fails on the last rank, by an error and a Ctrl-C, in
-    turns on 3 ranks."""
+    """1, 2 and 3 ranks: every entrance that writes into a live model fails on the last rank, by an error and a Ctrl-C,
+    in turns on 1 and 2."""
     assert run_ranks(ranks, half_way, Case("mxfp8", (ranks,), shapes=SHAPES), str(tmp_path), turns) == [[]] * ranks
 
 

@@ -242,7 +242,7 @@ def parts(case: Case, folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_only_the_model_only_the_optimizer_and_frozen_weights(ranks: int, tmp_path: Path) -> None:
     """1 and 3 ranks."""
     recipe = {1: "mxfp8", 3: "nvfp4"}[ranks]

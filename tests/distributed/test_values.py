@@ -35,8 +35,12 @@ from tests.pages import snippets
 pytestmark = pytest.mark.distributed
 
 MESHES = {1: (1,), 3: (3,), 4: (2, 2)}
-ON_RANKS = {1: ["current", "rowwise"], 3: ["block", "nvfp4", "mxfp8 two copies"], 4: ["delayed"]}
-LEFT = {1: ["delayed", "mxfp8"], 3: ["delayed", "current", "rowwise", "mxfp8"], 4: ["current", "mxfp8"]}
+ON_RANKS = {1: ["current", "rowwise", "mxfp8 two copies"], 3: ["block", "nvfp4"], 4: ["delayed"]}
+LEFT = {
+    1: ["delayed", "mxfp8"],
+    3: ["delayed", "current", "rowwise", "mxfp8", "mxfp8 two copies"],
+    4: ["current", "mxfp8"],
+}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -275,7 +275,8 @@ Cells = dict[int, list[tuple[str, str]]]
 VARIANTS = (
     "DDP, gradients are views", "DDP, static graph", "DDP, plain parts", "fp32, casts by hand", "frozen after",
     "unused in a group", "tied in a group", "cast before", "kept between micro-batches", "CPU offload that moves",
-    "DDP, find unused", "DDP, frozen", "cast after", "prefetch", "evaluations between",
+    "DDP, find unused", "DDP, frozen", "cast after", "prefetch", "evaluations between", "one group", "DDP, tied",
+    "unshard and reshard",
 )  # fmt: skip
 """Ways that are much like others, for `make test-all`."""
 

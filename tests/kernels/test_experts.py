@@ -49,6 +49,10 @@ AT_ONCE: dict[str, Recipe] = {
     "mxfp8": resolve("mxfp8"),
     "E4M3 alone": qs.recipe.Float8CurrentScaling(fp8_format="E4M3", use_power_2_scales=True),
 }
+OTHERS = (
+    "rowwise", "mxfp8 two copies", "nvfp4", "bf16", "current/fprop:bf16", "delayed/wgrad:bf16", "block/dgrad:current",
+)  # fmt: skip
+"""Recipes whose experts are computed one by one."""
 SPLITS = {
     "one expert is empty": [7, 0, 1, 4],
     "one token": [0, 1, 0, 0],
@@ -498,7 +502,10 @@ def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "recipe",
-    ["rowwise", "mxfp8 two copies", "nvfp4", "bf16", "current/fprop:bf16", "delayed/wgrad:bf16", "block/dgrad:current"],
+    exhaustive(
+        [(name,) for name in OTHERS],
+        [(name,) for name in ("rowwise", "mxfp8 two copies", "nvfp4", "block/dgrad:current")],
+    ),
 )
 def test_other_recipes_go_one_by_one(recipe: str, calls: list[int]) -> None:
     rule = resolve(RECIPES.get(recipe, recipe))

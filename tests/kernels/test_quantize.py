@@ -156,8 +156,10 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
             assert same(half, back.bfloat16())
 
 
-@pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("stochastic", "hadamard"),
+    exhaustive(itertools.product((False, True), repeat=2), [(False, False), (True, True)]),
+)
 def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None:
     """The transpose has scales, random words and padding of its own; a strided view gives the same."""
     scaling = Scaling(stochastic_rounding=stochastic, random_hadamard=hadamard)

@@ -32,17 +32,14 @@ EVERY = [(row, name) for row in table.ROWS for name in row.cases]
 FIRST = [(row, next(iter(row.cases))) for row in table.ROWS]
 BOUNDED = [(row, name) for row, name in EVERY if row.otherwise == TOO_FAR]
 
-SLOW_CASES = {"Adam, block, lean8", "Adam, rowwise, lean8"}
-"""The presets' wide tiles are tested in tests/optimizers/test_on_kernels.py too."""
-
 
 def cells():
     """(Row, case, shape), of each row every sixth where programs of a kernel are not full, and every third where there
-    are few programs; of Adam every recipe, and every way to keep states, in turns."""
+    are few programs; of each optimizer a step (tests/optimizers/test_on_kernels.py has all recipes and states)."""
     for number, row in enumerate(table.ROWS):
         for turn, name in enumerate(row.cases):
             if row.uneven == SMALL:
-                chosen = name not in SLOW_CASES and (turn < 2 or (turn - 2) % 4 == (turn - 2) // 4 % 4)
+                chosen = turn < 4
             else:
                 chosen = turn % 6 == 0 and (turn == 0 or len(row.cases) > 4)
                 if not chosen:

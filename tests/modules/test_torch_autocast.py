@@ -267,7 +267,7 @@ def test_recomputed(recipe: str, reentrant: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe", "inside"),
     [("Linear", "nvfp4", True), pytest.param("GroupedLinear", "delayed", False, marks=pytest.mark.exhaustive),
-     ("RMSNorm", "bf16", True), ("LayerNormMLP", "current", False)],
+     ("RMSNorm", "bf16", True), pytest.param("LayerNormMLP", "current", False, marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 def test_compiled(kind: str, recipe: str, inside: bool) -> None:
     torch._dynamo.reset()

@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("kind", exhaustive([(kind,) for kind in OPTIMIZERS], [("FusedAdam",), ("MasterWeights",)]))
+@pytest.mark.parametrize("kind", exhaustive([(kind,) for kind in OPTIMIZERS], [("FusedAdam",)]))
 def test_a_compiled_training_step_has_the_bits_of_an_eager_one(kind: str) -> None:
     def trained(is_compiled: bool) -> list[Tensor]:
         torch._dynamo.reset()

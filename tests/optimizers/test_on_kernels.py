@@ -180,16 +180,17 @@ def test_wide_tiles_of_a_preset(recipe: str, preset: str) -> None:
     assert steps.step_case(recipe, [(5, 416), (9, 240), (3, 128)], DEVICE, preset=preset).is_right()
 
 
-@pytest.mark.parametrize("lr", [1e-4, 0.02])
-@pytest.mark.parametrize("by", ["Adam", "Lion"])
+@pytest.mark.parametrize(
+    ("by", "lr"), exhaustive(itertools.product(("Adam", "Lion"), (1e-4, 0.02)), [("Adam", 0.02), ("Lion", 1e-4)])
+)
 def test_an_amax_has_the_oracles_bits_where_few_tiles_can_raise_it(by: str, lr: float) -> None:
-    """Of 32 tiles one has the largest weight, and by large steps others overtake it."""
+    """Of 8 tiles one has the largest weight, and by large steps others overtake it."""
     results = []
     for devices in ((), (DEVICE,)):
-        params, optimizer = steps.stepped("current", [(128, 512)], DEVICE, by, lr=lr, preset="lean8")
+        params, optimizer = steps.stepped("current", [(32, 512)], DEVICE, by, lr=lr, preset="lean8")
         with kernels_on(*devices):
             for step in range(4):
-                params[0].grad.copy_(torch.randn(128, 512, generator=torch.Generator().manual_seed(step)))
+                params[0].grad.copy_(torch.randn(32, 512, generator=torch.Generator().manual_seed(step)))
                 optimizer.step()
         results.append(params[0].quantized_storage.components | dict(optimizer.state[params[0]]))
     assert not differing(*results)

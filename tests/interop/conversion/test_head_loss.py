@@ -111,7 +111,7 @@ def test_logits_are_computed_when_something_reads_them() -> None:
         later.float().argmax(-1)
 
 
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_compiled_in_one_graph(chunked: bool) -> None:
     model = model_of("auto" if chunked else "model", tie_word_embeddings=True)
     expected = trained(model)

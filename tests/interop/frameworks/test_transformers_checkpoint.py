@@ -169,7 +169,7 @@ def test_a_model_of_no_class_of_transformers_is_resumed_by_its_own_names(tmp_pat
         checkpoint.load_weights(other, str(tmp_path))
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found:UserWarning")
 @pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is deprecated:FutureWarning")  # TRL asks for it
 def test_the_trainer_of_trl_resumes_bit_for_bit(is_ours: bool, tmp_path: Path) -> None:

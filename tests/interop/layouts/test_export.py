@@ -18,23 +18,10 @@ from quantshard.interop.layouts import LAYOUTS, LLAMA, Layout, export, load, nam
 from quantshard.interop.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
 from quantshard.modules import RMSNorm, TransformerLayer
 from quantshard.tensor import components
-from quantshard.tools.trainer.models.decoder import LanguageModel
 from tests.covering import exhaustive
 from tests.interop.layouts import models
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    made: dict[str, tuple[LanguageModel, Path]] = {}
-
-    def get(recipe: str) -> tuple[LanguageModel, Path]:
-        if recipe not in made:
-            made[recipe] = models.save(tmp_path_factory.mktemp("checkpoints"), recipe)
-        return made[recipe]
-
-    return get
 
 
 def read(folder: Path) -> dict[str, Tensor]:

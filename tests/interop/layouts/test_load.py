@@ -14,7 +14,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from tests.covering import exhaustive
 from tests.interop.layouts import models
-from tests.interop.layouts.test_export import CASES, saved, some  # noqa: F401  (a fixture)
+from tests.interop.layouts.test_export import CASES, some
 
 ROUND_TRIPS = [(r, layout) for r, layout in CASES if len(models.RECIPES[r].weight.format.copies) == 1]
 
@@ -39,7 +39,7 @@ def assert_equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     ("recipe", "layout"), exhaustive(ROUND_TRIPS, some(ROUND_TRIPS[::-1])), ids=lambda x: getattr(x, "name", x)
 )
-def test_round_trip_is_exact(saved, tmp_path, recipe, layout):  # noqa: F811
+def test_round_trip_is_exact(saved, tmp_path, recipe, layout):
     model, checkpoint = saved(recipe)
     export(checkpoint, layout.name, tmp_path / "out", config=models.CONFIG, max_shard_bytes=400_000)
     other = models.build(recipe, seed=1)
@@ -48,7 +48,7 @@ def test_round_trip_is_exact(saved, tmp_path, recipe, layout):  # noqa: F811
     assert_equal(model, other)
 
 
-def test_high_precision_is_quantized_and_seeds_masters(saved, tmp_path):  # noqa: F811
+def test_high_precision_is_quantized_and_seeds_masters(saved, tmp_path):
     model, checkpoint = saved("bf16")
     export(checkpoint, "plain", tmp_path / "out", config=models.CONFIG)
     other = models.build("mxfp8", seed=1)
@@ -63,7 +63,7 @@ def test_high_precision_is_quantized_and_seeds_masters(saved, tmp_path):  # noqa
     assert (models.values(other)[name] - value).abs().max() > 1.1e-3
 
 
-def test_masters_begin_with_the_values_of_the_file(saved, tmp_path):  # noqa: F811
+def test_masters_begin_with_the_values_of_the_file(saved, tmp_path):
     model, checkpoint = saved("bf16")
     export(checkpoint, "plain", tmp_path / "out", config=models.CONFIG)
     other = models.build("mxfp8", seed=1)
@@ -75,7 +75,7 @@ def test_masters_begin_with_the_values_of_the_file(saved, tmp_path):  # noqa: F8
         assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), model.get_parameter(name).float()), name
 
 
-def test_values_that_are_not_finite_are_not_quantized(saved, tmp_path):  # noqa: F811
+def test_values_that_are_not_finite_are_not_quantized(saved, tmp_path):
     _, checkpoint = saved("bf16")
     export(checkpoint, "plain", tmp_path / "out", config=models.CONFIG)
     (file,) = (tmp_path / "out").glob("*.safetensors")
@@ -86,7 +86,7 @@ def test_values_that_are_not_finite_are_not_quantized(saved, tmp_path):  # noqa:
         load(tmp_path / "out", models.build("mxfp8"))
 
 
-def test_other_blocks_need_lossy(saved, tmp_path):  # noqa: F811
+def test_other_blocks_need_lossy(saved, tmp_path):
     model, checkpoint = saved("nvfp4")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)
     other = models.build("block", seed=1)
@@ -101,7 +101,7 @@ def test_other_blocks_need_lossy(saved, tmp_path):  # noqa: F811
         assert (own[name] - value).abs().max() <= value.abs().max() / 16
 
 
-def test_blocks_that_the_recipe_does_not_have_are_not_said_to_be_its_own(saved, tmp_path):  # noqa: F811
+def test_blocks_that_the_recipe_does_not_have_are_not_said_to_be_its_own(saved, tmp_path):
     """Files of MXFP8 have scales of 1x32, of which a model of that recipe has one for 32: no other recipe helps."""
     _, checkpoint = saved("nvfp4")
     export(checkpoint, "compressed-tensors-mxfp8", tmp_path / "out", config=models.CONFIG, lossy=True)
@@ -110,7 +110,7 @@ def test_blocks_that_the_recipe_does_not_have_are_not_said_to_be_its_own(saved, 
             load(tmp_path / "out", models.build(recipe))
 
 
-def test_quantized_into_high_precision_is_dequantized(saved, tmp_path):  # noqa: F811
+def test_quantized_into_high_precision_is_dequantized(saved, tmp_path):
     model, checkpoint = saved("mxfp8")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)
     other = models.build("bf16", seed=1)
@@ -119,7 +119,7 @@ def test_quantized_into_high_precision_is_dequantized(saved, tmp_path):  # noqa:
     assert all(torch.equal(own[name], value) for name, value in models.values(model).items())
 
 
-def test_scales_that_differ_within_a_block_are_seen(saved, tmp_path):  # noqa: F811
+def test_scales_that_differ_within_a_block_are_seen(saved, tmp_path):
     _, checkpoint = saved("mxfp8")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)
     (file,) = (tmp_path / "out").glob("*.safetensors")
@@ -130,7 +130,7 @@ def test_scales_that_differ_within_a_block_are_seen(saved, tmp_path):  # noqa: F
         load(tmp_path / "out", models.build("mxfp8"))
 
 
-def test_foreign_second_scale(saved, tmp_path):  # noqa: F811
+def test_foreign_second_scale(saved, tmp_path):
     """Without the note of our export the amax is the nearest one to the second scale."""
     model, checkpoint = saved("nvfp4")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)
@@ -160,7 +160,7 @@ def edited(folder, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_mistakes(saved, tmp_path):  # noqa: F811
+def test_mistakes(saved, tmp_path):
     _, checkpoint = saved("mxfp8")
     out = tmp_path / "out"
     export(checkpoint, "modelopt", out, config=models.CONFIG)
