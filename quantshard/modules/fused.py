@@ -82,8 +82,8 @@ def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple
         *outputs, total = compiled.call_in_graph("norm_linear", [layer], *front.constituents())
         return outputs, total
     remakes = _remakes(layer.call.recipe, False, operands.is_large(front.x))
-    policy = functional.saved_input_policy(layer.weights, remakes)
-    *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, policy), *layer.tensors)
+    arguments = (front.normalization, layer, functional.needs_wgrad(layer.weights), remakes)
+    *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], arguments, *layer.tensors)
     return outputs, total
 
 
@@ -113,10 +113,8 @@ def mlp(
     remakes = [
         has_norm and _remakes(fc1.call.recipe, recomputes, is_large), _remakes(fc2.call.recipe, recomputes, False)
     ]  # fmt: skip
-    policies = [
-        functional.saved_input_policy(fc.weights, remake) for fc, remake in zip((fc1, fc2), remakes, strict=True)
-    ]
-    arguments = (front.normalization, fc1, activation, fc2, policies, storage)
+    have_wgrad = [functional.needs_wgrad(fc.weights) for fc in (fc1, fc2)]
+    arguments = (front.normalization, fc1, activation, fc2, have_wgrad, remakes, storage)
     out, total = _MLPFunction.apply(*front[:_FRONT], arguments, *fc1.tensors, *fc2.tensors)
     return out, total
 
@@ -185,15 +183,15 @@ class _NormLinearFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        others: tuple[Normalization, PreparedLinear, functional.SavedInputPolicy],
+        others: tuple[Normalization, PreparedLinear, bool, bool],
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        normalization, layer, policy = others
+        normalization, layer, has_wgrad, remakes = others  # from `norm_linear`
         front = NormInput(x, residual, weight, bias, normalization)
-        outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.keeps)
+        outputs, norm, wgrad_operand = _run_norm_linear(front, layer, has_wgrad and not remakes)
         ctx.normalization = normalization
-        ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.requantizes)
+        ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, has_wgrad and remakes)
         ctx.step = kernels.tracing.step
         ctx.save_for_backward(*norm[1:], *layer_tensors)
         return (*outputs, None if residual is None else norm.z)
@@ -206,9 +204,7 @@ class _NormLinearFunction(torch.autograd.Function):
         front, needs = _front_in_backward(ctx, norm_tensors), _front_needs(ctx)
         saved: LinearBackward = ctx.layer
         layer = saved.with_saved(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-        filled_grads = functional.filled(
-            output_grads, [weight.shape[0] for weight in layer_tensors[: layer.num_weights]]
-        )
+        filled_grads = _filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.num_weights]])
         dy: Tensor | None = None
         tensor_grads: list[Tensor | None] = [None] * layer.num_parameters
         if filled_grads:
@@ -278,13 +274,14 @@ class _MLPFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        normalization, fc1, activation, fc2, policies, storage = others  # from `mlp`
+        normalization, fc1, activation, fc2, have_wgrad, remakes, storage = others  # from `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
-        keeps = [policy.keeps for policy in policies]
+        keeps = [needs and not remake for needs, remake in zip(have_wgrad, remakes, strict=True)]
+        requantizes = [needs and remake for needs, remake in zip(have_wgrad, remakes, strict=True)]
         out, norm, between, wgrad_operands = _run_mlp(front, fc1, activation, fc2, keeps)
         ctx.normalization, ctx.activation, ctx.step = normalization, activation, kernels.tracing.step
-        ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].requantizes)
-        ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].requantizes)
+        ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, requantizes[0])
+        ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, requantizes[1])
         inner = storage.keep(between)
         ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
         ctx.save_for_backward(*norm[1:], *inner, *saved1, *saved2)
@@ -316,6 +313,17 @@ class _MLPFunction(torch.autograd.Function):
             saved2.clear()
             dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, inner, ctx.storage, ctx.activation, layers)
         return (*_of_front(ctx, *norm.gradients(dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
+
+
+def _filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
+    """Replace missing gradients of outputs [..., out_features] by zeros; return [] if all are missing."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return []
+    return [
+        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
+        for grad, size in zip(grads, out_features, strict=True)
+    ]
 
 
 def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:

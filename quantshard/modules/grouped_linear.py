@@ -213,8 +213,8 @@ class GroupedLinear(QuantizedModule):
         if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
             return None
         if call.strict:
-            for name in self._weight_names:
-                self.weight_operand(name, call, tokens.device)
+            for name, weight in zip(self._weight_names, self._locals(self._weight_names), strict=True):
+                self._check_weight(name, weight, call, tokens.device)
         amax_histories = self._histories(call.recipe)
         expert_axis = self._spread_axis if amax_histories else None
         group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)

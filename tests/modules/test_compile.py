@@ -254,6 +254,18 @@ def test_checkpointing_inside_a_compiled_function(
         assert_equal(run(recipe, True, True), run(recipe, False, False))
 
 
+def test_a_failed_forward_records_nothing() -> None:
+    layer = build("Linear", "delayed")
+
+    def function(x: Tensor) -> Tensor:
+        with qs.autocast(recipe="delayed"):
+            raise ValueError(layer(x).shape)
+
+    with pytest.raises(ValueError, match="40"):
+        aot_eager(function)(data())
+    assert layer.input_amax_history.count_nonzero() == 0
+
+
 def test_a_layer_without_kernels_is_in_no_graph() -> None:
     with pytest.raises(Exception, match="quantshard: no kernels trace this layer here"), qs.autocast(recipe="current"):
         aot_eager(build("Linear", "current"), fullgraph=True)(data())

@@ -370,10 +370,15 @@ class QuantizedModule(AssignableModule):
     ) -> PreparedLinear | TracedLinear:
         """Prepare a layer for an input of this shape under the current recipe. Each call counts as a forward.
 
-        While torch.compile traces, the result has the weights' names, and they are checked when the operator runs.
+        While torch.compile traces, the result has the weights' names.
         """
         if torch.compiler.is_compiling():
-            return self._traced(layer, with_bias)
+            traced_weights = [getattr(self, name) for name in layer.weights]
+            biases = self._locals(layer.biases) if with_bias else [None] * len(traced_weights)
+            return TracedLinear(
+                traced_weights, biases, self._handle, layer.weights, layer.prefix, self.training,
+                context.current_setting(), self.shared_input is not None,
+            )  # fmt: skip
         computed = vars(type(self))  # parametrize creates a class per module, with a property for the weight
         if computed.keys().isdisjoint(layer.weights):
             return self._prepare_eager(layer, x_shape, device, with_bias)
@@ -400,12 +405,6 @@ class QuantizedModule(AssignableModule):
         state.tp = self.tensor_parallel_of(layer.mode)
         return PreparedLinear(weights, biases or [None] * len(weights), call, state)
 
-    def _traced(self, layer: Projection, with_bias: bool) -> TracedLinear:
-        weights = [getattr(self, name) for name in layer.weights]
-        biases = self._locals(layer.biases) if with_bias else [None] * len(weights)
-        setting, shares = context.current_setting(), self.shared_input is not None
-        return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting, shares)
-
     @staticmethod
     def _joined(outputs: Sequence[Tensor], separate: bool) -> Tensor | Sequence[Tensor]:
         """The outputs of a layer in the form that its forward returns."""
@@ -417,12 +416,6 @@ class QuantizedModule(AssignableModule):
             return None
         biases = self.whole_on_rows(*layer.biases) if layer.mode == "row" else self._locals(layer.biases)
         return (biases[0] if len(biases) == 1 else torch.cat(biases, dim=-1)).to(dtype)
-
-    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
-        (weight,) = self._locals((name,))
-        self._check_weight(name, weight, call, device)
-        return cast(Tensor, weight)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
         """Check that a weight can be used in this call with an input on `device`."""

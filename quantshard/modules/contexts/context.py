@@ -164,7 +164,7 @@ class autocast(ContextDecorator):
                 _thread.autocasts[-1].records = True
         elif torch.compiler.is_compiling():
             if self.records:
-                torch.ops.quantshard.record_forward_amaxes()
+                torch.ops.quantshard.record_forward_amaxes(kind is not None)
         elif kind is None:
             pending_amaxes.forward_amaxes().flush()
         else:

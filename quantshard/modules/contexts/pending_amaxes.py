@@ -86,17 +86,22 @@ def drop_failed_backward() -> None:
 
 
 @torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _record_forward_amaxes() -> Tensor:
+def _record_forward_amaxes(failed: bool = False) -> Tensor:
     """Record forward amaxes at the exit of the outermost autocast, as an operator of a compiled graph.
+
+    `failed`: the exit is by an exception, so they are dropped.
 
     It returns a tensor because torch 2.13's inductor would use the previous layer's output after freeing it.
     """
-    _of_thread.forward.flush()
+    if failed:
+        _of_thread.forward.drop()
+    else:
+        _of_thread.forward.flush()
     return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @_record_forward_amaxes.register_fake
-def _() -> Tensor:
+def _(failed: bool = False) -> Tensor:
     private_torch.check_order_is_kept()
     return torch.empty(0, dtype=torch.float32, device="cpu")
 

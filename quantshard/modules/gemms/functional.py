@@ -73,7 +73,7 @@ class PreparedLinear(NamedTuple):
 
         `x_wgrad`: wgrad's operand of the input. `requantizes`: the operand was not kept, and backward recomputes it.
         """
-        operand_metadata, x_tensors = to_saved(x_wgrad)
+        operand_metadata, x_tensors = _to_saved(x_wgrad)
         bias_dtypes = []
         for bias in self.biases:
             bias_dtypes.append(None if bias is None else bias.dtype)
@@ -123,19 +123,6 @@ def needs_wgrad(weights: Sequence[Tensor]) -> bool:
             if weight.requires_grad:
                 return True
     return False
-
-
-class SavedInputPolicy(NamedTuple):
-    """Whether forward keeps wgrad's operand of the input, or backward quantizes the input again."""
-
-    keeps: bool
-    requantizes: bool
-
-
-def saved_input_policy(weights: Sequence[Tensor], remakes: bool) -> SavedInputPolicy:
-    """The policy for an input of these weights. `remakes`: backward can quantize the input again."""
-    needs_input = needs_wgrad(weights)
-    return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -405,7 +392,7 @@ def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
         summands[:2] = [summands[0].add_(summands[1])]
 
 
-def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+def _to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     """Split an operand into metadata, from which backward rebuilds it, and tensors to save."""
     rest = (operand.transposed, operand.split, operand.spec, operand.words)
     if isinstance(operand.operand, Tensor):
@@ -421,17 +408,6 @@ def _from_saved(operand_metadata: tuple[Any, ...], tensors: Sequence[Tensor]) ->
         return WgradOperand(tensors[0], *rest)
     spec, shard, names = metadata
     return WgradOperand(QuantizedStorage(spec, shard, dict(zip(names, tensors, strict=True))), *rest)
-
-
-def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
-    """Replace missing gradients of outputs [..., out_features] by zeros; return [] if all are missing."""
-    first = next((grad for grad in grads if grad is not None), None)
-    if first is None:
-        return []
-    return [
-        first.new_zeros((*first.shape[:-1], size)) if grad is None else grad
-        for grad, size in zip(grads, out_features, strict=True)
-    ]
 
 
 # High precision and shapes --------------------------------------------------------------------------------------------

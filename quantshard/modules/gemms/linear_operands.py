@@ -279,7 +279,7 @@ class OperandRequest:
         transposed = second is not None
         if second is None and self.usage.for_wgrad:
             second = values
-        # two results of a custom operator may not alias
+        # an operand that no GEMM reads is empty
         if first is None:
             first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
         if second is None:
