@@ -24,6 +24,7 @@ _engine = private_name("torch.autograd.Variable._execution_engine", "delayed sca
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
+_lowering = private_name_later("torch._inductor.lowering.add_needs_realized_inputs", "the speed of compiled layers")
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
 _compile_times = private_name_later("torch._dynamo.utils.compilation_time_metrics", "graphs of compiled layers")
 _disable = private_name("torch._disable_dynamo", _COMPILED)
@@ -287,6 +288,16 @@ def check_order_is_kept() -> None:
     if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:
         raise error
     inductor.FORBIDDEN_CUDAGRAPH_OPS = unsafe | {"with_effects"}
+
+
+def write_inputs_once(operator: Any) -> None:
+    """Make Inductor write each input of an operator to memory once, instead of once for each call that reads it.
+
+    Inductor does the same for operators that it knows from an earlier graph. Call this while Dynamo traces.
+    """
+    add = _lowering()
+    if missing(add) is None:
+        add(operator)
 
 
 def is_recomputed_in_graph() -> bool:

@@ -323,7 +323,7 @@ def test_a_graph_quantizes_an_input_once_for_all_layers(
     for compiles in (False, True):
         torch.manual_seed(0)
         model = Readers()
-        qs.convert(model, recipe, modules="fused")
+        qs.convert(model, recipe)
         model.is_changed = is_changed
         call: Any = partial(checkpoint, model, use_reentrant=False) if recompute else model
         if compiles:

@@ -375,10 +375,10 @@ class QuantizedModule(AssignableModule):
         if torch.compiler.is_compiling():
             traced_weights = [getattr(self, name) for name in layer.weights]
             biases = self._locals(layer.biases) if with_bias else [None] * len(traced_weights)
+            setting = context.current_setting()
             return TracedLinear(
-                traced_weights, biases, self._handle, layer.weights, layer.prefix, self.training,
-                context.current_setting(), self.shared_input is not None,
-            )  # fmt: skip
+                traced_weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting
+            )
         computed = vars(type(self))  # parametrize creates a class per module, with a property for the weight
         if computed.keys().isdisjoint(layer.weights):
             return self._prepare_eager(layer, x_shape, device, with_bias)

@@ -34,7 +34,7 @@ class TracedLinear(NamedTuple):
 
     `module`: handle of the module. `names`: names of the weights in the module. `prefix`: prefix of the names of the
     amax histories. `record`: whether amaxes of this call are recorded (in training). `setting`: name of the autocast
-    setting. `shares`: whether other layers may read the same input.
+    setting.
     """
 
     weights: Sequence[Tensor]
@@ -44,7 +44,6 @@ class TracedLinear(NamedTuple):
     prefix: str
     record: bool
     setting: str
-    shares: bool = False
 
 
 def can_trace(setting: str, x: Tensor, weights: Sequence[Tensor | None]) -> bool:
@@ -82,7 +81,7 @@ def traced_linear(x: Tensor, layer: TracedLinear) -> Sequence[Tensor]:
     if not is_quantized(layer.setting, layer.weights):
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
-    outputs: Sequence[Tensor] = call_in_graph("linear", [layer], x, layer.shares)
+    outputs: Sequence[Tensor] = call_in_graph("linear", [layer], x)
     return outputs
 
 
@@ -95,6 +94,7 @@ def call_in_graph(name: str, layers: Sequence[TracedLinear], *arguments: Any) ->
 @private_torch.constant_in_graphs
 def _allow() -> None:
     private_torch.put_in_graphs(_call)
+    private_torch.write_inputs_once(torch.ops.quantshard.launch.default)
 
 
 def _call(name: str, layers: Sequence[Any], *arguments: Any) -> Any:
@@ -145,11 +145,11 @@ def _prepared(step: GraphStep, layer: TracedLinear) -> PreparedLinear:
 
 
 _LAST_INPUT = SharedInput()
-"""The last input in the graph that is being traced. An input of an earlier trace is another tensor."""
+"""The last input in the graph that is being traced, which several layers may read, such as queries, keys and values."""
 
 
-def _linear(layer: PreparedLinear, x: Tensor, shares: bool) -> Sequence[Tensor]:
-    return functional.linear(x, layer, shared=InputReader(_LAST_INPUT) if shares and kernels.tracing.on else None)
+def _linear(layer: PreparedLinear, x: Tensor) -> Sequence[Tensor]:
+    return functional.linear(x, layer, shared=InputReader(_LAST_INPUT) if kernels.tracing.on else None)
 
 
 STEPS: dict[str, Callable[..., Any]] = {"linear": _linear}
