@@ -186,9 +186,8 @@ def convert(
     check_model(model, "convert")
     layer_choices = choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
-        reasons = dict.fromkeys(choice.reason for choice in layer_choices)
-        reasons |= dict.fromkeys(TRANSPOSED for _ in transposed_linears(model))
-        summary = "; ".join(reasons) or "it has no torch.nn.Linear"
+        all_reasons = [*(choice.reason for choice in layer_choices), *(TRANSPOSED for _ in transposed_linears(model))]
+        summary = "; ".join(dict.fromkeys(all_reasons)) or "it has no torch.nn.Linear"
         raise ConfigurationError(f"convert: no layer of this model can be converted: {summary}")
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
     check_values(layer_choices)

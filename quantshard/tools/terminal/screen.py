@@ -36,7 +36,7 @@ class Screen(Console):
 
     def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
-        is_sized = stream.isatty() or "COLUMNS" in os.environ
+        is_sized = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
         width = _UNBOUNDED if wide else None if is_sized else _WIDTH
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
