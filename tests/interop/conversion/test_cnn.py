@@ -98,5 +98,5 @@ def test_it_is_exported_by_reverting_and_by_values(recipe: str) -> None:
 
 
 def test_convolutions_alone_are_refused() -> None:
-    with pytest.raises(qs.errors.ConfigurationError, match=r"no torch.nn.Linear \(it has 1 Conv2d\)"):
+    with pytest.raises(qs.errors.ConfigurationError, match=r"it has no torch\.nn\.Linear"):
         qs.convert(nn.Sequential(nn.Conv2d(3, 4, 3)), "mxfp8")
