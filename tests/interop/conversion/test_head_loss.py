@@ -112,10 +112,10 @@ def test_logits_are_computed_when_something_reads_them() -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_compiled_in_one_graph(chunked: bool) -> None:
+def test_compiled(chunked: bool) -> None:
     model = model_of("auto" if chunked else "model", tie_word_embeddings=True)
     expected = trained(model)
-    model.compile(fullgraph=True, backend="aot_eager")
+    model.compile(backend="aot_eager")
     assert_alike(trained(model), expected)
     assert isinstance(model(input_ids=TOKENS, labels=LABELS).logits, DeferredLogits) == chunked
     with torch.no_grad():
