@@ -86,14 +86,15 @@ def test_entries_are_those_at_the_call(tmp_path: Path) -> None:
     model, optimizer = built("mxfp8")
     history, mean = [1, 2], torch.ones(2)
     with Manager(tmp_path, async_="thread") as manager:
-        stage = manager._start
+        assert manager._background is not None
+        stage = manager._background.start
 
         def changed(*args: Any) -> Any:
             history.append(3)
             mean.fill_(9)
             return stage(*args)
 
-        with mock.patch.object(manager, "_start", changed):
+        with mock.patch.object(manager._background, "start", changed):
             manager.save(1, model, optimizer, {"history": {"losses": history, "mean": mean}})
         found = manager.restore(model, optimizer)
     assert found is not None
@@ -138,7 +139,7 @@ def test_what_would_not_be_read_again_is_refused_before_anything_is_written(name
 
 
 def test_keys_are_strings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the key 1 is a int; keys of entries must be strings"):
+    with pytest.raises(ConfigurationError, match="the key 1 is a int; use strings as keys"):
         save(tmp_path / "c", *built("mxfp8"), {1: 2})  # type: ignore[dict-item]
 
 
