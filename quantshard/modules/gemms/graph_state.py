@@ -276,7 +276,7 @@ def _read_amaxes(module: Tensor, key: str, after: Tensor | None) -> list[Tensor]
     call = _backward_call(structure)
     if after is None:
         layer = id(live), structure.weights
-        call = recompute.linear_context(layer, None not in structure.stored, structure.record, structure.setting)
+        call = recompute.linear_context(layer, any(structure.stored), structure.record, structure.setting)
         if call.repeated:
             pending_amaxes.flush_after_backward()
     scales = _scales(structure, call, _live_state(live, structure), after is not None)
