@@ -61,6 +61,7 @@ class FusedAdam(AdamOptimizer):
         store_param_remainders: True stores only the bits of a master that the parameter lacks: for a bfloat16 parameter
             the low 16 bits of a float32 master (the same training, bit for bit), for an 8-bit quantized weight with
             `master_weight_dtype=torch.float16` the low 8 bits of a 16-bit master, which shares the weight's scales.
+        set_grad_none: default of `zero_grad(set_to_none=)`, True if None.
         max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state
             `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
@@ -81,10 +82,12 @@ class FusedAdam(AdamOptimizer):
         adam_w_mode: bool = True,
         exp_avg_dtype: torch.dtype | None = None,
         exp_avg_sq_dtype: torch.dtype | None = None,
+        set_grad_none: bool | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
+        self._set_to_none = set_grad_none is not False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -95,3 +98,7 @@ class FusedAdam(AdamOptimizer):
         }
         dtypes = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
         super().__init__(params, defaults, **storage_arguments(type(self).__name__, dtypes, common))
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients: set them to None, or to zero. The default is `set_grad_none`."""
+        super().zero_grad(self._set_to_none if set_to_none is None else set_to_none)

@@ -62,9 +62,10 @@ class QuantizedTensor(Tensor):
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
-    def quantize_(self, tensor: Tensor) -> QuantizedTensor:
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
         """Quantize a high-precision tensor of the same shape, on any device, into this one, in place.
 
+        If `noop_flag`, a tensor of one element, is not zero, nothing is written.
         Raises if new values are infinite or NaN, or if blocks of this shard straddle ranks: call `requantize_` then.
         """
         self.check_filled("quantize_")
@@ -79,7 +80,8 @@ class QuantizedTensor(Tensor):
                 f"quantize_ needs a tensor of shape {tuple(self.shape)} and a floating dtype, got {tensor.dtype} "
                 f"{tuple(tensor.shape)}"
             )
-        requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
+        if noop_flag is None or not noop_flag.any():
+            requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
