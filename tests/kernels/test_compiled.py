@@ -296,7 +296,7 @@ def test_biases_of_two_dtypes(name: str, used: list[str]) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
-    """A compiled MLP keeps the bytes of an eager one, but for scalars and alignment."""
+    """A compiled MLP keeps the bytes of an eager one, but for scales and alignment."""
     tokens, kept = 128, []
     for compiler in (None, aot_eager):
         module = build("gated mlp", RECIPES[recipe])
@@ -314,7 +314,9 @@ def test_no_more_is_kept_for_backward(recipe: str, recomputes: bool) -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qs.autocast(recipe=RECIPES[recipe]):
             (module if compiler is None else compiler(module))(x)
         kept.append(sum(storage.nbytes() for storage in seen.values()))
-    assert 2 * tokens * 2 * FFN < kept[1] <= kept[0] + 1024, kept  # on a GPU eager keeps rows that a product filled up
+    assert 2 * tokens * 2 * FFN < kept[1] <= 1.03 * kept[0] + 1024, (
+        kept
+    )  # on a GPU eager keeps rows that a product filled up
 
 
 # Activation recomputation

@@ -1,6 +1,6 @@
 """Two processes that share a compile cache: training steps of a compiled layer, under one of two recipes.
 
-The recipes have one name, and of the input both keep as many tensors for backward, but of other shapes and dtypes.
+The recipes have one name, and of the input both keep as many tensors for backward, but of other shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import quantshard as qs
 from quantshard.recipe import TableRecipe, resolve
 from tests.interpreter import kernels_on
 
-RECIPES = {name: TableRecipe("mine", resolve(name).table) for name in ("mxfp8", "block")}
+RECIPES = {name: TableRecipe("mine", resolve(name).table) for name in ("rowwise", "block")}
 
 
 def step(recipe: Any, compiled: bool) -> list[Tensor]:
@@ -44,9 +44,9 @@ def steps_of_a_cache(folder: str) -> list[tuple[bool, int]]:
     """Rank 0 fills the cache with one recipe; then rank 1 compiles with the other, and with the same."""
     caching = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     with mock.patch.dict(os.environ, caching), kernels_on("cpu"):
-        found = [ran("mxfp8")] if dist.get_rank() == 0 else []
+        found = [ran("rowwise")] if dist.get_rank() == 0 else []
         dist.barrier()
         if dist.get_rank() == 1:
-            found = [ran("block"), ran("mxfp8")]
+            found = [ran("block"), ran("rowwise")]
         dist.barrier()
     return found

@@ -35,6 +35,7 @@ from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules.gemms import functional, linear_operands, shared_input
 from quantshard.modules.layernorm_mlp import activate
 from tests.covering import exhaustive
+from tests.interpreter import kernels_on, prepared_once
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -311,18 +312,20 @@ def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_compiled_and_checkpointed(recipe: str) -> None:
-    """Each layer compiled, or computed again in backward: losses, gradients, histories and counts."""
+    """Each layer compiled as one graph, or computed again in backward: losses, gradients, histories and counts."""
     runs = []
     for run in ("eager", "compiled", "checkpointed"):
         model = born()
         qs.convert(model, recipe, modules="fused")
         if run == "compiled":
             for layer in model.model.layers:
-                layer.compile(backend="aot_eager")
+                layer.compile(backend="aot_eager", fullgraph=True)
         elif run == "checkpointed":
             for index, layer in enumerate(model.model.layers):
                 model.model.layers[index] = checkpoint_wrapper(layer)
-        runs.append({k.replace("_checkpoint_wrapped_module.", ""): v for k, v in trained(model.train()).items()})
+        with prepared_once(), kernels_on("cpu"):
+            values = trained(model.train())
+        runs.append({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()})
     assert not differing(runs[0], runs[1]) and not differing(runs[0], runs[2])
 
 
