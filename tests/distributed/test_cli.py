@@ -62,7 +62,7 @@ def metrics(run):
 def losses(run):
     """What must be equal to the last bit: every figure that is not a measurement of this machine."""
     return [
-        {k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes", "data_wait_s")}
+        {k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu", "memory_bytes", "data_wait_s")}
         for record in metrics(run)
     ]
 
@@ -172,7 +172,7 @@ def tracked_losses(run):
     return [(step, known[step] if value == pytest.approx(known[step], rel=1e-6) else value) for step, value in events]
 
 
-def test_what_a_run_wrote_is_reported(uninterrupted, tmp_path):
+def test_what_a_run_wrote_is_reported_and_watched(uninterrupted, tmp_path):
     page = tmp_path / "report.html"
     result = quantshard("report", uninterrupted, "--out", page)
     assert result.returncode == 0 and not result.stderr and f"wrote {page}: 1 run, " in result.stdout
@@ -184,6 +184,8 @@ def test_what_a_run_wrote_is_reported(uninterrupted, tmp_path):
         torch.__version__,
     ]
     assert all(f">{cell}</td>" in text for cell in cells)
+    result = quantshard("watch", uninterrupted)
+    assert result.returncode == 0 and "step 6/6" in result.stdout and result.stdout.endswith("done at step 6\n")
 
 
 def in_one_go(folder, whole, steps):

@@ -34,7 +34,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.interop.layouts import names
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.cli import exchange
-from quantshard.tools.report.history import read_history
+from quantshard.tools.report.history import RunWatch, read_history
 from quantshard.tools.report.page import render
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
 from quantshard.tools.trainer.data.corpus import Preparation
@@ -376,7 +376,7 @@ REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl")
 
 
 def report_kinds(folder: Path) -> list[Kind]:
-    """What a run has written, as `report` reads it."""
+    """What a run has written, as `report` and `watch` read it."""
     whole = runs.made_run(folder / "run", steps=5)
 
     def changed(name: str) -> SearchStrategy[Mutant]:
@@ -386,7 +386,10 @@ def report_kinds(folder: Path) -> list[Kind]:
         return trees(lines).map(lambda tree: {name: _lines(tree)})
 
     def readings(path: Path, mutant: Mutant) -> list[Reading]:
-        return [("report", lambda: render([read_history(path)]), None)]
+        return [
+            ("report", lambda: render([read_history(path)]), None),
+            ("watch", lambda: "".join(RunWatch(path).poll(99)), None),
+        ]
 
     return [Kind(name, whole, changed(name) | _altered(whole, name), readings) for name in REPORTED]
 

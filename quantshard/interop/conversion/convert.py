@@ -7,7 +7,7 @@ not list. A layer replaced in only one place would still compute in the other, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
 from quantshard.readable import by_pattern, human_bytes, united_groups
-from quantshard.recipe import AUTO, Recipe
+from quantshard.recipe import AUTO, HighPrecision, Recipe
 from quantshard.tensor import components
 
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
@@ -227,6 +227,21 @@ def convert(
         converted.append(_exchange(places, *built.pop(0), keep))
     fused = fusion.fuse(model, mlps, activation_storage) if modules == "fused" else ((), ())
     return ConversionReport(tuple(converted), unconverted, *fused, set_loss(model, loss))
+
+
+def show_linears(model: nn.Module, names: Iterable[str]) -> None:
+    """Replace linear layers of a model on the meta device by quantshard layers with high-precision weights.
+
+    The new layers compute the same results, report to observers (`tensor.observation`) and quantize in an autocast.
+    """
+    plain, places = HighPrecision(), places_of(model)
+    for name in names:
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear) and old.weight.is_meta, name
+        new = empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
+        fill_linear(new, old, name, keep_values=False)
+        for put in places[id(old)]:
+            put(new)
 
 
 def check_modules(function: str, modules: object) -> None:

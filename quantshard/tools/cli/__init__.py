@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from quantshard.errors import QuantshardError
-from quantshard.tools.cli import demo, doctor, exchange, explain, inspect, report, train
+from quantshard.tools.cli import debug, demo, doctor, exchange, explain, inspect, report, train
 from quantshard.tools.terminal.screen import complain, prepare_output, say
 from quantshard.tools.trainer import launch
 from quantshard.version import __version__
@@ -22,7 +22,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "status": report.status,
     "tokenize": train.tokenize,
     "report": report.report,
+    "watch": report.watch,
     "demo": demo.demo,
+    "debug": debug.debug,
     "explain": explain.explain,
     "plan": explain.plan,
     "diff": inspect.diff,

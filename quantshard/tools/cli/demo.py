@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 """Settings of all runs."""
 
-MEASURED = ("tokens_per_s", "memory_bytes", "data_wait_s")
+MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
 """Entries of a metrics record that differ between bitwise equal runs."""
 
 _POLL_SECONDS = 0.02

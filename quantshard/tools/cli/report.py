@@ -1,17 +1,20 @@
-"""`quantshard status` and `report`: tell whether a run is finished, and compare runs."""
+"""`quantshard status`, `watch` and `report`: tell whether a run is finished, follow it, and compare runs."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
-from quantshard.tools.report.history import read_history
+from quantshard.tools.report.history import CONFIG, RunWatch, read_history
 from quantshard.tools.report.page import is_report, render
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say, say_whole
@@ -19,6 +22,16 @@ from quantshard.tools.trainer.run_dir import RunDir
 
 NOT_DONE = 75
 """Exit code of `status` if steps are left: EX_TEMPFAIL of sysexits.h, which means "try again"."""
+
+
+_FIRST_LINES, _MOST_LINES = 10, 1000
+"""Maximum number of steps that `watch` prints at the start, and per later poll."""
+
+_FAILURES = 5
+"""Number of consecutive failed polls after which `watch` gives up."""
+
+_SECONDS, _SECONDS_URL = 1.0, 5.0
+"""Seconds between polls."""
 
 
 def status(
@@ -77,3 +90,35 @@ def report(
     page = render([read_history(run) for run in runs]).encode()
     outputs.write_file(out, page)
     say(f"wrote {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {human_bytes(len(page))}")
+
+
+def watch(run: Annotated[str, typer.Argument(metavar="RUN", help="run folder or URL")]) -> None:
+    """Follow a run while it trains: one line per step, and alarms.
+
+    Waits for a run that does not exist yet, and ends when the run does. Writes nothing.
+    """
+    if "://" not in run and _may_become_run(Path(run)):
+        say(f"{run} is not a run yet; waiting for it to start")
+        while _may_become_run(Path(run)):
+            time.sleep(_SECONDS)
+    followed = RunWatch(run)
+    seconds = _SECONDS if followed.is_local else _SECONDS_URL
+    most, failures, ended = _FIRST_LINES, 0, False
+    while not ended:
+        try:
+            # Checked before the last poll, so that no record written in between is missed.
+            ended = followed.has_ended()
+            say(*followed.poll(most))
+            most, failures = _MOST_LINES, 0
+        except (OSError, ConfigurationError) as error:
+            failures, ended = failures + 1, False
+            if failures == _FAILURES:
+                reason = why(error) if isinstance(error, OSError) else error
+                raise ConfigurationError(f"{run} cannot be read: {reason}") from None
+        time.sleep(0 if ended else seconds)
+    say(f"{followed.state} at step {followed.step}")
+
+
+def _may_become_run(place: Path) -> bool:
+    """Whether a local folder can still become a run; `train` creates the run after preparing its data."""
+    return not os.path.lexists(place) or (place.is_dir() and not os.path.lexists(place / CONFIG))

@@ -22,7 +22,7 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
@@ -268,7 +268,7 @@ def tokenize(
     text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
     for name, value in text_options.items():
         check_value(name, value, KINDS[name])
-    sources = find(paths, data_format, data_split)
+    sources = distinct(find(paths, data_format, data_split))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):

@@ -1,9 +1,11 @@
-"""Reads the files of a run, in a folder or at a URL, into a `RunHistory`. They are untrusted; no link is followed."""
+"""Reads the untrusted files of a run, in a folder or at a URL, at once or while they grow. No link is followed."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +15,7 @@ import numpy as np
 
 from quantshard import foreign
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import LocalStore, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, Store, locate, why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
 from quantshard.tools.report.records import (
@@ -93,26 +95,35 @@ def planned_steps(config: dict[str, Any]) -> int | None:
     return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
 
+def read_config(store: Store, path: str) -> dict[str, Any]:
+    """Settings of a run by name, with nested tables flattened (`launch.processes`) and without `corpus.files`."""
+    file = store.join(path, CONFIG)
+    try:
+        if not store.is_file(file):
+            raise ConfigurationError(f"there is no run in {path}: it has no {CONFIG}")
+        settings = flattened(foreign.toml_table(store.read(file, _CONFIG_BYTES), file))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {why(error)}") from None
+    settings.pop("corpus.files", None)
+    return settings
+
+
 def read_history(run: str | os.PathLike[str]) -> RunHistory:
     """Read all files of a run, given the path or URL of its folder, also while the run is being trained."""
     store, path = locate(os.fspath(run))
     is_local = isinstance(store, LocalStore)
     absolute = os.path.abspath(path) if is_local else path
-    config_file = store.join(path, CONFIG)
     metrics_file, starts_file, statistics_file = (
         RecordFile(store, store.join(path, name)) for name in (METRICS, STARTS, STATISTICS)
     )
     statistics = StatisticsReader()
     try:
-        if not store.is_file(config_file):
-            raise ConfigurationError(f"there is no run in {run}: it has no {CONFIG}")
-        config = flattened(foreign.toml_table(store.read(config_file, _CONFIG_BYTES), config_file))
+        config = read_config(store, path)
         metrics = MetricTable.of(metrics_file.records())
         statistics.add(statistics_file.records())
         starts = list(islice(starts_file.records(), _MOST_STARTS))
     except OSError as error:
         raise ConfigurationError(f"cannot read {error.filename or run}: {why(error)}") from None
-    config.pop("corpus.files", None)
     return RunHistory(
         absolute.rstrip("/").rpartition("/")[2] or absolute,
         os.fspath(run),
@@ -155,3 +166,71 @@ def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
 def _said(value: object, form: str) -> str:
     """Format a figure; a value that is not a finite number is returned as text."""
     return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]
+
+
+# Following a run that another process trains
+
+START_SECONDS = 30.0
+"""Seconds to wait for a run to start, because its processes lock it only after importing PyTorch."""
+
+
+class RunWatch:
+    """Follows a run, given the path or URL of its folder, reading only new records at each poll.
+
+    Attributes:
+        step: step of the last record, or 0.
+        planned: number of steps, or None if the settings do not contain it.
+        state: reason why no new records come, or "".
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self._store, self._path = locate(os.fspath(run))
+        self.is_local = isinstance(self._store, LocalStore)
+        self.step, self.state = 0, ""
+        self.planned = planned_steps(read_config(self._store, self._path))
+        self._metrics, self._statistics = (
+            RecordFile(self._store, self._store.join(self._path, name)) for name in (METRICS, STATISTICS)
+        )
+        self._starts_until = time.monotonic() + START_SECONDS
+
+    def poll(self, most: int) -> list[str]:
+        """Read new records, and return a line for each new step and alarm, at most the last `most` of both.
+
+        After a resume has rewritten the file, steps seen before do not count as new.
+        """
+        last_step = -1
+        if self._metrics.was_rewritten():
+            # A resume rewrote the file, possibly with a new number of steps.
+            last_step, self.step = self.step, 0
+            self._statistics.restart()
+            self.planned = planned_steps(read_config(self._store, self._path))
+        added: deque[Record] = deque(maxlen=most)
+        for record in self._metrics.records():
+            if (step := step_of(record)) is not None:
+                self.step = step
+                if step > last_step:
+                    added.append(record)
+        self._statistics.was_rewritten()
+        reader = StatisticsReader()
+        reader.add({"step": r.get("step"), "alarms": r.get("alarms")} for r in self._statistics.records())
+        alarms = [alarm for alarm in reader.alarms if alarm.step > last_step]
+        return [
+            *(step_line(record, self.planned) for record in added),
+            *(f"ALARM ({alarm.kind}): {alarm.text}" for alarm in alarms[-most:]),
+        ]
+
+    def has_ended(self) -> bool:
+        """Whether no more records will come, with the reason in `state`.
+
+        The run has ended if its last step is done, if its process has stopped, or if none started in `START_SECONDS`.
+        """
+        is_trained = ownership.is_locked(self._path) if self.is_local else None
+        if is_trained:
+            self._starts_until = 0.0
+            return False
+        self.planned = planned_steps(read_config(self._store, self._path))
+        if self.planned is not None and self.step >= self.planned:
+            self.state = "done"
+        elif is_trained is False and time.monotonic() >= self._starts_until:
+            self.state = "stopped"
+        return bool(self.state)

@@ -94,8 +94,8 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
     """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
     losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
     best = int(heldout[1].argmin()) if len(heldout[1]) else 0
-    speed, memory, skipped = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "skipped_steps"))
-    seconds, tokens = run.seconds(), run.tokens()
+    speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
+    skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
     return {
         "steps": _progress(run),
         "last loss": f"{losses[-1]:.4f}" if len(losses) else NONE,
@@ -103,6 +103,7 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
         "best held-out loss": f"{heldout[1][best]:.4f} (step {heldout[0][best]:,})" if len(heldout[1]) else NONE,
         "tokens": f"{tokens[-1]:,.0f}" if tokens is not None and len(tokens) else NONE,
         "tokens/s (median)": f"{np.median(speed):,.0f}" if len(speed) else NONE,
+        "MFU (median)": f"{np.median(mfu):.1%}" if len(mfu) else NONE,
         "peak memory": human_bytes(int(memory.max())) if len(memory) else NONE,
         "time in steps": str(timedelta(seconds=round(min(seconds[-1], 1e9))))
         if seconds is not None and len(seconds)
@@ -162,6 +163,7 @@ _MEANS, _NOISE = 150, 0.004
 _TITLES = {
     history.LOSS: "Loss",
     history.SPEED: "Tokens per second",
+    "mfu": "Model FLOPs utilization (MFU)",
     history.MEMORY: "Memory of the first process, peak",
     "grad_norm": "Norm of the gradient",
     "lr": "Learning rate",
@@ -170,7 +172,7 @@ _TITLES = {
 }
 """Titles of the charts, in display order; other charts follow under their own names."""
 
-_UNITS = {history.MEMORY: "bytes"}
+_UNITS = {"mfu": "share", history.MEMORY: "bytes"}
 
 
 def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[str, Any]:

@@ -26,6 +26,9 @@ AT_ONCE = 1 << 24
 MOST_BYTES = 256 << 20
 """Bytes of a file that are read: the last ones, which are more than a million steps of `metrics.jsonl`."""
 
+_OVERLAP = 64
+"""Number of bytes before the offset that are compared to detect a rewritten file."""
+
 
 class RecordFile:
     """A file of records in a store.
@@ -38,26 +41,46 @@ class RecordFile:
 
     def __init__(self, store: Store, path: str) -> None:
         self.store, self.path = store, path
-        self.broken, self.torn, self.skipped = 0, False, 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Read from the beginning of the file again."""
+        self.broken, self.torn, self.skipped, self._offset = 0, False, 0, 0
+        self._in_line, self._before = False, b""
+
+    def was_rewritten(self) -> bool:
+        """Whether a resume has rewritten the file since the last call; if so, it is read from its beginning again."""
+        start = self._offset - len(self._before)
+        if not self._offset or (
+            self._size() >= self._offset and self.store.read_range(self.path, start, self._offset) == self._before
+        ):
+            return False
+        self.restart()
+        return True
+
+    def _size(self) -> int:
+        try:
+            return self.store.size(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
 
     def records(self) -> Iterator[Record]:
-        """Yield the records, of more than `MOST_BYTES` the last ones."""
-        try:
-            size = self.store.size(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        offset = self.skipped = max(0, size - MOST_BYTES)
-        in_line = offset > 0
-        while offset < size:
-            piece = self.store.read_range(self.path, offset, min(size, offset + AT_ONCE))
+        """Yield the records added since the last call, of more than `MOST_BYTES` the last ones."""
+        size, self.torn = self._size(), False
+        if (excess := size - self._offset - MOST_BYTES) > 0:
+            self.skipped += excess
+            self._offset, self._in_line = self._offset + excess, True
+        while self._offset < size:
+            piece = self.store.read_range(self.path, self._offset, min(size, self._offset + AT_ONCE))
             end = piece.rfind(b"\n") + 1
             if not end and len(piece) < AT_ONCE:
                 self.torn = True
                 return
-            first = piece.find(b"\n") + 1 if in_line else 0
-            self.broken += not end and not in_line
-            in_line = not end
-            offset += end or len(piece)
+            first = piece.find(b"\n") + 1 if self._in_line else 0
+            self.broken += not end and not self._in_line
+            self._in_line = not end
+            self._offset += end or len(piece)
+            self._before = piece[: end or len(piece)][-_OVERLAP:]
             for line in piece[first:end].split(b"\n")[:-1]:
                 record = _record(line)
                 if record is None:

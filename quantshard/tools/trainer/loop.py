@@ -30,7 +30,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.measurements import RunStatistics, traced_steps
+from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
@@ -95,6 +95,8 @@ class Trainer:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
         self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
+        self._flops = flops_of_token(self.model, settings)
+        self._peak = peak_of(place.device)
         self.progress = Progress(settings, shown=place.rank == 0)
         self.trackers: list[Tracker] = []
 
@@ -304,6 +306,7 @@ class Trainer:
         if self.place.rank:
             return
         settings = self.settings
+        tokens_per_s = settings.global_batch * settings.seq_length / seconds
         entry: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -311,10 +314,12 @@ class Trainer:
             "lr": learning_rate(settings, step),
             "grad_norm": norm,
             "skipped_steps": self.optimizer.skipped_steps,
-            "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
+            "tokens_per_s": tokens_per_s,
             "memory_bytes": memory_bytes(self.place.device),
             "data_wait_s": self.loader.waited,
         }
+        if self._flops is not None and self._peak is not None:
+            entry["mfu"] = tokens_per_s * self._flops / (self._peak * self.place.ranks)
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
         for tracker in self.trackers:
@@ -325,6 +330,8 @@ class Trainer:
         if self.place.rank:
             return
         self.run.append(self.run.statistics, record)
+        for tracker in self.trackers:
+            tracker.statistics(record)
 
     def save(self, step: int) -> None:
         """Save a checkpoint into the run's folder and log its cost."""

@@ -1,4 +1,8 @@
-"""What a run measures: statistics and alarms, and traces of steps."""
+"""What a run measures: statistics and alarms, model FLOPs utilization, and traces of steps.
+
+MFU (Chowdhery et al., 2022, arXiv:2204.02311, appendix B) is the share of the device's peak that the model needs;
+recomputation in backward does not count.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -15,14 +20,57 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from quantshard import private_torch
 from quantshard.errors import QuantshardError
+from quantshard.modules import GroupedLinear
 from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.optimizers.guards import too_large
 from quantshard.tools.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
 from quantshard.tools.statistics.step_sample import StepSample
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import complain
+from quantshard.tools.trainer.models.decoder import Embedding
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
+
+BF16_PEAKS: Final[Mapping[str, float]] = MappingProxyType(
+    {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
+)
+"""Dense BF16 FLOP/s by part of the GPU's name, from NVIDIA's data sheets; the first match counts."""
+
+
+def flops_of_token(model: nn.Module, settings: TrainSettings) -> float | None:
+    """Return the FLOP of forward and backward per token: 6 per matrix weight, plus 12 L H D T for attention over T
+    tokens in L layers of H heads of D features. None if unknown, as for stacked experts of transformers."""
+    params, head_features = list(model.parameters()), settings.layers * settings.heads * settings.head_size
+    if not settings.is_by_sizes:
+        config: Any = model.config
+        sizes: list[Any] = [
+            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        ]
+        if None in sizes:
+            return None
+        layers, heads, hidden = sizes
+        head_features = layers * heads * (getattr(config, "head_dim", None) or hidden // heads)
+    if any(param.ndim > 2 for param in params):
+        return None
+    # a token passes through some experts only, and other ranks may hold some
+    modules = [part for part in model.modules() if not isinstance(part, GroupedLinear | nn.Embedding | Embedding)]
+    matrices = {id(param) for part in modules for param in part.parameters(recurse=False)}
+    if settings.tied and settings.is_by_sizes:
+        # the embedding, which is also the head
+        matrices.add(id(params[0]))
+    weights = float(sum(param.numel() for param in params if param.ndim == 2 and id(param) in matrices))
+    if settings.experts and settings.is_by_sizes:
+        weights += 3 * settings.layers * settings.experts_per_token * settings.hidden * settings.ffn
+    return 6.0 * weights + 12.0 * head_features * settings.seq_length
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Return the BF16 peak FLOP/s of a known GPU; None for any other device."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)
+
 
 WARM_UP: Final = 3
 """Steps before the trace, which compile kernels and allocate memory."""

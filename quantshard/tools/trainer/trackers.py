@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +67,14 @@ def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Track
     return trackers
 
 
+def _figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (tag, value) of a statistics record; tags are role/statistic/tensor: "weight/amax/layers.0.proj.weight"."""
+    for row in record["rows"]:
+        for statistic, value in row.items():
+            if isinstance(value, int | float):
+                yield f"{row['role']}/{statistic}/{row['name']}", value
+
+
 class TensorBoardTracker:
     """Event files in the run's folder `tensorboard`."""
 
@@ -82,6 +90,13 @@ class TensorBoardTracker:
         for name, value in entry.items():
             if name != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step_of(entry))
+
+    def statistics(self, record: Mapping[str, Any]) -> None:
+        """Log a record of `statistics.jsonl`."""
+        for tag, value in _figures_of(record):
+            self.writer.add_scalar(tag, value, step_of(record))
+        for alarm in record["alarms"]:
+            self.writer.add_text(f"alarm/{alarm['kind']}", alarm["text"], step_of(record))
 
     def close(self, failed: bool) -> None:
         """Flush pending records."""
@@ -120,6 +135,11 @@ class WandbTracker:
     def metrics(self, entry: Mapping[str, Any]) -> None:
         """Log a record of `metrics.jsonl`."""
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=step_of(entry))
+
+    def statistics(self, record: Mapping[str, Any]) -> None:
+        """Log a record of `statistics.jsonl`."""
+        alarms = {f"alarm/{alarm['kind']}": 1 for alarm in record["alarms"]}
+        self.run.log(dict(_figures_of(record)) | alarms, step=step_of(record))
 
     def close(self, failed: bool) -> None:
         """Flush or upload pending records."""

@@ -43,6 +43,7 @@ REFUSED = {
     "--data text --model moe-small --heads 2": "num_attention_heads 2 is not a multiple of num_gqa_groups 4",
     "--data text --model moe-small --heads 8 --kv-heads 5": "8 is not a multiple of num_gqa_groups 5",
     "--data-weights 1": "data_weights = '1': give a number above 0 for each --data, of which there are 0",
+    "--data text --data text": "text is named twice; name it once, or",
     "--data text --heldout-data txet": "there is no data file or folder",
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
     "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; name the text",

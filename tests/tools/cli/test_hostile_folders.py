@@ -242,7 +242,7 @@ def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, vers
         options = "--steps 1 --nproc-per-node 2 --recipe mxfp8 --hidden 64 --heads 2 --layers 1 --seq-length 16"
         trained = quantshard("train", "--run", run, "--data", tmp_path / "text", "--global-batch", 4, *options.split())
         assert trained.returncode == 0, trained.stderr
-        commands = ["report .", "status .", "resume . --steps 2", "explain ."]
+        commands = ["report .", "watch .", "status .", "debug .", "resume . --steps 2", "explain ."]
     else:
         run.mkdir()
     shadow(run)

@@ -33,7 +33,7 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.trackers import open_trackers
 from tests.tools.cli.hostile import Started, made, resumed, told
 from tests.tools.cli.hostile import content as config_of
-from tests.tools.report.runs import entry, sampled
+from tests.tools.report.runs import NAMES, entry, sampled
 
 SETTINGS = TrainSettings(tensorboard=True, wandb="project")
 
@@ -229,11 +229,13 @@ def test_steps_that_are_trained_again_count_once(run: RunDir) -> None:
         for step in steps:
             for tracker in opened:
                 tracker.metrics(entry(step, loss=float(step)))
+                tracker.statistics(sampled(step, ({"kind": "nan", "text": "of the loss"},) if step == 3 else ()))
         for tracker in opened:
             tracker.close(failed=False)
     found = EventAccumulator(str(run.tensorboard), purge_orphaned_data=True)
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, step) for step in range(1, 9)]
+    assert len(found.Scalars(f"input/amax/{NAMES[1]}")) == 8 and "alarm/nan/text_summary" in found.Tags()["tensors"]
     made = json.loads(run.wandb.read_text())["id"]
     folders = sorted((run.path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
@@ -318,12 +320,15 @@ def test_links_in_the_place_of_their_folders_are_refused(run: RunDir) -> None:
         (there / name).unlink()
 
 
-def test_statistics_are_recorded_by_the_first_process(run: RunDir) -> None:
+def test_statistics_go_everywhere(run: RunDir) -> None:
+    """Into the run's file and the trackers, on the first process alone."""
+    given: list[dict[str, Any]] = []
+    tracker = SimpleNamespace(statistics=given.append)
     record = sampled(3, ({"kind": "nan", "text": "x"},))
     for rank in (1, 0):
         place = ProcessInfo(rank, 2, torch.device("cpu"))
-        trainer = SimpleNamespace(place=place, run=run)
+        trainer = SimpleNamespace(place=place, run=run, trackers=[tracker])
         Trainer.record_statistics(trainer, record)  # type: ignore[arg-type]
-    assert json.loads(run.statistics.read_text()) == record
+    assert given == [record] and json.loads(run.statistics.read_text()) == record
     run.forget_after(2)
     assert run.statistics.read_text() == ""

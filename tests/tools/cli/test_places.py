@@ -11,6 +11,7 @@ import tomli_w
 
 from quantshard.checkpoints.disk import store
 from quantshard.errors import ConfigurationError
+from quantshard.tools.cli import debug
 from quantshard.tools.trainer.models.initialization import config_of_run, run_of
 from quantshard.tools.trainer.run_dir import RunDir
 from tests.tools.cli.hostile import content, made, told
@@ -34,6 +35,33 @@ def elsewhere(run: Path) -> Path:
     changed(run, checkpoints=str(place))
     (place / "of-run.json").write_text(json.dumps({"run": str(run)}))
     return place
+
+
+@pytest.mark.parametrize("recipe", ["*=mxfp8", "layers.0=mxfp8", "layers.0=mxfp8,*=bf16"])
+def test_debug_looks_at_recipes_by_patterns(run: Path, recipe: str) -> None:
+    changed(run, recipe=recipe)
+    assert debug.find(str(run)).settings.recipe == recipe
+
+
+def test_debug_follows_the_place_of_checkpoints(run: Path) -> None:
+    place = elsewhere(run)
+    assert debug.find(str(run)).checkpoint == str(place / "step-000002")
+    assert debug.find(str(place / "step-000002")).settings.hidden == 64
+    (place / "of-run.json").unlink()
+    with pytest.raises(ConfigurationError, match="is not known as this run's"):
+        debug.find(str(run))
+    assert debug.find(str(run), str(place)).checkpoint == str(place / "step-000002")
+
+
+def test_debug_finds_the_tokens_of_a_run_that_was_moved(run: Path) -> None:
+    tokens = run / "tokens"
+    tokens.mkdir()
+    (run.parent / "text").rename(tokens / "text")
+    recorded = content(run)["corpus"]
+    recorded["files"] = [each.replace(f"{run.parent}/text", f"{tokens}/text") for each in recorded["files"]]
+    changed(run, corpus=recorded)
+    moved = run.rename(run.parent / "moved")
+    assert debug.batch_of(debug.find(str(moved)), (), 2).shape == (2, 17)
 
 
 def test_a_checkpoint_elsewhere_knows_its_run(run: Path) -> None:
@@ -62,10 +90,12 @@ def test_a_checkpoint_elsewhere_knows_its_run(run: Path) -> None:
 
 
 def test_a_url_is_asked_only_if_the_user_names_it(run: Path) -> None:
+    """By `status`, as by `debug`."""
     changed(run, checkpoints=URL)
     with mock.patch.object(store, "FsspecStore", side_effect=ZeroDivisionError) as asked:
-        code, _, (line,) = told("status", run)
-        assert code == 1 and line.endswith(f"at a URL, which is requested only if you pass it: --checkpoints {URL}")
+        for command in ("status", "debug"):
+            code, _, (line,) = told(command, run)
+            assert code == 1 and line.endswith(f"at a URL, which is requested only if you pass it: --checkpoints {URL}")
         assert not asked.called
         with pytest.raises(ZeroDivisionError):
             found = RunDir(run)

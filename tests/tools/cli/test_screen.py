@@ -120,7 +120,7 @@ def test_every_encoding_can_show_everything(tmp_path: Path, monkeypatch: pytest.
 
 COMMAND_NAMES = [
     "",
-    *"train resume report demo explain plan diff inspect verify export import convert-te doctor".split(),
+    *"train resume report watch demo debug explain plan diff inspect verify export import convert-te doctor".split(),
 ]
 
 

@@ -138,7 +138,7 @@ def test_pages_of_long_runs_are_small_and_soon_made(tmp_path: Path, steps: int) 
     spike = steps * 2 // 3
     with open(run / "metrics.jsonl", "w") as file:
         for step in range(1, steps + 1):
-            more = {"data_wait_s": step % 11 / 1e4, "loss": 2 + step * 37 % 97 / 97}
+            more = {"mfu": 0.4 + step % 7 / 100, "data_wait_s": step % 11 / 1e4, "loss": 2 + step * 37 % 97 / 97}
             file.write(json.dumps(entry(step, **more | ({"loss": 31.0} if step == spike else {}))) + "\n")
     began = time.process_time()
     page = render([read_history(run)])

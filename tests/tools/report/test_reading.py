@@ -19,7 +19,7 @@ import pytest
 from quantshard.checkpoints.disk.store import LocalStore, locate
 from quantshard.errors import ConfigurationError
 from quantshard.tools.report import records
-from quantshard.tools.report.history import read_history, step_line
+from quantshard.tools.report.history import RunWatch, read_history, step_line
 from quantshard.tools.report.page import thinned
 from quantshard.tools.report.records import MOST_SAMPLES, MetricTable, RecordFile, StatisticsReader, number
 from tests.covering import exhaustive
@@ -39,14 +39,34 @@ def test_the_line_of_a_step() -> None:
     assert step_line(odd, 3) == "step 1/3  loss \x1b[2J  lr []  None tokens/s"  # escaped where it is shown
 
 
-def test_a_file_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert steps_of(RecordFile(LocalStore(), str(path))) == []
+def test_only_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "metrics.jsonl", []
+    before = LocalStore.read_range
+    monkeypatch.setattr(LocalStore, "read_range", lambda s, p, a, b: asked.append(b - a) or before(s, p, a, b))
+    file = RecordFile(LocalStore(), str(path))
+    assert not file.was_rewritten() and steps_of(file) == []
     write(path, [entry(step) for step in range(1, 1501)])
+    assert steps_of(file) == list(range(1, 1501))
     with open(path, "a") as out:
         out.write('{"step": 1501, "lo')
+    assert not file.was_rewritten() and steps_of(file) == [] and file.torn
+    with open(path, "a") as out:
+        out.write('ss": 3}\n')
+    asked.clear()
+    assert not file.was_rewritten() and steps_of(file) == [1501] and not file.torn
+    assert sum(asked) < 200, "the whole file was read again"
+
+
+def test_a_file_that_was_written_anew_is_read_again(tmp_path: Path) -> None:
+    """As a resume does it: shorter, or by now as long as before."""
+    path = tmp_path / "metrics.jsonl"
     file = RecordFile(LocalStore(), str(path))
-    assert steps_of(file) == list(range(1, 1501)) and file.torn
+    write(path, [entry(step) for step in range(1, 7)])
+    assert steps_of(file) == [1, 2, 3, 4, 5, 6]
+    write(path, [entry(step) for step in range(1, 4)])
+    assert file.was_rewritten() and steps_of(file) == [1, 2, 3] and not file.was_rewritten()
+    write(path, [entry(step, loss=1.0) for step in range(1, 9)])
+    assert file.was_rewritten() and steps_of(file) == list(range(1, 9))
 
 
 def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +223,11 @@ def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, 
             file.write(line * ((4 << 20) // len(line)))
     began = time.process_time()
     read = read_history(run)
+    watch = RunWatch(run)
+    watch.poll(10)
     assert time.process_time() - began < 6
     if line is not None or name != "metrics.jsonl":  # otherwise only the last bytes are read, which are zeros
-        assert read.metrics.steps.tolist() == list(range(1, 41))
+        assert (read.metrics.steps.tolist(), watch.step) == (list(range(1, 41)), 40)
     if line is None and name == "metrics.jsonl":
         assert any("were not read" in note for note in read.notes)
 

@@ -15,6 +15,7 @@ import re
 import stat
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -91,6 +92,16 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
     for source in sources if data_format == "auto" else ():
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
+    return sources
+
+
+def distinct(sources: list[DataSource]) -> list[DataSource]:
+    """Return the sources, after checking that no two contain the same file."""
+    counts = Counter(path for source in sources for path in ([file for file, _ in source.files] or [source.path]))
+    for path in [path for path, count in counts.items() if count > 1]:
+        raise ConfigurationError(
+            f"{path} is named twice; name it once, or set the share of each --data: --data-weights"
+        )
     return sources
 
 
