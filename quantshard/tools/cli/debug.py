@@ -116,10 +116,7 @@ class DebugSource:
 
 
 def find(source: str, checkpoints: str | None = None) -> DebugSource:
-    """Resolve a run to its last complete checkpoint, or a checkpoint to its run.
-
-    `checkpoints`: location of the run's checkpoints, if the user named it.
-    """
+    """Resolve a run to its last complete checkpoint (in `checkpoints`, if given), or a checkpoint to its run."""
     location = Path(outputs.existing(source, "a run, or a checkpoint of one"))
     is_run = "://" not in source and (location / "config.toml").is_file()
     run = RunDir(location) if is_run else run_of_checkpoint(source)
@@ -151,8 +148,7 @@ def batch_of(source: DebugSource, paths: Sequence[str], count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DebugReport:
-    """The cost of quantization on one batch: losses under the recipe and in float32, relative error of the gradient of
-    all parameters, and errors of GEMMs."""
+    """Losses under the recipe and in float32, relative error of the gradient of all parameters, errors of GEMMs."""
 
     loss: float
     exact_loss: float
@@ -161,10 +157,7 @@ class DebugReport:
 
 
 class ModelPair:
-    """A checkpoint's model under its recipes, and in float32 with the masters (or the dequantized weights) as values.
-
-    `recipes`: recipe of each quantized module, by module name.
-    """
+    """A checkpoint's model under its recipes, and in float32 with the masters (or dequantized weights) as values."""
 
     def __init__(self, source: DebugSource, batch: Tensor) -> None:
         self.settings = replace(source.settings, dropout=0.0, mesh="")

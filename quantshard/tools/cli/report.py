@@ -27,11 +27,8 @@ NOT_DONE = 75
 _FIRST_LINES, _MOST_LINES = 10, 1000
 """Maximum number of steps that `watch` prints at the start, and per later poll."""
 
-_FAILURES = 5
-"""Number of consecutive failed polls after which `watch` gives up."""
-
-_SECONDS, _SECONDS_URL = 1.0, 5.0
-"""Seconds between polls."""
+_SECONDS, _SECONDS_URL, _FAILURES = 1.0, 5.0, 5
+"""Seconds between polls, and number of consecutive failed polls after which `watch` gives up."""
 
 
 def status(

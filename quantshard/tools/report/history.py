@@ -177,10 +177,7 @@ START_SECONDS = 30.0
 class RunWatch:
     """Follows a run, given the path or URL of its folder, reading only new records at each poll.
 
-    Attributes:
-        step: step of the last record, or 0.
-        planned: number of steps, or None if the settings do not contain it.
-        state: reason why no new records come, or "".
+    `step`: step of the last record, or 0. `planned`: number of steps, if known. `state`: "done" or "stopped".
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
@@ -220,10 +217,7 @@ class RunWatch:
         ]
 
     def has_ended(self) -> bool:
-        """Whether no more records will come, with the reason in `state`.
-
-        The run has ended if its last step is done, if its process has stopped, or if none started in `START_SECONDS`.
-        """
+        """Whether the last step is done, the run's process stopped, or none started in `START_SECONDS`."""
         is_trained = ownership.is_locked(self._path) if self.is_local else None
         if is_trained:
             self._starts_until = 0.0

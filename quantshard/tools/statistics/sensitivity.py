@@ -50,10 +50,7 @@ class GemmError:
 
 
 class _GemmErrors(Observer):
-    """Observes a float32 pass, and quantizes the operands of each layer one at a time by the layer's recipe.
-
-    `names`: (module name, parameter name) by a weight's key.
-    """
+    """Quantizes operands of a float32 pass one at a time. `names`: (module, parameter) names by a weight's key."""
 
     def __init__(self, recipes: Mapping[str, Recipe], names: Mapping[int, tuple[str, str]]) -> None:
         self._recipes, self._names, self.errors = recipes, names, list[GemmError]()
@@ -94,10 +91,7 @@ class _GemmErrors(Observer):
 
 
 def _alone(a: Tensor, b: Tensor, spec: QuantSpec | None, key: int, transposed: bool = False) -> float:
-    """Error of a GEMM if only the input or gradient a is quantized, under delayed scaling by its own amax.
-
-    `transposed`: as wgrad reads it.
-    """
+    """Error of a GEMM if only the input or gradient a is quantized. `transposed`: as wgrad reads it."""
     if spec is None:
         return 0.0
     a = a.contiguous()
@@ -133,12 +127,9 @@ def gaussian_error(spec: QuantSpec | None) -> float:
 
 
 def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], object]) -> list[GemmError]:
-    """Measure the error that each operand of each GEMM adds, largest first.
+    """Measure the error that each operand of each GEMM adds to one pass (`run`) of a float32 model, largest first.
 
-    Args:
-        model: a float32 model in train mode.
-        recipes: recipe by name of each module to measure.
-        run: runs one forward and backward pass in high precision.
+    `recipes`: recipe by name of each module to measure.
     """
     names: dict[int, tuple[str, str]] = {}
     for name in recipes:
@@ -172,17 +163,12 @@ class RecipeSuggestion:
 
 
 def suggest(errors: Mapping[str, Sequence[float]], patterns: Mapping[str, str]) -> RecipeSuggestion:
-    """Choose outlier layers.
-
-    A layer is an outlier if one of its errors is not finite, or if the root mean square e of its errors satisfies
+    """Choose the layers with an error that is not finite, or else those whose root mean square e of errors has
 
         e > 2 median  and  e > median + 6 MAD        MAD: the median of |e - median|; both over all quantized layers
 
-    An error of 0 means that nothing was quantized, and does not count.
-
-    Args:
-        errors: errors of each quantized layer, in the model's order.
-        patterns: the model's recipes by name pattern; the first match applies, so layers are put before them.
+    An error of 0 means that nothing was quantized, and does not count. `patterns`: the model's recipes by name pattern;
+    the first match applies, so layers are put before them.
     """
     nonfinite = {name: [float(not math.isfinite(error)) for error in values] for name, values in errors.items()}
     has_nonfinite = any(map(any, nonfinite.values()))
