@@ -161,7 +161,7 @@ def plan_product(
 ) -> ProductPlan | None:  # fmt: skip
     """The native product of two operands, or None if the product is emulated; see `OperandReader` for `as_stored`."""
     a, b = OperandReader(left, left_shard, left_as_stored), OperandReader(right, right_shard, right_as_stored)
-    product = hardware.product_of_kinds(a.kind, b.kind)
+    product = None if out_dtype is torch.float64 else hardware.product_of_kinds(a.kind, b.kind)
     if product is None or not product.is_of(hardware.capability_of(device)) or not (a.is_readable and b.is_readable):
         return None
     a.has_kernels = b.has_kernels = kernel_dispatch.kernels_on(device)
