@@ -157,7 +157,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             if any(candidate is param for candidate in group["params"]):
                 return group
         raise ConfigurationError(
-            f"a tensor {tuple(param.shape)} is not a parameter of this {self._name}; pass the DTensor itself"
+            f"a tensor {tuple(param.shape)} is not in this {self._name}; give the DTensor, not its local tensor"
         )
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
@@ -329,3 +329,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         # Forget the versions of quantized parameters, so that the model can be loaded before or after.
         plain = [param for param in self._versions if components.quantized_local(param) is None]
         self._versions = {param: weight_version(param) for param in plain}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None (default) or to zero."""
+        self._adopt_replaced_parameters()
+        super().zero_grad(set_to_none)

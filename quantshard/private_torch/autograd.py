@@ -270,6 +270,12 @@ def keep_order(operator: Any) -> None:
         _register_effect(operator, _ordered)
 
 
+def without_dynamo(function: Any) -> Any:
+    """A function whose calls Dynamo does not trace, as it does with backward while a compiled function runs."""
+    is_traceable = "torch._dynamo" in sys.modules and missing(_disable) is None
+    return _disable(function) if is_traceable else function
+
+
 def num_compilations() -> int:
     """A number that grows whenever torch.compile compiles something in this process."""
     if "torch._dynamo.utils" not in sys.modules:

@@ -124,6 +124,8 @@ def _run(arguments: list[str], env: dict[str, str]) -> None:
         arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv = [*arguments[1:]]
+        # collected tests have imported it
+        sys.modules.pop(f"{arguments[1]}.__main__", None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [*arguments]

@@ -43,7 +43,7 @@ def losses_of(script: str) -> list[float]:
 
 def test_a_converted_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     script, _ = scripts()
-    assert len([line for line in script.splitlines() if line.strip()]) <= 16
+    assert len([line for line in script.splitlines() if line.strip()]) <= 18
     losses = losses_of(script.replace("range(10)", "range(4)"))
     assert len(losses) == 4 and losses[-1] < 0.95 * losses[0], losses
     assert "converted 28 linear layers: 6.0 MiB of weights are 3.0 MiB now" in capsys.readouterr().out

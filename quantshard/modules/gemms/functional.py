@@ -139,7 +139,7 @@ def in_step_of_forward(backward: _Backward) -> _Backward:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         if ctx.step is None:
-            return backward(ctx, *grads)
+            return private_torch.without_dynamo(backward)(ctx, *grads)
         with ctx.step.backward(grads):
             return backward(ctx, *grads)
 
