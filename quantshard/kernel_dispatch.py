@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
-from quantshard.formats import Encoding, Format, OrientedCodes, Role, Scaling
+from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
 from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error
 
@@ -116,6 +116,33 @@ def quantize_codes(
         return quantize_kernel.quantize_matrix(x, request)[0].codes
     word_tensor = words.tensor(x.device) if isinstance(words, RandomBits) else words
     return numerics.quantize_codes(x, copy, multipliers, origin, word_tensor)
+
+
+def quantizes(x: Tensor, fmt: Format) -> bool:
+    """True if `quantize` can quantize x."""
+    return x.numel() > 0 and all(_has_kernel(x, copy) for copy in fmt.copies.values())
+
+
+def quantize(
+    x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None, amax: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Quantize a whole matrix [R, C] by kernels, like `numerics.quantize` after any Hadamard transform.
+
+    The kernels also compute the scales: PyTorch's arithmetic could have other bits in a compiled graph. `amax`: float32
+    scalar to scale by instead of the amax of x, for formats with one scale.
+    """
+    parts = {c.name: block_amax(x, c.block_shape) for c in fmt.components if c.role is Role.AMAX}
+    scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
+    for copy in fmt.copies.values():
+        second = None if copy.amax is None else parts[copy.amax.name]
+        given = None
+        if ALL in copy.block:  # a block exceeds the tile of a kernel
+            given = block_amax(x, copy.block) if amax is None else amax.view(1, 1)
+        spec = QuantizeSpec(copy, scaling, given="" if given is None else "amaxes")
+        result, _ = quantize_kernel.quantize_matrix(x, QuantizeRequest(spec, given, second, words))
+        assert result.scale is not None
+        parts |= {copy.codes.name: result.codes, copy.scale.name: result.scale}
+    return parts
 
 
 def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:

@@ -20,7 +20,7 @@ from quantshard.tensor import components
 
 
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Check that all ranks, or those of a group, hold the same bits of a model that is not sharded.
+    """Check that all ranks, or the ranks of a group, hold the same bits of an unsharded model.
 
     A collective call. Reads the whole model once and communicates 16 bytes per tensor. If a tensor differs, every rank
     raises a RankMismatchError that names it.

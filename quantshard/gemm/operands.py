@@ -171,6 +171,9 @@ def quantize_operand(
         )
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
+    if shard.cut is None and not isinstance(words, Tensor) and kernel_dispatch.quantizes(values, spec.format):
+        parts = kernel_dispatch.quantize(values, spec.format, spec.scaling, words, amax)
+        return QuantizedStorage(spec, shard, parts)
     storage = storages.empty(spec, shard, values.device)
     storage.write(values, _amaxes(storage, values, amax, split), words)
     return storage

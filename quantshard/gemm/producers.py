@@ -55,9 +55,9 @@ class OperandProducer:
     """A matrix [R, C] of one of the kernel dtypes: in memory, or computed by a kernel.
 
     `prototype`: the matrix, or a tensor of its shape, dtype and device. `launch`: launches one kernel that computes the
-    matrix and writes all outputs; None if it is in memory. The others are known if the kernel that wrote the matrix
-    also wrote them: the `amax` of the whole matrix, float32 [1, 1], those of each row and column, amaxes of the
-    `blocks` that a plan measures, and a scalar `nan_flag` that is NaN if values are not finite.
+    matrix and writes all outputs; None if it is in memory. The other fields are set if the kernel that wrote the matrix
+    also measured it: `amax` of the whole matrix, float32 [1, 1]; `row_col_amaxes` of its rows and its columns; amaxes
+    of the `blocks` of a plan; and `nan_flag`, a scalar that is NaN if values are not finite.
     """
 
     prototype: Tensor
@@ -242,7 +242,8 @@ class KernelPlan(OperandPlan):
         stored: codes and scales must be laid out as formats store them, since other code than products reads them.
 
     Attributes:
-        amax_blocks: blocks with amaxes that a kernel measures; `smaller_blocks`: if that of the whole matrix is known.
+        amax_blocks: blocks whose amaxes a kernel measures.
+        smaller_blocks: the same, if the amax of the whole matrix is known.
         keeps_values: a GEMM reads the values themselves.
         reads_values: the same, or they must be measured before they are quantized.
         by_amax, by_rows: quantizing needs the amax of the whole matrix, or of its rows, and no other statistic.

@@ -45,4 +45,4 @@ class _TracingState(threading.local):
 
 tracing: Final = _TracingState()
 """State of this thread: `on` is True while launches become operators of a graph (`graph_launch.traced_launches`), and
-`step` is the `modules.gemms.graph_state.GraphStep` that is traced."""
+`step` is the `modules.gemms.graph_state.GraphStep` that is traced, or `functional.BETWEEN_GRAPHS`."""

@@ -15,7 +15,12 @@ from torch.distributed.tensor import DTensor
 from quantshard import numerics, private_torch
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.errors import (
+    ConfigurationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    UnsupportedOperationError,
+)
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
@@ -334,3 +339,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Set the gradients to None (default) or to zero."""
         self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
+        raise UnsupportedOperationError(
+            f"a {self._name} cannot be copied; build one over the copied model and load this one's state_dict()"
+        )

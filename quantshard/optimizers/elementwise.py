@@ -52,7 +52,7 @@ class ElementwiseOptimizer(StateAccess, ABC):
     Args:
         params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`.
         defaults: group entries for groups that do not set them; must include `lr`.
-        state_dtypes: dtype of each state, by role; float32 by default. The choices are those of `FusedAdam`'s moments
+        state_dtypes: dtype of each state, by role; float32 by default. The same dtypes as for `FusedAdam`'s moments
             (FP8 is UE5M3 for nonnegative states).
         capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`. The
             formula must not synchronize either.

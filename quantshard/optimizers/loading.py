@@ -158,7 +158,7 @@ def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], 
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
-    """Return True for a state dict of `set_optimizer_state_dict`, whose names can be those of other ranks' experts."""
+    """Return True for a state dict of `set_optimizer_state_dict`, which can name experts of other ranks."""
     return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
 
 

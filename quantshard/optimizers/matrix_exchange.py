@@ -212,7 +212,7 @@ class MatrixExchange:
             yield number, self._layouts[number].whole(tensors.pop(number))
 
     def scatter(self, wholes: dict[int, Tensor]) -> list[Tensor]:
-        """Return this rank's shard of every matrix. A collective call, which empties `wholes`, those of this rank."""
+        """Return this rank's shard of every matrix. A collective call. `wholes`: this rank's matrices; emptied."""
         tensors = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
         for exchange in reversed(self._exchanges):
             tensors = exchange.back(tensors)

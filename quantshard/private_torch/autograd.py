@@ -271,9 +271,8 @@ def keep_order(operator: Any) -> None:
 
 
 def without_dynamo(function: Any) -> Any:
-    """A function whose calls Dynamo does not trace, as it does with backward while a compiled function runs."""
-    is_traceable = "torch._dynamo" in sys.modules and missing(_disable) is None
-    return _disable(function) if is_traceable else function
+    """A function whose calls Dynamo does not trace. The first call imports Dynamo."""
+    return function if missing(_disable) is not None else _disable(function)
 
 
 def num_compilations() -> int:

@@ -102,7 +102,7 @@ def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> 
 
 
 def _whole_components(metadata: GatherMetadata, outputs: Sequence[Tensor], lasts_one_pass: bool) -> dict[str, Tensor]:
-    """The components of the gathered weight, by name: gathered ones, and those of which this rank has all entries."""
+    """The components of the gathered weight, by name: gathered, or local if this rank has all entries."""
     local, slots = metadata.local_storage, metadata.slots
     whole, by_name = local.shard.before_cut(), local.spec.format.by_name
     components = {}

@@ -333,6 +333,32 @@ def test_a_graph_quantizes_an_input_once_for_all_layers(
     assert launches(graphs[0])["quantize_kernel"] == count
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_arithmetic_of_scales_is_left_to_the_compiler(recipe: str, recorded: list[str]) -> None:
+    """Of weights in high precision too. On a GPU, Inductor's division is approximate."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with qs.quantized_model_init(enabled=False, recipe=recipe):
+        module = qs.Linear(48, 80, **OPTIONS)
+    call = torch.compile(module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    results(module, call, recipe, data(32, 48))
+    operations = {
+        str(node.target).split(".")[1]
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        if str(node.target).startswith("aten.")
+    }
+    assert not operations & ARITHMETIC, operations
+
+
+ARITHMETIC = {"div", "reciprocal", "mul", "pow", "exp2", "log2", "frexp", "ldexp", "round", "floor", "clamp"}
+
+
 def launches(graph: torch.fx.GraphModule) -> Counter[str]:
     """Kernels in a graph, and how often each is launched."""
     programs = [arg for node in graph.graph.nodes for arg in node.kwargs.values() if isinstance(arg, str)]

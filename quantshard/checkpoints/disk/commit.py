@@ -209,7 +209,7 @@ def save_failure(path: Path_, error: BaseException) -> str:
 
 
 class CommitWriter(FileSystemWriter):
-    """DCP's file writer, with a `finish` that commits the checkpoint. `facts`: those of the manifest about the run."""
+    """DCP's file writer, whose `finish` commits the checkpoint. `facts`: entries of the manifest about the run."""
 
     def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
         super().__init__(target.written_in, sync_files=False)  # each file is synced when it is closed

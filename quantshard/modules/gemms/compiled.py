@@ -64,7 +64,11 @@ def is_quantized(setting: str, weights: Sequence[Tensor | None]) -> bool:
 @private_torch.eager_in_graphs("quantshard: no kernels trace this layer here, or an observer reads its operands")
 def run_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a forward between two graphs."""
-    return forward(*args, **kwargs)
+    step, kernels.tracing.step = kernels.tracing.step, functional.BETWEEN_GRAPHS
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        kernels.tracing.step = step
 
 
 @private_torch.constant_in_graphs

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,19 +127,26 @@ def needs_wgrad(weights: Sequence[Tensor]) -> bool:
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
 
+BETWEEN_GRAPHS: Final = "between graphs"
+"""`tracing.step` while a compiled function runs a layer between two graphs."""
+
 
 def in_step_of_forward(backward: _Backward) -> _Backward:
     """Decorate the backward of a quantized layer, which has no derivative.
 
-    If its forward was traced into a graph, backward is traced by the same `graph_state.GraphStep`, `ctx.step`.
+    If its forward was traced into a graph, backward is traced by the same `graph_state.GraphStep`, `ctx.step`. If it
+    ran between two graphs, Dynamo, which traces functions that run in backward, is kept out.
     """
+    outside = private_torch.without_dynamo(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         if ctx.step is None:
-            return private_torch.without_dynamo(backward)(ctx, *grads)
+            return backward(ctx, *grads)
+        if ctx.step is BETWEEN_GRAPHS:
+            return outside(ctx, *grads)
         with ctx.step.backward(grads):
             return backward(ctx, *grads)
 
