@@ -127,3 +127,13 @@ def test_the_seed_does_not_depend_on_torchs_generator():
         torch.manual_seed(seed)
         seeds.append(FusedAdam(params.items(), exp_avg_dtype=torch.bfloat16).param_groups[0]["rounding_seed"])
     assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize("set_grad_none", [None, True, False])
+def test_set_grad_none_is_the_default_of_zero_grad(set_grad_none):
+    param = nn.Parameter(torch.ones(2, 2))
+    optimizer = FusedAdam([param], set_grad_none=set_grad_none)
+    for argument, becomes_none in ((None, set_grad_none is not False), (True, True), (False, False)):
+        param.grad = torch.ones(2, 2)
+        optimizer.zero_grad(argument)
+        assert param.grad is None if becomes_none else not param.grad.any()

@@ -158,6 +158,16 @@ def test_quantize_in_place(cell):
     assert all(tensor.quantized_storage.components[name] is part for name, part in held.items())
 
 
+@by_turns(3, cell=CELLS, flag=[torch.ones(1), torch.tensor(2), torch.tensor([True])])
+def test_noop_flag_changes_nothing(cell, flag):
+    tensor = weight(cell)
+    before = contents(tensor)
+    tensor.quantize_(random(48, 40, seed=1), noop_flag=flag)
+    assert not differing(before, contents(tensor))
+    tensor.quantize_(random(48, 40, seed=1), noop_flag=torch.zeros_like(flag))
+    assert differing(before, contents(tensor))
+
+
 @by_turns(2, cell=CELLS, shape=[(40, 48), (48, 39), (1, 40), (1,), (48 * 40,)])
 def test_quantize_in_place_of_another_shape(cell, shape):
     tensor = weight(cell)
