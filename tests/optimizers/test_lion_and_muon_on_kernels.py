@@ -229,7 +229,8 @@ def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
             params["w1"].grad[0, 0] = float("nan")  # type: ignore[index]
             with pytest.raises(NonFiniteGradientError):
                 optimizer.step()
-                _ = optimizer.skipped_steps  # on a GPU the step does not wait
+                # A GPU that is behind the host raises in the next step.
+                optimizer.step()
         assert planned(optimizer) == 4 * len(devices)
         after = everything(params, optimizer)  # type: ignore[arg-type]
         assert set(differing(after, results[-1])) == {"0 skipped_steps", "0 skipped_in_a_row"}
