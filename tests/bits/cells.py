@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -53,6 +54,18 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2, foreach=False),
 }
 MORE_OPTIMIZERS = {"lion": lion, "muon-lean6": partial(Muon, lr=1e-2, preset="lean6")}
+
+
+def rounded_sqrt(x: Tensor) -> Tensor:
+    values = x.float() if x.itemsize < 4 else x
+    return torch.from_numpy(np.asarray(np.sqrt(values.numpy()))).to(x.dtype)
+
+
+# MKL's square root, which torch.optim uses, has other bits on Intel's CPUs than on AMD's.
+_ATEN = torch.library.Library("aten", "IMPL")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _ATEN.impl("sqrt", rounded_sqrt, "CPU")
 
 WRAPPINGS = {"alone": 1, "fsdp1": 1, "fsdp2": 2, "fsdp3": 3, "tp2": 2, "hsdp": 4}
 """Wrapping -> number of ranks."""

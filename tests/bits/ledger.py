@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.bits.cells import CHOICES, WRAPPINGS, Cell, cells_of, rows
+from tests.distributed import pool
 from tests.distributed.pool import run_ranks
 
 FOLDER = Path(__file__).parent
@@ -39,6 +40,14 @@ def of_world(cells: list[Cell]) -> dict[str, str]:
     return lines
 
 
+def of_gpu(cell: Cell) -> dict[str, str]:
+    try:
+        return of_world([cell])
+    finally:
+        # This process would wait for its stopped ranks when it exits.
+        pool._close()
+
+
 def computed(cells: list[Cell]) -> dict[str, str]:
     """Cell -> its line of the ledger, in the order of `cells`."""
     on_gpu, on_cpu = [[cell for cell in cells if (cell.backend == "gpu") is gpu] for gpu in (True, False)]
@@ -46,7 +55,7 @@ def computed(cells: list[Cell]) -> dict[str, str]:
     worlds = [list(group) for _, group in groupby(by_ranks, lambda cell: WRAPPINGS[cell.wrapping])]
     lines: dict[str, str] = {}
     with ThreadPoolExecutor() as threads, ProcessPoolExecutor(PROCESSES, get_context("spawn")) as processes:
-        gpu_rows = processes.map(of_world, [[cell] for cell in on_gpu])
+        gpu_rows = processes.map(of_gpu, on_gpu)
         for rows_of_world in threads.map(of_world, worlds):
             lines |= rows_of_world
         for row in gpu_rows:
