@@ -42,31 +42,39 @@ class GatherMetadata(NamedTuple):
 
 def gather_inputs(shard: QuantizedStorage, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
     """This rank's inputs: the components that other ranks lack, of the copies that the coming pass reads."""
-    plan = _fsdp_plan(shard)
-    if plan.reshards_to_other_mesh:
+    plan = _fsdp_plan(shard, mesh)
+    if plan.settings.reshards_to_other_mesh:
         raise ConfigurationError(limits.refusal("reshard to fewer ranks", _described(shard)))
-    if mesh.size() == 1:
+    if not plan.slots:
         # FSDP2 copies the first input and gathers nothing
         return (next(iter(shard.components.values())).reshape(-1)[:1],), GatherMetadata(shard, (), mesh)
-    copies = tuple(shard.spec.format.copies)
-    passes: tuple[tuple[Orientation, ...], ...] = (copies,)
-    if len(copies) > 1 and plan.frees_between_passes:
-        passes = tuple((which,) for which in copies)
-    this_pass = passes[-1] if private_torch.in_backward() else passes[0]
-    slots = sharding.gather_slots(shard.spec.format, shard.shard, this_pass, passes)
-    return tuple(_padded(shard, slot) for slot in slots), GatherMetadata(shard, tuple(slots), mesh)
+    slots = plan.slots[private_torch.in_backward()]
+    return tuple(_padded(shard, slot) for slot in slots), GatherMetadata(shard, slots, mesh)
 
 
-_plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDictionary()
+class _FsdpPlan(NamedTuple):
+    """FSDP2's settings for a weight, and the slots of a forward and of a backward; none on a mesh of one rank."""
+
+    settings: private_torch.FsdpPlan
+    slots: tuple[tuple[GatherSlot, ...], ...]
 
 
-def _fsdp_plan(shard: QuantizedStorage) -> private_torch.FsdpPlan:
-    """FSDP2's settings at the first all-gather of a weight. Later changes must not change which copies are sent."""
+_plans: WeakKeyDictionary[QuantizedStorage, _FsdpPlan] = WeakKeyDictionary()
+
+
+def _fsdp_plan(shard: QuantizedStorage, mesh: DeviceMesh) -> _FsdpPlan:
+    """The plan of the first all-gather of a weight. Later changes must not change which copies are sent."""
     source = shard.sharded_source  # `shard` itself, or under CPU offload what it was moved from
     if source not in _plans:
-        _plans[source] = private_torch.fsdp_plan(source)
+        settings = private_torch.fsdp_plan(source)
+        copies = tuple(shard.spec.format.copies)
+        # by pass: all copies, unless FSDP2 frees the weight between forward and backward
+        passes = (copies[:1], copies[-1:]) if settings.frees_between_passes else (copies, copies)
+        gathered = passes if mesh.size() > 1 else ()
+        by_pass = [sharding.gather_slots(shard.spec.format, shard.shard, which, passes) for which in gathered]
+        _plans[source] = _FsdpPlan(settings, tuple(map(tuple, by_pass)))
     plan = _plans[source]
-    if len(source.spec.format.copies) > 1 and plan.frees_between_passes and not plan.frees_now():
+    if len(source.spec.format.copies) > 1 and plan.settings.frees_between_passes and not plan.settings.frees_now():
         raise ConfigurationError(limits.refusal("changed resharding", _described(shard)))
     return plan
 
@@ -91,7 +99,7 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
 def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     """The gathered weight. Gathered components alias FSDP2's buffers."""
     local = metadata.local_storage
-    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local).frees_now()
+    lasts_one_pass = _fsdp_plan(local, metadata.mesh).settings.frees_now()
     # draws are counted in the shard itself, not in a copy that CPU offload moved
     source = ref(local.sharded_source)
     return QuantizedStorage(
