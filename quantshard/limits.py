@@ -95,6 +95,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "shards are thinner than scale blocks",
         "shard over fewer ranks and replicate over the others (HSDP)",
     ),
+    "read": Limit(
+        "an operation outside of quantshard's modules reads the dequantized values of a weight",
+        "only these modules compute with codes and scales",
+        "call a quantshard module, or keep the layer in high precision with convert(filter=...)",
+    ),
     "float32 states": Limit(
         "its states stay in float32 although FP8 or FP16 was requested",
         "states with scales need 2-D parameters",
@@ -205,9 +210,22 @@ REFUSALS: Final[dict[str, Limit]] = {
         "save the model with optimizer=None, and optimizer.state_dict() with torch.save",
     ),
     "pickle": Limit(
-        "a quantized tensor is not pickled",
-        "a checkpoint holds its plain components",
-        "save module.state_dict() instead of the tensor, the parameter or the module",
+        "a shard or gathered copy of a quantized tensor is not pickled",
+        "only its own rank can read it",
+        "save with quantshard.checkpoints.save, or torch.save(module.state_dict(), path)",
+    ),
+    "copied values": Limit(
+        "copy_ does not quantize values",
+        "their scales need the amaxes of all ranks",
+        "write quantshard.requantize_([(parameter, values)]) on every rank; for a state dict of values quantshard."
+        "checkpoints.load_high_precision(model, state_dict), of codes and scales load_state_dict; for "
+        "DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first; average weights by "
+        "ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights",
+    ),
+    "replaced weight": Limit(
+        "parametrizations, pruning and FullyShardedDataParallel (FSDP1) do not take a quantized weight",
+        "they replace it by values in high precision",
+        "build the module under quantized_model_init(enabled=False), or shard with fully_shard",
     ),
     "shared memory": Limit(
         "share_memory_ of a quantized tensor is not supported",
@@ -239,21 +257,17 @@ _FUSED = (
     "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
     "quantshard.integrations.transformers.QuantizedTraining"
 )
-_AVERAGE = "average weights by ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights, not by AveragedModel"
-
 _HINTS: Final = {
-    **dict.fromkeys(("cat", "broadcast_"), _DDP),
+    "broadcast_": _DDP,
     **dict.fromkeys([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")], _FUSED),
-    **dict.fromkeys([f"{of}{name}" for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")], _AVERAGE),
 }
 """What to do instead of operations that popular code calls, by name."""
 
 
 def unsupported(operation: Any) -> str:
-    """Return the error message for an ATen operation that quantized tensors have no rule for."""
+    """Return the error message for an ATen operation that writes to a quantized tensor or to a view of its values."""
     hint = _HINTS.get(operation.__name__.partition(".")[0])
     return (
-        f"{operation} on a quantized tensor would dequantize or change it; use .dequantize() for its values (of a "
-        "DTensor: .to_local().dequantize()), a quantshard module to multiply, requantize_() to write it, or "
-        f"convert(filter=...) to leave its layer out{'' if hint is None else '; ' + hint}"
+        f"{operation} on a quantized tensor, or on a view of its values, would write values without scales; write "
+        f"quantshard.requantize_([(parameter, values)]) on every rank{'' if hint is None else '; ' + hint}"
     )

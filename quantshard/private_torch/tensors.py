@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,50 @@ scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compi
 """The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
 
 
-def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def make_wrapper(
+    cls: type[Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: tuple[int, ...] | None = None,
+) -> Any:
     """A tensor of class `cls` without data; C++ code that reads its null address raises instead of crashing."""
-    wrapper = _wrapper(cls, shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # a view of a normal tensor is a normal tensor
+        wrapper = _wrapper(cls, shape, strides=strides, dtype=dtype, device=device)
     if missing(_null_pointer) is None:
         _null_pointer(wrapper)
     return wrapper
+
+
+class OperatorFacts(NamedTuple):
+    """Facts about an ATen operation, from its schema.
+
+    name: name without namespace and overload.
+    is_composite: whether PyTorch decomposes it into other operations before subclasses see it.
+    written: positions and names of the arguments that it writes to.
+    is_view: whether its results share memory with arguments that it does not write to.
+    """
+
+    name: str
+    is_composite: bool
+    written: list[tuple[int, str]]
+    is_view: bool
+
+
+@functools.cache
+def operator_facts(operation: Any) -> OperatorFacts:
+    """The facts about an ATen operation. Operations without a schema, and those of c10d, count as writing."""
+    schema = getattr(operation, "_schema", None)
+    if schema is None:
+        return OperatorFacts(str(operation), False, [(index, "") for index in range(64)], False)
+    namespace, _, name = schema.name.partition("::")
+    infos = [argument.alias_info for argument in schema.arguments]
+    writes = [namespace == "c10d" or (info is not None and info.is_write) for info in infos]
+    written = [(i, argument.name) for i, argument in enumerate(schema.arguments) if writes[i]]
+    results = [result.alias_info for result in schema.returns]
+    is_view = any(info is not None and not info.is_write for info in results)
+    is_composite = operation.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+    return OperatorFacts(name, is_composite, written, is_view)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

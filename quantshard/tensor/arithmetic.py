@@ -8,15 +8,11 @@ blocks and two decisions that all ranks must agree on:
 - A result equal to the present values leaves codes, draws and amax history unchanged, so a hidden `step()` with lr = 0
   changes no bit.
 - A result that is infinite or NaN anywhere is not written on any rank, and the call raises.
-
-Arithmetic may also read a weight: as an operand of the in-place arithmetic of another weight, and in the addition to a
-plain tensor of its shape while autograd is off, because L2 weight decay calls `grad.add(param, alpha=weight_decay)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,9 +29,9 @@ from quantshard.collectives.process_groups import Groups
 from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
 from quantshard.tensor import parameter_state, requantize
 from quantshard.tensor.aten_rules import rule
-from quantshard.tensor.copy_rules import plain_like
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.reads import read
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -102,7 +98,7 @@ def _one(operation: Any, formula: Formula) -> Callable[..., Tensor]:
         if isinstance(target, QuantizedTensor):
             _update([target], [_result(formula, target, operands, options)], str(operation))
             return target
-        return operation(target, *[_read(formula, target, operand) for operand in operands], **options)
+        return read(operation, target, *operands, **options)
 
     return in_place
 
@@ -111,8 +107,6 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
     def in_place(targets: Sequence[Tensor], *operands: Any, **options: Any) -> None:
         quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
         plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
-        plain_targets = [targets[i] for i in plain]
-        plain_operands = [_read_list(formula, plain_targets, _pick(operand, plain)) for operand in operands if plain]
         weights: list[Any] = [targets[i] for i in quantized]
         results = [
             _result(formula, weight, [_entry(operand, i) for operand in operands], options)
@@ -120,8 +114,8 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
         ]
         if weights:
             _update(weights, results, str(operation))  # first, so that an error leaves plain tensors unchanged too
-        if plain_targets:
-            operation(plain_targets, *plain_operands, **options)
+        if plain:
+            read(operation, [targets[i] for i in plain], *[_pick(operand, plain) for operand in operands], **options)
 
     return in_place
 
@@ -251,49 +245,6 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
             "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
         )
     return private_torch.dtensor_around(weight, *_places[storage])
-
-
-# Reading
-
-
-def _read_list(formula: Formula, targets: Sequence[Tensor], operand: Any) -> Any:
-    if isinstance(operand, (list, tuple)):
-        return [_read(formula, target, entry) for target, entry in zip(targets, operand, strict=True)]
-    return _read(formula, targets[0], operand)
-
-
-def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
-    """An operand of arithmetic on a plain tensor, dequantized if that is allowed."""
-    if not isinstance(operand, QuantizedTensor):
-        return operand
-    allowed = formula is _add and target.shape == operand.shape and not operand.quantized_storage.gathered
-    if not allowed or torch.is_grad_enabled():
-        raise UnsupportedOperationError(
-            f"arithmetic of a plain tensor with {operand!r} would dequantize it unasked; use .dequantize() for its "
-            "values (optimizers may call plain.add(weight) under no_grad)"
-        )
-    return operand.dequantize()
-
-
-@rule(aten.add.Tensor, needed_by="torch.optim: weight decay of the L2 kind, grad.add(param, alpha=weight_decay)")
-def _add_to_plain(plain: Any, weight: Any, alpha: float = 1) -> Tensor:
-    if not isinstance(plain, Tensor) or isinstance(plain, QuantizedTensor):
-        quantized = plain if isinstance(plain, QuantizedTensor) else weight
-        raise UnsupportedOperationError(
-            f"add on {quantized!r} would dequantize it unasked; use .dequantize() for its values, or add_ to change it"
-        )
-    return plain.add(_read(_add, plain, weight), alpha=alpha)
-
-
-@rule(aten._foreach_add.List, needed_by="torch.optim with foreach=True: weight decay of the L2 kind")
-def _foreach_add_to_plain(plain: Sequence[Any], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
-    return [_add_to_plain(tensor, weight, alpha) for tensor, weight in zip(plain, weights, strict=True)]
-
-
-@rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
-def _full_like(weight: QuantizedTensor, value: float, **options: Any) -> Tensor:
-    full: Tensor = plain_like(partial(torch.full, fill_value=value))(weight, **options)
-    return full
 
 
 _register()

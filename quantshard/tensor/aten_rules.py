@@ -1,7 +1,7 @@
 """ATen operations that FSDP2 calls to split, fill and copy a quantized tensor; each rule names its callers.
 
-Operations without a rule here, in `copy_rules` or in `arithmetic` raise (see `QuantizedTensor.__torch_dispatch__`). No
-rule here dequantizes or communicates.
+Operations without a rule here, in `copy_rules` or in `arithmetic` read the values or raise (see `reads`), and so do
+views other than FSDP2's. No rule here communicates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule
+from quantshard.tensor.reads import read
 
 aten = torch.ops.aten
 
@@ -46,22 +47,22 @@ def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 @rule(aten.view.default, aten._unsafe_view.default, needed_by="FSDP2: the flat handle of reset_sharded_param")
-def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+def _view(tensor: QuantizedTensor, size: Sequence[int]) -> Tensor:
     numel = tensor.numel()
     shape = list(size)
     if shape in ([-1], [numel]):
         return _handle(tensor, [numel])
     if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
         return _handle(tensor, shape)
-    raise refused("view", tensor, f"to {shape}; only the flat view(-1) is allowed")
+    return read(aten.view.default, tensor, shape)
 
 
 @rule(aten.as_strided.default, needed_by="FSDP2: the unsharded parameter, always the identity")
 def _as_strided(
     tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> QuantizedTensor:
+) -> Tensor:
     if list(size) != list(tensor.shape) or list(stride) != list(tensor.stride()) or storage_offset:
-        raise refused("as_strided", tensor, f"to {list(size)}, {list(stride)}; only the identity is allowed")
+        return read(aten.as_strided.default, tensor, size, stride, storage_offset)
     return _handle(tensor)
 
 
@@ -100,9 +101,7 @@ rule(aten.new_empty.default, needed_by="FSDP2: the empty chunk")(_new(torch.empt
 @rule(aten.slice.Tensor, needed_by="FSDP2: the narrow of the padded shard that becomes the sharded parameter")
 def _slice(
     tensor: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> QuantizedTensor:
-    if step != 1:
-        raise refused("slice", tensor, f"with step {step}; a part has no grid of its own")
+) -> Tensor:
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     shape = list(tensor.shape)
     shape[dim] = max(last - first, 0)
@@ -116,21 +115,17 @@ def _slice(
             return QuantizedTensor(moved, tensor.dtype)
         if dim == 0 and first == 0:
             return _handle(tensor, shape)
-    elif dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
+    elif step == 1 and dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
         return _handle(tensor, shape)
-    raise refused("slice", tensor, f"[{start}:{end}] along dim {dim}; a part has no grid of its own")
+    return read(aten.slice.Tensor, tensor, dim, start, end, step)
 
 
 @rule(aten.copy_.default, needed_by="FSDP2: filling the padded shard; load_state_dict between quantized tensors")
 def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(source, QuantizedTensor):
-        raise UnsupportedOperationError(
-            f"copy_ of a {source.dtype} tensor into {destination!r}; for values call quantshard.checkpoints."
-            "load_high_precision(model, state_dict) on every rank, for codes and scales load_state_dict or "
-            "load_from_rank0"
-        )
+        raise UnsupportedOperationError(limits.refusal("copied values", f"{source.dtype} into {destination!r}"))
     if not isinstance(destination, QuantizedTensor):
-        raise refused("copy_", source, "into a plain tensor; use .dequantize()")
+        return read(aten.copy_.default, destination, source, non_blocking)
     target = destination.quantized_storage
     if isinstance(target, Placeholder):
         target.fill(source.quantized_storage)

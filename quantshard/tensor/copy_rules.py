@@ -1,19 +1,23 @@
-"""ATen operations that copy, move or allocate a whole quantized tensor, or a plain tensor like it."""
+"""ATen operations that copy, move or allocate a whole quantized tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copyreg
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantshard import limits
+from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import parameter_state
 from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import refused, rule
 from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.placeholder import Placeholder
-from quantshard.tensor.quantized_tensor import QuantizedTensor, Rule
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.reads import read
+from quantshard.tensor.storage import QuantizedStorage
 
 aten = torch.ops.aten
 
@@ -31,9 +35,11 @@ def _to_copy(
     device: torch.device | None = None,
     non_blocking: bool = False,
     **_: Any,
-) -> QuantizedTensor:
-    if dtype is not None and not dtype.is_floating_point:
+) -> Tensor:
+    if dtype is not None and dtype.is_complex:
         raise refused("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
+    if dtype is not None and not dtype.is_floating_point:
+        return read(aten._to_copy.default, tensor, dtype=dtype, device=device, non_blocking=non_blocking)
     moved = tensor.quantized_storage.to(device, non_blocking=non_blocking)
     return QuantizedTensor(moved, dtype or tensor.dtype, tensor.shape)
 
@@ -55,21 +61,6 @@ def _empty_like(
     return QuantizedTensor(storage, dtype or tensor.dtype, tensor.shape)
 
 
-def plain_like(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
-
-    def like(
-        tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
-    ) -> Tensor:
-        return make(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
-
-    return like
-
-
-rule(aten.zeros_like.default, needed_by="FSDP2: the gradient of an unused parameter")(plain_like(torch.zeros))
-rule(aten.ones_like.default, needed_by="autograd")(plain_like(torch.ones))
-
-
 @rule(aten.is_pinned.default, needed_by="FSDP2's CPU offload")
 def _is_pinned(tensor: QuantizedTensor, device: Any = None) -> bool:
     parts = tensor.quantized_storage.components.values()
@@ -86,3 +77,25 @@ def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
     if isinstance(tensor.quantized_storage, Placeholder):
         return tensor  # still empty
     return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
+
+
+def _pickled(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    tensor.check_filled("pickle")
+    storage = tensor.quantized_storage
+    if storage.shard.cut is not None or storage.gathered:
+        raise UnsupportedOperationError(limits.refusal("pickle", tensor))
+    parts = storage.spec, storage.shard, storage.components, storage.state, storage.initial_values()
+    attributes = {name: value for name, value in vars(tensor).items() if name != "quantized_storage"}
+    return _unpickled, (parts, (tensor.dtype, tensor.shape, tensor.requires_grad), attributes)
+
+
+def _unpickled(parts: tuple[Any, ...], facts: tuple[Any, ...], attributes: dict[str, Any]) -> QuantizedTensor:
+    storage = QuantizedStorage(*parts[:-1])
+    storage.mark_written()
+    storage.keep_initial_values(parts[-1])
+    tensor = QuantizedTensor(storage, *facts)
+    vars(tensor).update(attributes)
+    return tensor
+
+
+copyreg.pickle(QuantizedTensor, _pickled)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it is a handle to a
 `QuantizedStorage` of codes and scales. `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to it, so
-views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` list the allowed ATen operations.
+these views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` have rules for ATen operations; all others
+read the values or raise (`reads`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard import limits, private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import all_gather, parameter_state, requantize
+from quantshard.tensor import all_gather, parameter_state, reads, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.all_gather import GatherMetadata
 from quantshard.tensor.placeholder import Placeholder
@@ -32,7 +33,7 @@ RULES: dict[Any, Rule] = {}
 _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(reads.ReadableTensor):
     """A 2-D tensor stored as codes and scales of a number format.
 
     Modules create it under `quantized_model_init`; do not call the constructor. `dtype` is nominal: `dequantize` and
@@ -41,9 +42,6 @@ class QuantizedTensor(Tensor):
     """
 
     quantized_storage: QuantizedStorage
-
-    # all rules are in __torch_dispatch__: __torch_function__ would slow down every operation
-    __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
 
     def __new__(
         cls,
@@ -61,6 +59,11 @@ class QuantizedTensor(Tensor):
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
+
+    def read_values(self, dtype: torch.dtype | None = None) -> Tensor:
+        self.check_filled("dequantize")
+        values = private_torch.cast(self.quantized_storage.dequantize(), dtype or self.dtype)
+        return values if values.shape == self.shape else values.reshape(self.shape)
 
     def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> QuantizedTensor:
         """Quantize a high-precision tensor of the same shape, on any device, into this one, in place.
@@ -144,9 +147,6 @@ class QuantizedTensor(Tensor):
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in vars(copied)}, memo))
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedOperationError(limits.refusal("pickle", self))
-
     def __getattr__(self, name: str) -> Tensor:
         # only for the names in __tensor_flatten__, which PyTorch reads with getattr
         for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
@@ -180,9 +180,7 @@ class QuantizedTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         rule = RULES.get(func)
-        if rule is None:
-            raise UnsupportedOperationError(limits.unsupported(func))
-        return rule(*args, **(kwargs or {}))
+        return reads.read(func, *args, **(kwargs or {})) if rule is None else rule(*args, **(kwargs or {}))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
         """The tensors that this rank sends; see `all_gather`. FSDP2 also accepts this short signature."""
@@ -225,9 +223,7 @@ class _Dequantize(torch.autograd.Function):
     # connects the result to the tensor, since autograd does not see its components
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        tensor.check_filled("dequantize")
-        values = private_torch.cast(tensor.quantized_storage.dequantize(), dtype)
-        return values if values.shape == tensor.shape else values.reshape(tensor.shape)
+        return tensor.read_values(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -61,7 +61,6 @@ def test_the_average_of_the_document(recipe: str) -> None:
 def said(case: Case) -> list[str]:
     weight: Any = build(case)[0].weight
     attempts: list[Callable[[], object]] = [
-        lambda: weight.full_tensor(),
         lambda: weight.detach().clone().lerp_(weight.detach(), 0.1),
     ]
     messages = []
@@ -74,8 +73,7 @@ def said(case: Case) -> list[str]:
 
 def test_what_is_refused_says_what_to_do() -> None:
     """2 ranks."""
-    for gather, clone in run_ranks(2, said, Case("mxfp8", (2,), shapes=SHAPES)):
-        assert "all_gather_into_tensor" in gather and ".to_local().dequantize()" in gather
+    for (clone,) in run_ranks(2, said, Case("mxfp8", (2,), shapes=SHAPES)):
         assert clone.endswith("of a second fully_shard-ed model (docs/optimizers.md)")
 
 

@@ -134,9 +134,10 @@ def test_parametrizations_of_weights_in_high_precision(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-@pytest.mark.parametrize("how", PARAMETRIZATIONS)
+@pytest.mark.parametrize("how", [how for how in PARAMETRIZATIONS if how != "orthogonal"])
 def test_parametrizations_of_stored_weights_are_refused(how: str) -> None:
-    """And leave the module as it was, but for the old weight_norm, which has deleted the weight by then."""
+    """And leave the module as it was, except the old weight_norm, which has deleted the weight by then. `orthogonal`
+    first replaces the weight by a plain one."""
     layer = build()
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     with pytest.raises((UnsupportedOperationError, RuntimeError, NotImplementedError)):

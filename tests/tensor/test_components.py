@@ -1,7 +1,6 @@
 """The state dict: plain tensors under the keys of the specification, aliasing the live components, loaded as bytes."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quantshard import LayerNormMLP, Linear, numerics, private_torch, quantized_model_init
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
 from quantshard.tensor import component_loading, components
@@ -200,11 +199,6 @@ def test_torch_save_and_weights_only_load(recipe, mmap, tmp_path):
     assert list(state) == list(saved.state_dict())
     loaded.load_state_dict(state)
     assert not differing(bits(saved), bits(loaded))
-
-
-def test_the_whole_module_is_not_pickled():
-    with pytest.raises(UnsupportedOperationError, match=r"state_dict\(\)"):
-        torch.save(linear("mxfp8"), io.BytesIO())
 
 
 @every_recipe

@@ -14,7 +14,7 @@ from quantshard import Linear, QuantizedTensor, autocast, limits, quantized_mode
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import component_loading, components
-from tests.tensor.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, weight
+from tests.tensor.test_tensor import MXFP8, NVFP4, contents, cut, differing, every_cell, same, weight
 
 MOVES = {
     "to the same device": lambda m: m.to("cpu"),
@@ -329,11 +329,16 @@ def test_a_gradient_flows_through_every_look():
         torch.testing.assert_close(param.grad, values, rtol=1e-3, atol=1e-3)  # `half` rounds the gradient
 
 
-def test_plain_modules_do_not_multiply_with_a_quantized_weight():
+@pytest.mark.filterwarnings("ignore:aten.*reads the dequantized values")
+def test_plain_modules_multiply_with_the_values_of_a_quantized_weight():
     x = torch.ones(2, 64, dtype=torch.bfloat16, requires_grad=True)
     plain, table = nn.Linear(64, 64, dtype=torch.bfloat16), nn.Embedding(64, 64)
-    plain.weight = table.weight = linear().weight
+    weight = linear().weight
     for multiply in (lambda: plain(x), lambda: x @ plain.weight, lambda: table(torch.tensor([1]))):
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            with mode(), pytest.raises(UnsupportedOperationError, match=r"\.dequantize\(\).*a quantshard module"):
-                multiply()
+            results = []
+            for plain.weight in (weight, nn.Parameter(weight.dequantize())):
+                table.weight = plain.weight
+                with mode():
+                    results.append(multiply())
+            assert same(*results)

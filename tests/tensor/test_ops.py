@@ -1,4 +1,4 @@
-"""The ATen rules: what FSDP2 and users do to a quantized tensor moves handles or bytes; everything else raises."""
+"""The ATen rules: what FSDP2 and users do to a quantized tensor moves handles or bytes. Other writes raise."""
 
 import copy
 import re
@@ -13,6 +13,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.sharding import ceil_div
 from quantshard.tensor.aten_rules import rule
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
+from quantshard.tensor.reads import ReadOnlyView
 from tests.covering import by_turns
 from tests.tensor.test_tensor import (
     CELLS,
@@ -25,6 +26,7 @@ from tests.tensor.test_tensor import (
     every_cell,
     every_recipe,
     random,
+    same,
     weight,
 )
 
@@ -102,13 +104,14 @@ def test_the_flat_handle_sees_new_values():
         lambda t: t.unbind(),
     ],
 )
-def test_other_views_raise(look):
+def test_other_views_are_of_values(look):
     """A part has no grid of its own, and a transpose none along its dims."""
     tensor = weight(MXFP8)
-    before = contents(tensor)
-    with raises(r"on (QuantizedTensor\(mxfp8|a quantized tensor)"):
-        look(tensor)
-    assert not differing(before, contents(tensor))
+    views, expected = look(tensor), look(tensor.dequantize())
+    if isinstance(expected, torch.Tensor):
+        views, expected = [views], [expected]
+    for view, plain in zip(views, expected, strict=True):
+        assert type(view) in (ReadOnlyView, torch.Tensor) and same(view.clone(), plain)
 
 
 @pytest.mark.parametrize("dim", [1, -1])
@@ -255,15 +258,16 @@ def test_a_placeholder_moves_as_the_empty_chunk_of_cpu_offload_does(cell):
 @every_cell
 def test_what_data_parallel_would_do_is_refused_with_the_way_out(cell):
     tensor = weight(cell)
+    flat = torch.cat([torch.zeros(3), tensor.view(-1)])
     with raises("init_sync=False"):
-        torch.cat([torch.zeros(3), tensor.view(-1)])
+        tensor.copy_(flat[3:].view(48, 40))
 
 
 @pytest.mark.parametrize("size", [24, 48])
 def test_a_placeholder_never_takes_part_of_the_shard(size):
     """Only the whole shard, or nothing, is put into it."""
     tensor = weight(MXFP8)
-    with raises("slice"):
+    with raises("placeholder"):
         tensor.new_zeros(size, 40).narrow(0, 1, 3)
 
 
@@ -302,13 +306,6 @@ def test_copy_of_plain_values_names_the_way_out(cell, dtype):
         with raises(rf"{dtype}.*checkpoints\.load_high_precision.*load_state_dict"):
             target.copy_(torch.ones(target.shape).to(dtype))
     assert not differing(before, contents(tensor))
-
-
-def test_copy_into_a_plain_tensor_names_dequantize():
-    plain = torch.zeros(48, 40)
-    with raises(r"\.dequantize\(\)"):
-        plain.copy_(weight(MXFP8))
-    assert not plain.any()
 
 
 PAIRS = [
@@ -382,8 +379,8 @@ def test_dtype_of_copies():
     tensor = weight(MXFP8, dtype=torch.bfloat16)
     assert tensor.clone().dtype == copy.deepcopy(tensor).dtype == torch.bfloat16
     assert tensor.float().dtype == tensor.float().dequantize().dtype == torch.float32
-    with raises("int64"):
-        tensor.long()
+    with raises("complex64"):
+        tensor.to(torch.complex64)
 
 
 def test_cpu_of_a_cpu_tensor_is_itself():
@@ -466,45 +463,22 @@ def test_module_moves(recipe):
 
 PLAIN = torch.ones(48, 40)
 REFUSED = [
-    ("mul", lambda t: torch.mul(t, 2)),
-    ("mul", lambda t: t * 2),
-    ("add", lambda t: 1 + t),
-    ("mm", lambda t: torch.mm(t, PLAIN.t())),
-    ("mm", lambda t: PLAIN.t() @ t),
-    ("eq", lambda t: t == weight(MXFP8, seed=1)),
     ("zero_", lambda t: t.zero_()),
     ("fill_", lambda t: t.fill_(0)),
     ("normal_", lambda t: nn.init.normal_(t)),
     ("uniform_", lambda t: nn.init.kaiming_uniform_(t)),
     ("set_", lambda t: t.set_(PLAIN)),
     ("resize_", lambda t: t.resize_(2, 2)),
-    ("select", lambda t: t[0]),
-    ("index", lambda t: t[torch.tensor([0, 1])]),
     ("index_(put|fill)_", lambda t: t.__setitem__(torch.tensor([0]), 1.0)),  # the second from torch 2.15 on
-    ("slice", lambda t: t.__setitem__(slice(0, 2), 1.0)),
-    ("t", lambda t: t.t()),
-    ("t", lambda t: nn.functional.linear(PLAIN, t)),
-    ("permute", lambda t: t.T),
-    ("transpose", lambda t: t.transpose(0, 1)),
-    ("sum", lambda t: t.sum()),
-    ("mean", lambda t: t.mean()),
-    ("vector_norm", lambda t: t.norm()),
-    ("abs", lambda t: torch.isfinite(t)),
+    ("fill_", lambda t: t.__setitem__(slice(0, 2), 1.0)),
     ("pow_", lambda t: t.pow_(2)),
     ("_foreach_sqrt_", lambda t: torch._foreach_sqrt_([t])),
-    ("equal", lambda t: torch.equal(t, t)),
-    ("allclose", lambda t: torch.allclose(t, t)),
-    ("stack", lambda t: torch.stack([t, t])),
-    ("add", lambda t: torch._foreach_add([t], [PLAIN])),
     ("mul.out", lambda t: torch.mul(PLAIN, 2, out=t)),
-    ("rand_like", lambda t: torch.rand_like(t)),
-    ("new_full", lambda t: t.new_full((2,), 1.0)),
-    ("_local_scalar_dense", lambda t: torch.ops.aten._local_scalar_dense(t)),
 ]
 
 
 @pytest.mark.parametrize(("name", "operate"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_everything_else_raises_and_names_the_operation(name, operate):
+def test_other_writes_raise_and_name_the_operation(name, operate):
     tensor = weight(MXFP8)
     before = contents(tensor)
     with raises(rf"^[\w.]*{name}\b.* on (QuantizedTensor\(mxfp8|a quantized tensor)"):
@@ -512,17 +486,11 @@ def test_everything_else_raises_and_names_the_operation(name, operate):
     assert not differing(before, contents(tensor))
 
 
-@every_cell
-def test_item_of_one_element(cell):
-    with raises("_local_scalar_dense"):
-        weight(cell, 1, 1).item()
-
-
 @pytest.mark.parametrize(
     "read",
-    [torch.Tensor.tolist, lambda t: t.tolist(), lambda t: t.numpy(), np.asarray, torch.from_dlpack, np.from_dlpack],
+    [torch.Tensor.tolist, torch.from_dlpack, np.from_dlpack],
 )
-def test_there_is_no_array_of_values(read):
+def test_there_is_no_memory_of_values(read):
     """Of DLPack's, the address would be null: to read from it ends the process."""
     with pytest.raises(RuntimeError, match=r"not supported|Cannot access data pointer"):
         read(weight(MXFP8))
@@ -535,8 +503,8 @@ def test_compiled_code_that_would_read_a_null_pointer_raises(read):
 
 
 def test_the_message_names_the_way_out():
-    with raises(r"\.dequantize\(\).*module.*requantize_\(\).*convert\(filter"):
-        weight(MXFP8).sum()
+    with raises(r"write quantshard\.requantize_\(\[\(parameter, values\)\]\)"):
+        weight(MXFP8).zero_()
 
 
 @pytest.mark.parametrize("values", [torch.zeros(48, 40), torch.zeros(3, 3)])

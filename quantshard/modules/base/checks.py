@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
-from quantshard.errors import ConfigurationError, RecipeMismatchError, warn_once
+from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError, warn_once
 from quantshard.recipe import QuantSpec, Recipe
+from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 
 PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,6 +25,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
             f"{name} cannot be {dtype}: parameters stand for values of one of {', '.join(map(str, PARAMS_DTYPES))}; "
             "build the module under quantized_model_init with a recipe to store weights in fewer bits"
         )
+
+
+def check_stays(module: Any, name: str, param: Tensor | None) -> None:
+    """Raise UnsupportedOperationError if a quantized weight is deleted, or registered under a foreign name."""
+    if param is not None and components.quantized_local(param) is not None:
+        raise UnsupportedOperationError(limits.refusal("replaced weight", f"{type(module).__name__}.{name}"))
 
 
 def check_cut(module: Any, name: str, shape: tuple[int, ...], cut: int | None) -> None:

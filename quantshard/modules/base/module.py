@@ -277,6 +277,15 @@ class QuantizedModule(AssignableModule):
         else:
             super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        checks.check_stays(self, name, self._parameters.get(name))
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name not in self._weights:
+            checks.check_stays(self, name, param)
+        super().register_parameter(name, param)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = graph_state.handle(self, self._handle.device)  # a copied module needs a new handle
