@@ -96,9 +96,9 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "shard over fewer ranks and replicate over the others (HSDP)",
     ),
     "read": Limit(
-        "an operation outside of quantshard's modules reads the dequantized values of a weight",
-        "only these modules compute with codes and scales",
-        "call a quantshard module, or keep the layer in high precision with convert(filter=...)",
+        "an operation outside of a module reads the dequantized values of a weight",
+        "only quantshard's modules compute with codes",
+        "call the module, or keep the layer in high precision with convert(filter=...)",
     ),
     "float32 states": Limit(
         "its states stay in float32 although FP8 or FP16 was requested",
@@ -107,6 +107,9 @@ FALLBACKS: Final[dict[str, Limit]] = {
     ),
 }
 """Fallbacks by name: right numbers, slower or with more memory."""
+
+_WRITE = "write quantshard.requantize_([(parameter, values)]) on every rank"
+_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
 
 REFUSALS: Final[dict[str, Limit]] = {
     "uneven axis": Limit(
@@ -217,10 +220,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "copied values": Limit(
         "copy_ does not quantize values",
         "their scales need the amaxes of all ranks",
-        "write quantshard.requantize_([(parameter, values)]) on every rank; for a state dict of values quantshard."
-        "checkpoints.load_high_precision(model, state_dict), of codes and scales load_state_dict; for "
-        "DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first; average weights by "
-        "ema_decay=0.999 of FusedAdam, Lion, Muon or MasterWeights",
+        f"{_WRITE}; for files use checkpoints.load_high_precision, for codes load_state_dict; {_DDP}; average weights "
+        "by ema_decay=0.999 of FusedAdam",
     ),
     "replaced weight": Limit(
         "parametrizations, pruning and FullyShardedDataParallel (FSDP1) do not take a quantized weight",
@@ -251,7 +252,6 @@ def warn(name: str, subject: str, if_intended: str) -> None:
     warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")
 
 
-_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
 _FUSED = (
     "torch.optim with fused=True needs plain parameters: use foreach=True, quantshard.optimizers.FusedAdam (for "
     "AdamW: weight_decay=0.01) or MasterWeights; with transformers' Trainer use "
@@ -266,8 +266,5 @@ _HINTS: Final = {
 
 def unsupported(operation: Any) -> str:
     """Return the error message for an ATen operation that writes to a quantized tensor or to a view of its values."""
-    hint = _HINTS.get(operation.__name__.partition(".")[0])
-    return (
-        f"{operation} on a quantized tensor, or on a view of its values, would write values without scales; write "
-        f"quantshard.requantize_([(parameter, values)]) on every rank{'' if hint is None else '; ' + hint}"
-    )
+    instead = _HINTS.get(operation.__name__.partition(".")[0], _WRITE)
+    return f"{operation} on a quantized tensor, or on a view of its values, would write no scales; {instead}"

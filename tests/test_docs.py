@@ -17,6 +17,8 @@ from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.private_torch import lookup
 from quantshard.state_storage import PRESETS, StateOptions
+from quantshard.tensor.arithmetic import IN_PLACE
+from quantshard.tensor.quantized_tensor import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"
@@ -129,25 +131,49 @@ def rendered() -> str:
 
 LIMITS_HEAD = """# Limits
 
-Made from the tables in `quantshard/limits.py`, from which the errors and `explain` are made too.
+Made from the tables in `quantshard/limits.py`, like the errors and `explain`.
 
-A *fallback* gives the right numbers by a slower or larger path than the native one. `explain(model, optimizer, recipe)`
-names those that each parameter takes; `explain(..., strict=True)` and, for what a layer's forward can see,
-`autocast(strict=True)` raise instead. What is *refused* always raises, with this sentence and the tensor's name.
-Arguments of TransformerEngine that are refused are listed in [transformer-engine.md](transformer-engine.md).
+A *fallback* gives the right numbers by a slower or larger path. `explain(model, optimizer, recipe)` names those that
+each parameter takes; `explain(..., strict=True)` and, for what a forward can see, `autocast(strict=True)` raise.
+What is *refused* always raises. See also the refused [arguments of TransformerEngine](transformer-engine.md).
 """
 
 
+OPERATIONS_HEAD = """## Operations on quantized weights
+
+Made from the rules in `quantshard/tensor/`. Other writes raise. All other operations read: they return plain tensors,
+computed from the dequantized values, also through DTensor; `autocast(strict=True)` rejects them.
+
+| operations | result |
+|---|---|"""
+
 BY_HAND = "## Other limits\n"
+
+
+def operation_rows() -> list[str]:
+    """Return a row for each kind of result, with the ATen operations that have rules."""
+    names = {str(operation).split(".")[1] for operation in RULES}
+    arithmetic = {f"{name}_" for name in IN_PLACE.values()}
+    assert names > arithmetic | {f"_foreach_{name}" for name in arithmetic}
+    others = sorted(name for name in names - arithmetic if not name.startswith("_foreach_"))
+    return [
+        f"| {' '.join(f'`{name}`' for name in others)} | handles, copies and placeholders, as FSDP2 needs them |",
+        f"| {' '.join(f'`{name}`' for name in sorted(arithmetic))}, also `_foreach_` | stochastically rounded values |",
+        "| views, such as `weight.T` and `weight[0]` | read-only; `clone()` is plain |",
+        "| `F.linear` outside of a module | right numbers and gradients on a slower path; training warns once |",
+        "| `torch.save(model)`, `deepcopy` | every bit; of a shard only `deepcopy` |",
+    ]
 
 
 def limits_page() -> str:
     """What stands from `BY_HAND` on is written by hand."""
     lines = [LIMITS_HEAD]
     for title, table in (("Fallbacks", limits.FALLBACKS), ("Refused", limits.REFUSALS)):
-        lines += [f"## {title}", "", "| name | what happens | because | instead |", "|---|---|---|---|"]
-        lines += [f"| {name} | {at.happens} | {at.because} | {at.instead} |" for name, at in table.items()]
+        names = {name: f"{name}: " if table is limits.FALLBACKS else "" for name in table}  # as explain prints them
+        lines += [f"## {title}", "", "| what happens | because | instead |", "|---|---|---|"]
+        lines += [f"| {names[name]}{at.happens} | {at.because} | {at.instead} |" for name, at in table.items()]
         lines += [""]
+    lines += [OPERATIONS_HEAD, *operation_rows(), ""]
     _, mark, rest = (DOCS / "limits.md").read_text(encoding="utf-8").partition(BY_HAND)
     return "\n".join([*lines, mark + rest])
 

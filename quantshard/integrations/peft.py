@@ -102,48 +102,6 @@ def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:
     model.save_pretrained(str(folder), state_dict=full, **options)
 
 
-class _BaseValues(nn.Module):
-    """A quantized layer with its weight presented as a plain dequantized tensor, from which DoRA computes norms."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        # not registered: neither trained nor saved
-        self.__dict__["weight"] = base.weight.detach().dequantize()
-        self.bias = base.bias
-
-
-class _LayerValues:
-    """A proxy of a LoRA layer that returns `_BaseValues` as its base layer."""
-
-    def __init__(self, layer: lora.Linear) -> None:
-        self.__dict__["_layer"] = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._layer, name, value)
-
-    def get_base_layer(self) -> nn.Module:
-        return _BaseValues(self._layer.get_base_layer())
-
-
-class QuantizedDoraVariant(DoraLinearVariant):
-    """DoRA (Liu et al., 2024, arXiv:2402.09353) over a quantized weight."""
-
-    @staticmethod
-    def init(module: Any, adapter_name: str, **options: Any) -> None:
-        """Initialize magnitudes from the row norms of the quantized weight."""
-        layer: Any = _LayerValues(module)
-        DoraLinearVariant.init(layer, adapter_name, **options)
-
-    @staticmethod
-    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
-        """Scale the base output and add the adapter's."""
-        layer: Any = _LayerValues(module)
-        return DoraLinearVariant.forward(layer, active_adapter, x, result, **options)
-
-
 class QuantizedLoraLinear(lora.Linear):
     """PEFT's LoRA layer over a quantized layer. While merged, it also keeps the original codes, doubling the weight's
     memory."""
@@ -157,7 +115,7 @@ class QuantizedLoraLinear(lora.Linear):
     @property
     def lora_variants(self) -> dict[tuple[str, ...], type | None]:
         """Variants that need only the values of the base weight."""
-        return {(): None, ("use_dora",): QuantizedDoraVariant}
+        return {(): None, ("use_dora",): DoraLinearVariant}
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,7 @@ scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compi
 
 
 def make_wrapper(
-    cls: type[Tensor],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    strides: tuple[int, ...] | None = None,
+    cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device, strides: Any = None
 ) -> Any:
     """A tensor of class `cls` without data; C++ code that reads its null address raises instead of crashing."""
     with torch.inference_mode(False):  # a view of a normal tensor is a normal tensor
@@ -65,35 +61,18 @@ def make_wrapper(
     return wrapper
 
 
-class OperatorFacts(NamedTuple):
-    """Facts about an ATen operation, from its schema.
-
-    name: name without namespace and overload.
-    is_composite: whether PyTorch decomposes it into other operations before subclasses see it.
-    written: positions and names of the arguments that it writes to.
-    is_view: whether its results share memory with arguments that it does not write to.
-    """
-
-    name: str
-    is_composite: bool
-    written: list[tuple[int, str]]
-    is_view: bool
-
-
 @functools.cache
-def operator_facts(operation: Any) -> OperatorFacts:
-    """The facts about an ATen operation. Operations without a schema, and those of c10d, count as writing."""
+def operator_facts(operation: Any) -> tuple[list[tuple[int, str]], bool, bool]:
+    """Arguments that an operation writes to, by position and name; whether its results are views of arguments; whether
+    PyTorch decomposes it before subclasses see it, except in inference mode."""
     schema = getattr(operation, "_schema", None)
-    if schema is None:
-        return OperatorFacts(str(operation), False, [(index, "") for index in range(64)], False)
-    namespace, _, name = schema.name.partition("::")
-    infos = [argument.alias_info for argument in schema.arguments]
-    writes = [namespace == "c10d" or (info is not None and info.is_write) for info in infos]
-    written = [(i, argument.name) for i, argument in enumerate(schema.arguments) if writes[i]]
-    results = [result.alias_info for result in schema.returns]
-    is_view = any(info is not None and not info.is_write for info in results)
-    is_composite = operation.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
-    return OperatorFacts(name, is_composite, written, is_view)
+    if schema is None:  # a higher-order operator
+        return [], False, False
+    is_c10d = schema.name.startswith("c10d::")  # these schemas declare no writes
+    infos = enumerate((argument.name, argument.alias_info) for argument in schema.arguments)
+    writes = [(i, name) for i, (name, alias) in infos if is_c10d or (alias is not None and alias.is_write)]
+    is_view = any(result.alias_info and not result.alias_info.is_write for result in schema.returns)
+    return writes, is_view, operation.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

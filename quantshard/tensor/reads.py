@@ -14,59 +14,35 @@ from torch import Tensor
 from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 
-_PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
-
-
-def _outside_autocast() -> bool:
-    return False
-
-
-is_strict: Callable[[], bool] = _outside_autocast
-"""Returns whether reads raise. `modules.contexts.context` replaces it."""
+is_strict: Callable[[], bool] = bool
+"""Returns whether reads raise. `modules.contexts.context` replaces this function, which returns False."""
 
 
 class ReadableTensor(Tensor):
-    """The base class of tensor subclasses without data of their own, whose values operations read."""
+    """The base class of tensors without data of their own. `read_values` returns the values, without a gradient."""
+
+    read_values: Callable[[], Tensor]
 
     # all rules are in __torch_dispatch__: __torch_function__ would slow down every operation
     __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
 
-    def read_values(self) -> Tensor:
-        """Return the values as a plain tensor, without a gradient."""
-        raise NotImplementedError
-
     def numpy(self, *, force: bool = False) -> Any:
-        """The dequantized values, a copy."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The dequantized values."""
         return self.dequantize().tolist()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return read(func, *args, **(kwargs or {}))
 
 
 class ReadOnlyView(ReadableTensor):
     """A view of dequantized values, such as `weight.T` or `weight[0]`. `clone()` returns a plain tensor."""
 
     values_read: Tensor
+    dequantize = Tensor.clone
 
     def __new__(cls, values: Tensor) -> ReadOnlyView:
-        self: ReadOnlyView = private_torch.make_wrapper(
-            cls, values.shape, values.dtype, values.device, strides=values.stride()
-        )
-        self.values_read = values
-        return self
-
-    def read_values(self) -> Tensor:
-        return self.values_read
-
-    def dequantize(self) -> Tensor:
-        return self.clone()
+        self: Any = private_torch.make_wrapper(cls, values.shape, values.dtype, values.device, values.stride())
+        self.values_read, self.read_values = values, lambda: values
+        return self  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ReadOnlyView({self.values_read!r})"
@@ -84,30 +60,36 @@ class ReadOnlyView(ReadableTensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, outer_size: Any, outer_stride: Any) -> ReadOnlyView:
         return ReadOnlyView(inner["values_read"])
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return read(func, *args, **(kwargs or {}))
+
 
 def read(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an ATen operation on the values of quantized arguments; raise if the operation writes to such an argument."""
-    name, is_composite, written, is_view = private_torch.operator_facts(operation)
-    if any(_holds_quantized(args[index] if index < len(args) else kwargs.get(key)) for index, key in written):
+    writes, is_view, is_composite = private_torch.operator_facts(operation)
+    if any(_quantized(args[index] if index < len(args) else kwargs.get(name)) for index, name in writes):
         raise UnsupportedOperationError(limits.unsupported(operation))
-    if is_composite:  # arrives undecomposed in inference mode; its parts may have rules
+    if is_composite:
         return operation.decompose(*args, **kwargs)
+    name = operation.__name__.partition(".")[0]
     if is_strict():
         raise limits.fallback_error(("read",), f"{operation} on a quantized tensor")
-    if name in _PRODUCTS and torch.is_grad_enabled():
-        limits.warn(
-            "read", f"{operation} on a quantized tensor", "warnings.filterwarnings('ignore', '.*reads the dequ')"
-        )
+    if name in ("mm", "addmm", "bmm", "baddbmm") and torch.is_grad_enabled():
+        if any(weight.requires_grad for weight in _quantized(args)):
+            limits.warn("read", f"{operation} on a quantized tensor", "ignore this warning")
     is_like = name.startswith("new_") or name.endswith("_like")
-    arguments = [_plain(value, is_like) for value in args]
-    result = operation(*arguments, **{key: _plain(value, is_like) for key, value in kwargs.items()})
+    keywords = {key: _plain(value, is_like) for key, value in kwargs.items()}
+    result = operation(*_plain(args, is_like), **keywords)
     if not is_view:
         return result
     return ReadOnlyView(result) if isinstance(result, Tensor) else [ReadOnlyView(part) for part in result]
 
 
-def _holds_quantized(value: Any) -> bool:
-    return any(isinstance(entry, ReadableTensor) for entry in (value if isinstance(value, (list, tuple)) else [value]))
+def _quantized(value: Any) -> list[ReadableTensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for entry in value for tensor in _quantized(entry)]
+    return [value] if isinstance(value, ReadableTensor) else []
 
 
 def _plain(value: Any, is_like: bool) -> Any:

@@ -275,8 +275,8 @@ def test_data_of_another_kind_is_refused(other):
 def test_the_address_is_that_of_the_codes(cell):
     tensor = weight(cell)
     assert tensor.data_ptr() == codes(tensor).data_ptr() != 0
-    for same in (tensor.detach(), tensor.view(-1), nn.Parameter(tensor), tensor[:], tensor.data):
-        assert same.data_ptr() == tensor.data_ptr()
+    for handle in (tensor.detach(), tensor.view(-1), nn.Parameter(tensor), tensor[:], tensor.data):
+        assert handle.data_ptr() == tensor.data_ptr()
     for other in (tensor.clone(), copy.deepcopy(tensor), tensor.half(), torch.empty_like(tensor)):
         assert other.data_ptr() not in (0, tensor.data_ptr())
     tensor.quantize_(torch.ones(48, 40))

@@ -278,7 +278,7 @@ class QuantizedModule(AssignableModule):
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        checks.check_stays(self, name, self._parameters.get(name))
+        checks.check_stays(self, name, dict(self.named_parameters(recurse=False)).get(name))
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import quantshard as qs
+from quantshard import errors
 from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
