@@ -141,8 +141,8 @@ What is *refused* always raises. See also the refused [arguments of TransformerE
 
 OPERATIONS_HEAD = """## Operations on quantized weights
 
-Made from the rules in `quantshard/tensor/`. Other writes raise. All other operations read: they return plain tensors,
-computed from the dequantized values, also through DTensor; `autocast(strict=True)` rejects them.
+Made from the rules in `quantshard/tensor/`. Other writes raise. All other operations read: they return plain tensors of
+dequantized values, also through DTensor; `autocast(strict=True)` rejects them.
 
 | operations | result |
 |---|---|"""
@@ -157,7 +157,7 @@ def operation_rows() -> list[str]:
     assert names > arithmetic | {f"_foreach_{name}" for name in arithmetic}
     others = sorted(name for name in names - arithmetic if not name.startswith("_foreach_"))
     return [
-        f"| {' '.join(f'`{name}`' for name in others)} | handles, copies and placeholders, as FSDP2 needs them |",
+        f"| {' '.join(f'`{name}`' for name in others)} | handles, copies or placeholders for FSDP2 |",
         f"| {' '.join(f'`{name}`' for name in sorted(arithmetic))}, also `_foreach_` | stochastically rounded values |",
         "| views, such as `weight.T` and `weight[0]` | read-only; `clone()` is plain |",
         "| `F.linear` outside of a module | right numbers and gradients on a slower path; training warns once |",

@@ -15,7 +15,7 @@ from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 
 is_strict: Callable[[], bool] = bool
-"""Returns whether reads raise. `modules.contexts.context` replaces this function, which returns False."""
+"""Returns whether reads raise. `modules.base.checks` replaces this function, which returns False."""
 
 
 class ReadableTensor(Tensor):
@@ -73,12 +73,12 @@ def read(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if is_composite:
         return operation.decompose(*args, **kwargs)
     name = operation.__name__.partition(".")[0]
-    if is_strict():
+    is_like = name.startswith("new_") or name.endswith("_like")
+    if is_strict() and not is_like:
         raise limits.fallback_error(("read",), f"{operation} on a quantized tensor")
     if name in ("mm", "addmm", "bmm", "baddbmm") and torch.is_grad_enabled():
         if any(weight.requires_grad for weight in _quantized(args)):
             limits.warn("read", f"{operation} on a quantized tensor", "ignore this warning")
-    is_like = name.startswith("new_") or name.endswith("_like")
     keywords = {key: _plain(value, is_like) for key, value in kwargs.items()}
     result = operation(*_plain(args, is_like), **keywords)
     if not is_view:

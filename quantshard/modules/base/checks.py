@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError, warn_once
+from quantshard.modules.contexts import context
 from quantshard.recipe import QuantSpec, Recipe
-from quantshard.tensor import components
+from quantshard.tensor import components, reads
 from quantshard.tensor.storage import QuantizedStorage
 
+reads.is_strict = context.is_strict
 PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import pending_amaxes, settings
 from quantshard.recipe import HighPrecision, Recipe, resolve
-from quantshard.tensor import reads
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,6 @@ def runs_by(recipe: str | Recipe) -> bool:
 def is_strict() -> bool:
     """Return whether the innermost autocast turns fallbacks into errors."""
     return settings.registered[current_setting()].strict
-
-
-reads.is_strict = is_strict
 
 
 def check_flags(owner: str, **flags: object) -> None:
