@@ -213,7 +213,7 @@ REFUSALS: Final[dict[str, Limit]] = {
         "save the model with optimizer=None, and optimizer.state_dict() with torch.save",
     ),
     "pickle": Limit(
-        "a shard or gathered copy of a quantized tensor is not pickled",
+        "a shard of a quantized tensor is not pickled",
         "only its own rank can read it",
         "save with quantshard.checkpoints.save, or torch.save(module.state_dict(), path)",
     ),
@@ -224,9 +224,9 @@ REFUSALS: Final[dict[str, Limit]] = {
         "by ema_decay=0.999 of FusedAdam",
     ),
     "replaced weight": Limit(
-        "parametrizations, pruning and FullyShardedDataParallel (FSDP1) do not take a quantized weight",
-        "they replace it by values in high precision",
-        "build the module under quantized_model_init(enabled=False), or shard with fully_shard",
+        "parametrizations, pruning and FSDP1 do not take a quantized weight",
+        "they replace it",
+        "build the module under quantized_model_init(enabled=False), or use fully_shard",
     ),
     "shared memory": Limit(
         "share_memory_ of a quantized tensor is not supported",

@@ -131,18 +131,18 @@ def rendered() -> str:
 
 LIMITS_HEAD = """# Limits
 
-Made from the tables in `quantshard/limits.py`, like the errors and `explain`.
+Made from `quantshard/limits.py`.
 
-A *fallback* gives the right numbers by a slower or larger path. `explain(model, optimizer, recipe)` names those that
-each parameter takes; `explain(..., strict=True)` and, for what a forward can see, `autocast(strict=True)` raise.
-What is *refused* always raises. See also the refused [arguments of TransformerEngine](transformer-engine.md).
+A *fallback* gives the right numbers by a slower or larger path. `explain(model, optimizer, recipe)` names them;
+`explain(..., strict=True)` and, for what a forward can see, `autocast(strict=True)` raise. Also
+refused: some [arguments of TransformerEngine](transformer-engine.md).
 """
 
 
 OPERATIONS_HEAD = """## Operations on quantized weights
 
-Made from the rules in `quantshard/tensor/`. Other writes raise. All other operations read: they return plain tensors of
-dequantized values, also through DTensor; `autocast(strict=True)` rejects them.
+Operations that are not listed read: they return plain tensors of dequantized values, also through DTensor, and
+`autocast(strict=True)` rejects them. Writes that are not listed raise.
 
 | operations | result |
 |---|---|"""
@@ -155,12 +155,12 @@ def operation_rows() -> list[str]:
     names = {str(operation).split(".")[1] for operation in RULES}
     arithmetic = {f"{name}_" for name in IN_PLACE.values()}
     assert names > arithmetic | {f"_foreach_{name}" for name in arithmetic}
-    others = sorted(name for name in names - arithmetic if not name.startswith("_foreach_"))
+    others = sorted(name for name in names - arithmetic if not name.startswith("_"))
     return [
         f"| {' '.join(f'`{name}`' for name in others)} | handles, copies or placeholders for FSDP2 |",
         f"| {' '.join(f'`{name}`' for name in sorted(arithmetic))}, also `_foreach_` | stochastically rounded values |",
-        "| views, such as `weight.T` and `weight[0]` | read-only; `clone()` is plain |",
-        "| `F.linear` outside of a module | right numbers and gradients on a slower path; training warns once |",
+        "| `weight.T`, `weight[0]` | read-only views; `clone()` is plain |",
+        "| `F.linear` outside of a module | slower; training warns once |",
         "| `torch.save(model)`, `deepcopy` | every bit; of a shard only `deepcopy` |",
     ]
 

@@ -40,9 +40,9 @@ class ReadOnlyView(ReadableTensor):
     dequantize = Tensor.clone
 
     def __new__(cls, values: Tensor) -> ReadOnlyView:
-        self: Any = private_torch.make_wrapper(cls, values.shape, values.dtype, values.device, values.stride())
+        self: ReadOnlyView = private_torch.make_wrapper(cls, values.shape, values.dtype, values.device, values.stride())
         self.values_read, self.read_values = values, lambda: values
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ReadOnlyView({self.values_read!r})"
@@ -76,9 +76,9 @@ def read(operation: Any, *args: Any, **kwargs: Any) -> Any:
     is_like = name.startswith("new_") or name.endswith("_like")
     if is_strict() and not is_like:
         raise limits.fallback_error(("read",), f"{operation} on a quantized tensor")
-    if name in ("mm", "addmm", "bmm", "baddbmm") and torch.is_grad_enabled():
-        if any(weight.requires_grad for weight in _quantized(args)):
-            limits.warn("read", f"{operation} on a quantized tensor", "ignore this warning")
+    is_product = name in ("mm", "addmm", "bmm", "baddbmm")
+    if is_product and torch.is_grad_enabled() and any(weight.requires_grad for weight in _quantized(args)):
+        limits.warn("read", f"{operation} on a quantized tensor", "ignore this warning")
     keywords = {key: _plain(value, is_like) for key, value in kwargs.items()}
     result = operation(*_plain(args, is_like), **keywords)
     if not is_view:

@@ -282,8 +282,7 @@ class QuantizedModule(AssignableModule):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name not in self._weights:
-            checks.check_stays(self, name, param)
+        checks.check_stays(self, name, None if name in self._weights else param)
         super().register_parameter(name, param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
