@@ -398,7 +398,6 @@ def refused(case: Case) -> list[str]:
     with torch.no_grad():
         clone = model[0].weight.detach().clone()
         found.append(message_of(lambda: clone.mul_(0.5)))
-        found.append(message_of(lambda: torch.zeros_like(model[0].weight).mul_(model[0].weight)))
         model[0].unshard()
         found.append(message_of(lambda: model[0].weight.mul_(0.5)))
         model[0].reshard()
@@ -412,7 +411,7 @@ def refused(case: Case) -> list[str]:
 
 def test_refused_on_every_rank() -> None:
     """1 and 3 ranks: a sentence with the way out, on each."""
-    ways_out = ["FusedAdam", "fully_shard-ed module", ".dequantize()", "reshard()", "seed torch alike"]
+    ways_out = ["FusedAdam", "fully_shard-ed module", "reshard()", "seed torch alike"]
     for ranks in (1, 3):
         for messages in run_ranks(ranks, refused, Case("current", (ranks,), shapes=SHAPES)):
             for message, way_out in zip(messages, ways_out, strict=True):
