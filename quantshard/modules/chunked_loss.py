@@ -57,6 +57,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
     reduction: str = "mean",
     num_items_in_batch: int | Tensor | None = None,
     return_z_loss: bool = False,
@@ -75,6 +77,8 @@ def linear_cross_entropy(
         ignore_index: label of tokens without loss.
         label_smoothing: share of the target probability that is spread over the vocabulary, 0 to 1.
         z_loss: factor of log(Z)^2 that is added to each token's loss, where Z is the denominator of the softmax.
+        logit_scale: factor of all logits, as in Granite (1 / logits_scaling) and Cohere.
+        softcap: bound of the logits x, which become softcap * tanh(x / softcap), as in Gemma 2; 0: no bound.
         reduction: "mean" over tokens that are not ignored, "sum", or "none".
         num_items_in_batch: divisor of the sum, instead of the number of tokens of this call.
         return_z_loss: also return the part of the loss that `z_loss` adds, detached.
@@ -94,7 +98,8 @@ def linear_cross_entropy(
     if isinstance(weight, DTensor):
         hidden, weight, bias, first, group = _local_shards(hidden, weight, bias)
     hidden, weight, bias = _autocast(hidden, weight, bias)
-    arguments = (hidden, weight, bias, labels, ignore_index, label_smoothing, z_loss, vocabulary, first, group)
+    options = (ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    arguments = (hidden, weight, bias, labels, *options, vocabulary, first, group)
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
     is_valid = labels != ignore_index
     if reduction != "none" and any(needs):
@@ -149,7 +154,7 @@ def _local_shards(
 
 _FIELDS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int ignore_index, float label_smoothing, float z_loss, "
-    "SymInt vocabulary, SymInt first, str group"
+    "float logit_scale, float softcap, SymInt vocabulary, SymInt first, str group"
 )
 
 
@@ -254,7 +259,7 @@ def logits_bytes(args: Sequence[Any]) -> int:
     hidden, weight = [x for x in args if isinstance(x, Tensor) and x.ndim == 2][:2]
     trains_weight = isinstance(args[-1], list) and args[-1][1]
     first = next(_chunks(hidden, len(weight), trains_weight), slice(0))
-    return int(first.stop) * len(weight) * weight.itemsize
+    return int(first.stop) * len(weight) * weight.itemsize * (2 if args[8] else 1)
 
 
 # Computation
@@ -270,6 +275,8 @@ class ChunkedHead(NamedTuple):
     ignore_index: int
     label_smoothing: float
     z_loss: float
+    logit_scale: float
+    softcap: float
     vocabulary: int
     first: int
     group: str
@@ -295,14 +302,20 @@ class ChunkedHead(NamedTuple):
         entropies = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         has_log_z, log_z = log_z is not None, torch.empty_like(entropies) if log_z is None else log_z
         gradients = _empty_gradients(hidden, weight, self.bias, needs)
+        row_sums = torch.zeros_like(entropies) if self.label_smoothing and self.is_transformed else None
         for number, rows in enumerate(_chunks(hidden, self.vocabulary, needs[1])):
             logits = F.linear(hidden[rows], weight, self.bias)
+            tanh = self._transform(logits, factors is not None)
+            if row_sums is not None:
+                row_sums[rows] = logits.sum(-1, dtype=row_sums.dtype)
             if not has_log_z:
                 entropies[rows], log_z[rows] = self._cross_entropies(logits, columns[rows], is_local[rows])
             if factors is not None:
                 row_factors = factors[rows] * (1 + 2 * self.z_loss * log_z[rows])
                 of_targets = factors[rows] * (1 - self.label_smoothing) * is_local[rows]
                 kernel_dispatch.logits_gradient(logits, columns[rows], log_z[rows], row_factors, of_targets, logits)
+                if self.is_transformed:
+                    self._backpropagate(logits, tanh, factors[rows])
                 if needs[0]:
                     _add_product(gradients.hidden[rows], logits, weight, is_first=True)
                 if needs[1]:
@@ -310,13 +323,35 @@ class ChunkedHead(NamedTuple):
                 if needs[2]:
                     gradients.bias.add_(logits.sum(0, dtype=gradients.bias.dtype))
             # free them before the next chunk is allocated
-            del logits
+            del logits, tanh
         losses = entropies
         if self.label_smoothing:
-            losses = self._smoothed(entropies, log_z, factors, gradients, needs)
+            losses = self._smoothed(entropies, log_z, factors, gradients, needs, row_sums)
         losses = torch.where(self.is_valid, losses + self.z_loss * log_z.square(), 0.0)
         is_outside = self.is_valid & ((self.labels < 0) | (self.labels >= self.vocabulary))
         return torch.where(is_outside, math.nan, losses), log_z, gradients
+
+    @property
+    def is_transformed(self) -> bool:
+        return self.softcap != 0 or self.logit_scale != 1
+
+    def _transform(self, logits: Tensor, has_backward: bool) -> Tensor | None:
+        """Scale and cap logits in place. Return what the derivative of the cap needs."""
+        if self.is_transformed:
+            logits.div_((self.softcap or 1.0) / self.logit_scale)
+        if not self.softcap:
+            return None
+        tanh = logits.tanh_().clone() if has_backward else None
+        logits.mul_(self.softcap)
+        return tanh
+
+    def _backpropagate(self, grad: Tensor, tanh: Tensor | None, factors: Tensor) -> None:
+        """Change the gradient of transformed logits, without label smoothing, to that of the product, in place."""
+        if self.label_smoothing:
+            grad.sub_((factors * (self.label_smoothing / self.vocabulary))[:, None])
+        if tanh is not None:
+            torch.ops.aten.tanh_backward.grad_input(grad.mul_(self.softcap), tanh, grad_input=grad)
+        grad.div_((self.softcap or 1.0) / self.logit_scale)
 
     def _cross_entropies(self, logits: Tensor, columns: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
         """Return -log p of each token's target and log(Z), both over the whole vocabulary."""
@@ -334,22 +369,23 @@ class ChunkedHead(NamedTuple):
         return log_sum - sums[1], top + log_sum
 
     def _smoothed(
-        self, entropies: Tensor, log_z: Tensor, factors: Tensor | None, gradients: Gradients, needs: list[bool]
-    ) -> Tensor:
+        self, entropies: Tensor, log_z: Tensor, factors: Tensor | None, gradients: Gradients, needs: list[bool],
+        row_sums: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Apply label smoothing to the losses and the gradients.
 
         The mean of a token's logits is the product of its hidden state and the mean of the weight's rows, so no pass
-        over logits is necessary.
+        over logits is necessary. `row_sums`: sums of transformed logits, whose gradients are smoothed.
         """
         share, hidden, bias = self.label_smoothing / self.vocabulary, self.hidden, self.bias
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         row_sum = self.weight.sum(0, dtype=dtype)
-        mean_logits = hidden.to(dtype) @ row_sum
-        if bias is not None:
+        mean_logits = hidden.to(dtype) @ row_sum if row_sums is None else row_sums
+        if bias is not None and row_sums is None:
             mean_logits = mean_logits + bias.sum(dtype=dtype)
         if self.group:
             dist.all_reduce(mean_logits, group=private_torch.process_group(self.group))
-        if factors is not None:
+        if factors is not None and row_sums is None:
             if needs[0]:
                 gradients.hidden.addr_(factors.to(dtype), row_sum, alpha=-share)
             if needs[1]:

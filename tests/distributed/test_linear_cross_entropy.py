@@ -48,7 +48,9 @@ def with_a_sharded_vocabulary(layout: str, options: dict[str, Any]) -> list[Tens
     loss = qs.linear_cross_entropy(hidden, weight, labels, bias, **options)
     loss.sum().backward()
     exact = [x.double().requires_grad_() for x in values]
-    logits = F.linear(*exact)
+    scale, softcap = options.get("logit_scale", 1.0), options.get("softcap", 0.0)
+    logits = F.linear(*exact) * scale
+    logits = (logits / softcap).tanh() * softcap if softcap else logits
     smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
     expected = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="none")
     expected = expected + torch.where(labels == -100, 0.0, z_loss * logits.logsumexp(-1).square())
@@ -64,7 +66,8 @@ def with_a_sharded_vocabulary(layout: str, options: dict[str, Any]) -> list[Tens
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sharded_vocabulary_gives_the_loss_and_gradients_of_the_whole(ranks: int, layout: str) -> None:
     """Within the error of float32 sums of 301 terms; 301 rows are divided unevenly."""
-    for options in ({}, {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}):
+    smoothed = {"label_smoothing": 0.1, "z_loss": 0.01}
+    for options in ({}, {"reduction": "none", **smoothed}, {"logit_scale": 0.7, "softcap": 3.0, **smoothed}):
         for errors in run_ranks(ranks, with_a_sharded_vocabulary, layout, options):
             assert max(errors) <= VOCABULARY * 2.0**-24
 
@@ -75,13 +78,14 @@ SIZES = {
 }  # fmt: skip
 
 
-def of_a_model(loss: str, sharding: str, tied: bool) -> tuple[Tensor, dict[str, Tensor], bool]:
+def of_a_model(loss: str, sharding: str, tied: bool, recipe: Any = "block") -> tuple[Tensor, dict[str, Tensor], bool]:
     """Loss of a converted Llama, its gradients, and whether its logits were deferred."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied))
-    qs.convert(model, "block", loss=loss)
+    kind, config = (Gemma2ForCausalLM, Gemma2Config) if tied else (LlamaForCausalLM, LlamaConfig)
+    model = kind(config(**SIZES, tie_word_embeddings=tied))
+    qs.convert(model, recipe, loss=loss)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tokens = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
     if sharding == "tp":
@@ -102,16 +106,19 @@ def of_a_model(loss: str, sharding: str, tied: bool) -> tuple[Tensor, dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("sharding", "tied"),
+    ("sharding", "tied", "recipe"),
     [
-        ("fsdp", True),
-        pytest.param("fsdp", False, marks=pytest.mark.exhaustive),
-        ("fsdp, head by itself", False),
-        ("tp", False),
+        ("fsdp", True, "block"),
+        pytest.param("fsdp", False, "block", marks=pytest.mark.exhaustive),
+        ("fsdp, head by itself", False, "block"),
+        ("fsdp, head by itself", False, {"lm_head": "mxfp8", "*": "block"}),
+        pytest.param("fsdp", False, {"lm_head": "mxfp8", "*": "block"}, marks=pytest.mark.exhaustive),
+        ("tp", False, "block"),
     ],
 )
-def test_a_sharded_model_has_the_loss_of_its_logits(sharding: str, tied: bool) -> None:
-    chunked, plain = (run_ranks(2, of_a_model, loss, sharding, tied) for loss in ("chunked", "model"))
+def test_a_sharded_model_has_the_loss_of_its_logits(sharding: str, tied: bool, recipe: Any) -> None:
+    """The tied model caps its logits."""
+    chunked, plain = (run_ranks(2, of_a_model, loss, sharding, tied, recipe) for loss in ("chunked", "model"))
     for (loss, grads, is_deferred), (plain_loss, plain_grads, _) in zip(chunked, plain, strict=True):
         assert is_deferred
         torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)

@@ -91,6 +91,41 @@ def assert_within(found: Tensor, expected: Tensor, bound: Tensor) -> None:
     assert excess <= 1, f"{float(excess):.3g} times the bound"
 
 
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "scaled": {"logit_scale": 0.3, "z_loss": 0.01},
+    "capped": {"softcap": 2.0, "reduction": "sum"},
+    "scaled, capped and smoothed": {"logit_scale": 1.7, "softcap": 4.0, "label_smoothing": 0.2, "z_loss": 0.01},
+    "scaled and smoothed, each token": {"logit_scale": 1.7, "label_smoothing": 0.2, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_and_capped_logits(dtype: torch.dtype, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors relative to the largest value: of float32 sums, or of four roundings of each logit to bfloat16."""
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", CHUNKS["three chunks"])
+    options = dict(TRANSFORMS[transform])
+    hidden, weight, labels, bias = inputs(dtype)
+    loss = qs.linear_cross_entropy(hidden, weight, labels, bias, **options)
+    loss.sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = F.linear(*exact).flatten(0, 1) * options.get("logit_scale", 1.0)
+    if softcap := options.get("softcap"):
+        logits = softcap * (logits / softcap).tanh()
+    targets = labels.flatten()
+    expected = F.cross_entropy(
+        logits, targets, label_smoothing=options.get("label_smoothing", 0.0), reduction="none"
+    ) + torch.where(targets == -100, 0.0, options.get("z_loss", 0.0) * logits.logsumexp(-1).square())
+    if options.get("reduction") == "none":
+        expected = expected.view(labels.shape)
+    else:
+        expected = expected.sum() / ((targets != -100).sum() if "reduction" not in options else 1)
+    expected.sum().backward()
+    bound = {torch.float32: VOCABULARY * U32, torch.bfloat16: 4 * 2.0**-8}[dtype]
+    pairs = [(loss, expected), *((x.grad, y.grad) for x, y in zip((hidden, weight, bias), exact, strict=True))]
+    assert all((a - b).abs().max() <= bound * b.abs().max() for a, b in pairs)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,7 +204,7 @@ def test_no_tensor_is_larger_than_a_chunk(smoothing: float, monkeypatch: pytest.
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 128 * vocabulary)
     hidden, weight = torch.randn(tokens, features), torch.randn(vocabulary, features)
     labels = torch.randint(vocabulary, (tokens,))
-    head = chunked_loss.ChunkedHead(hidden, weight, None, labels, -100, smoothing, 0.0, vocabulary, 0, "")
+    head = chunked_loss.ChunkedHead(hidden, weight, None, labels, -100, smoothing, 0.0, 1.0, 0.0, vocabulary, 0, "")
     with Largest() as largest:
         head.computed(torch.ones(tokens), [True, True, False])
     assert largest.elements == 128 * vocabulary  # also the size of the loss's temporaries

@@ -2,8 +2,7 @@
 
 A transformers model calls `self.lm_head` and passes the result to `self.loss_function`. In a training pass with labels,
 the head returns `DeferredLogits`, and the loss function calls the head again, as a module (so FSDP2's hooks run), which
-then returns the loss. Any other use of the logits computes them; a model that scales its logits before the loss takes
-this way.
+then returns the loss. Scaling and capping by tanh stay deferred. Any other use of the logits computes them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ from torch.nn import functional as F
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, warn_once
 from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.modules import chunked_loss
 from quantshard.modules.chunked_loss import DESCRIPTION, linear_cross_entropy
+from quantshard.modules.contexts.recompute import checkpoint
 
 AUTO, CHUNKED, MODEL = LOSSES = ("auto", "chunked", "model")
 """Values of `loss=`: chunked where possible, chunked or an error, and the model's own loss."""
@@ -33,9 +34,6 @@ OPTIONS: Final = frozenset(("label_smoothing", "z_loss"))
 
 _LOSS_FUNCTION: Final = "_loss_function"
 """Attribute of transformers models that their property `loss_function` sets."""
-
-SCALES: Final = "final_logit_softcapping logits_soft_cap logits_scaling logit_scale lm_head_multiplier".split()
-"""Configuration entries of models that change their logits before the loss."""
 
 Loss = str | Mapping[str, float]
 
@@ -63,7 +61,8 @@ def set_loss(model: nn.Module, loss: Loss) -> str:
         setattr(owner, DESCRIPTION, description)
         if reason:
             continue
-        owner.get_output_embeddings().__class__ = LossLinear  # type: ignore[operator]
+        head: Any = owner.get_output_embeddings()  # type: ignore[operator]
+        head.__class__ = LOSS_HEADS[type(head)]
         owner.loss_function = ChunkedLoss(dict(loss) if isinstance(loss, Mapping) else {})  # type: ignore[assignment]
     return description
 
@@ -74,8 +73,8 @@ def unset_loss(model: nn.Module) -> None:
         if isinstance(getattr(module, _LOSS_FUNCTION, None), ChunkedLoss):
             delattr(module, _LOSS_FUNCTION)
         vars(module).pop(DESCRIPTION, None)
-        if type(module) is LossLinear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if type(module) in LOSS_HEADS.values():
+            module.__class__ = type(module).__mro__[2]  # type: ignore[assignment]
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def deferring_logits(model: Any, arguments: Mapping[str, Any]) -> Iterator[None]
     loss_function: Any = getattr(model, _LOSS_FUNCTION, None)
     head = model.get_output_embeddings() if isinstance(loss_function, ChunkedLoss) else None
     is_training = model.training and arguments.get("labels") is not None and torch.is_grad_enabled()
-    if not is_training or not isinstance(head, LossLinear) or _has_own_hooks(head):
+    if not is_training or not isinstance(head, DeferringHead) or _has_own_hooks(head):
         # a model around this one may have asked the head to defer
         yield
         return
@@ -119,14 +118,9 @@ def _unfit(model: Any) -> str:
         return "its loss is not transformers' ForCausalLMLoss"
     if "self.loss_function" not in _source_of_forward(model):
         return "its forward does not call loss_function"
-    if isinstance(head, ConvertedLinear):
-        return "its head is quantized"
-    if type(head) is not nn.Linear or "forward" in vars(head):
+    if type(head) not in LOSS_HEADS or "forward" in vars(head):
         return f"its head is a {type(head).__name__} or has its own forward"
-    if _has_own_hooks(head):
-        return "its head has hooks"
-    scale = next((name for name in SCALES if getattr(model.config, name, None) is not None), None)
-    return f"it changes its logits by {scale}" if scale else ""
+    return "its head has hooks" if _has_own_hooks(head) else ""
 
 
 def _source_of_forward(model: Any) -> str:
@@ -136,11 +130,10 @@ def _source_of_forward(model: Any) -> str:
         return "self.loss_function"
 
 
-class LossLinear(nn.Linear):
-    """An output head that can defer its logits, and compute the loss."""
+class DeferringHead(nn.Module):
+    """Base class placed before that of an output head. `defers`: whether the next call returns `DeferredLogits`."""
 
     defers: bool = False
-    """Whether the next call returns `DeferredLogits`."""
 
     def __call__(self, hidden: Tensor, **loss_arguments: Any) -> Any:
         if self.defers:
@@ -148,6 +141,10 @@ class LossLinear(nn.Linear):
             self.defers = False
             return DeferredLogits(self, hidden)
         return super().__call__(hidden, **loss_arguments)
+
+
+class LossLinear(DeferringHead, nn.Linear):
+    """A head in high precision."""
 
     def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
         """Compute logits; with `labels`, the loss (`linear_cross_entropy`)."""
@@ -160,14 +157,50 @@ class LossLinear(nn.Linear):
         return loss
 
 
+class LossConverted(DeferringHead, ConvertedLinear):
+    """A quantized head. Each chunk of tokens is a checkpointed call of the layer."""
+
+    def forward(self, inp: Tensor, labels: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Compute logits; with `labels`, the loss."""
+        if labels is None:
+            return super().forward(inp)
+        labels, count = labels.flatten(), options.pop("num_items_in_batch")
+        rows = max(1, chunked_loss.LOGITS_AT_ONCE // self.out_features // chunked_loss.ROWS) * chunked_loss.ROWS
+        parts = zip(inp.flatten(0, -2).split(rows), labels.split(rows), strict=True)
+        total = sum(checkpoint(self._loss_of, *part, preserve_rng_state=False, **options) for part in parts)
+        return total / ((labels != options["ignore_index"]).sum() if count is None else count)
+
+    def _loss_of(self, hidden: Tensor, labels: Tensor, logit_scale: float, softcap: float, **options: Any) -> Tensor:
+        logits = super().forward(hidden) / ((softcap or 1.0) / logit_scale)
+        return _summed_losses(logits.tanh() * softcap if softcap else logits, labels, **options)
+
+
+LOSS_HEADS: Final[dict[type, type]] = {nn.Linear: LossLinear, ConvertedLinear: LossConverted}
+
+
+def _summed_losses(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Any:
+    """Sum the losses of logits [tokens, vocabulary] in float32."""
+    logits = logits.float()
+    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
+    if z_loss:
+        total = total + z_loss * torch.where(labels != ignore_index, logits.logsumexp(-1).square(), 0.0).sum()
+    return total
+
+
 class DeferredLogits:
     """Logits that are computed when something reads them, by any method or function of a tensor.
 
-    Read them before the optimizer's step and, under FSDP2, before backward.
+    `_transform`: a divisor of the head's outputs, and the factor of their hyperbolic tangent (0: without one).
+    `_origin`: the logits that these are computed from, the method that does it, and its arguments. Read logits before
+    the optimizer's step and, under FSDP2, before backward.
     """
 
-    def __init__(self, head: LossLinear, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, head: Any, hidden: Tensor, dtype: torch.dtype | None = None) -> None:
         self._head, self._hidden, self._dtype = head, hidden, dtype
+        self._transform = 1.0, 0.0
+        self._origin: tuple[DeferredLogits, str, tuple[float, ...]] | None = None
         self._logits: Tensor | None = None
         kind = hidden.device.type
         is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
@@ -206,25 +239,41 @@ class DeferredLogits:
                 raise RuntimeError("output.logits: the head's weight has changed; read them before backward")
             precision = nullcontext() if self._cast is None else torch.autocast(self.device.type, dtype=self._cast)
             with torch.enable_grad(), precision:
-                logits = self._head(self._hidden)
-                self._logits = logits if self._dtype is None else logits.to(self._dtype)
+                if self._origin is not None:
+                    origin, name, args = self._origin
+                self._logits = getattr(origin.tensor(), name)(*args) if self._origin else self._head(self._hidden)
         return self._logits
 
     def loss(self, labels: Tensor, options: Mapping[str, Any]) -> Tensor | None:
         """Compute the loss of labels that are shifted; None if these logits were changed or have another shape."""
         if self._logits is not None or labels.shape != self._hidden.shape[:-1]:
             return None
+        divisor, softcap = self._transform
+        transform = {"logit_scale": (softcap or 1.0) / divisor, "softcap": softcap}
         device = self.device
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        loss: Tensor = self._head(self._hidden, labels=labels.to(device), **moved)
+        loss: Tensor = self._head(self._hidden, labels=labels.to(device), **moved, **transform)
         return loss
 
-    def float(self) -> DeferredLogits:
+    def tanh(self) -> Any:
+        """Compute the hyperbolic tangent, still deferred."""
+        return self.tensor().tanh() if self._transform[1] or self._dtype else self._after("tanh", (), 1.0, tanh=1.0)
+
+    def float(self) -> Any:
         """Convert to float32, still deferred; the loss is float32 in any case."""
+        return self._after("float", dtype=torch.float32)
+
+    def _after(
+        self, name: str, args: Any = (), divisor: Any = 1.0, tanh: Any = 0.0, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Return the result of a method, deferred. `divisor`: what it divides by. `tanh`: 1 if it is a tangent."""
         if self._logits is not None:
-            return self._logits.float()  # type: ignore[return-value]
-        logits = DeferredLogits(self._head, self._hidden, torch.float32)
+            return getattr(self._logits, name)(*args)
+        logits = DeferredLogits(self._head, self._hidden, dtype)
         logits._changes, logits._cast, logits._is_gathered = self._changes, self._cast, self._is_gathered
+        before, softcap = self._transform
+        logits._transform = (before, softcap / divisor) if softcap else (before * divisor, tanh)
+        logits._origin = self, name, args
         return logits
 
     def __getattr__(self, name: str) -> Any:
@@ -235,11 +284,16 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tanh and type(args[0]) is DeferredLogits and not kwargs:
+            return args[0].tanh()
         return function(*_computed(args), **_computed(kwargs or {}))
 
 
 def _operator(name: str) -> Any:
     def operate(self: DeferredLogits, *args: Any) -> Any:
+        if name in ("__mul__", "__rmul__", "__truediv__") and self._dtype is None:
+            if type(args[0]) in (int, float) and args[0] > 0:
+                return self._after(name, args, args[0] if name == "__truediv__" else 1 / args[0])
         return getattr(self.tensor(), name)(*_computed(args))
 
     return operate
@@ -281,7 +335,7 @@ class ChunkedLoss:
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
         **unused: Any,
-    ) -> Tensor:
+    ) -> Any:
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
@@ -298,16 +352,9 @@ class ChunkedLoss:
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
             )
             return cast(Tensor, loss)
-        logits = logits.float().view(-1, vocab_size)
         shift_labels = shift_labels.view(-1).to(logits.device)
-        smoothing = self.options.get("label_smoothing", 0.0)
-        losses = F.cross_entropy(
-            logits, shift_labels, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
-        )
-        is_valid = shift_labels != ignore_index
-        if z_loss := self.options.get("z_loss"):
-            losses = losses + z_loss * torch.where(is_valid, logits.logsumexp(-1).square(), 0.0)
-        return losses.sum() / (is_valid.sum() if num_items_in_batch is None else num_items_in_batch)
+        total = _summed_losses(logits.view(-1, vocab_size), shift_labels, ignore_index, **self.options)
+        return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 @private_torch.constant_in_graphs

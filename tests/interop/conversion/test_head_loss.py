@@ -15,6 +15,10 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -22,12 +26,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
 
 import quantshard as qs
 from quantshard import errors
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import head_loss
 from quantshard.interop.conversion.head_loss import DeferredLogits, LossLinear
+from quantshard.modules import chunked_loss
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -125,31 +130,76 @@ def test_compiled(chunked: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "scale"),
-    [(Gemma2ForCausalLM, Gemma2Config, "final_logit_softcapping"), (CohereForCausalLM, CohereConfig, "logit_scale")],
-)
-def test_a_model_that_changes_its_logits_has_its_own_loss(
-    kind: Any, config: Any, scale: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if nothing in its configuration shows it; the loss function then says so."""
-    expected = trained(model_of("model", kind, config))
-    torch.manual_seed(0)
-    report = qs.convert(kind(config(**SIZES, bos_token_id=1, eos_token_id=2, pad_token_id=0)), "block")
-    assert report.loss == f"loss: the model's own (it changes its logits by {scale})"
-    with pytest.raises(ConfigurationError, match=scale):
-        model_of("chunked", kind, config)
-    monkeypatch.setattr(head_loss, "SCALES", [])
+SCALED: dict[str, tuple[Any, Any, dict[str, float]]] = {
+    "Gemma 2": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 2.0}),
+    "Gemma 3": (Gemma3ForCausalLM, Gemma3TextConfig, {"final_logit_softcapping": 3.0}),
+    "Cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.3}),
+    "Granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_model_that_scales_or_caps_its_logits(name: str) -> None:
+    kind, config, settings = SCALED[name]
+    model, plain = (model_of(loss, kind, config, **settings) for loss in ("chunked", "model"))
+    inputs = {"num_items_in_batch": torch.tensor(50), "ignore_index": 7, "labels": LABELS.where(LABELS != -100, 7)}
+    assert_alike(trained(model, **inputs), trained(plain, **inputs))
+    logits = model(input_ids=TOKENS, labels=LABELS).logits
+    assert type(logits) is DeferredLogits and torch.equal(logits[:], plain(input_ids=TOKENS).logits)
+    smoothed = trained(model_of({"label_smoothing": 0.2}, kind, config, **settings))
+    loss = F.cross_entropy(
+        plain(input_ids=TOKENS).logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten(), label_smoothing=0.2
+    )
+    plain.zero_grad()
+    loss.backward()
+    assert_alike(smoothed, (loss.detach(), plain.get_output_embeddings().weight.grad))
+
+
+class Shifted(LlamaForCausalLM):
+    """A model that changes its logits in a way that does not stay deferred."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.lm_head(self.model(input_ids).last_hidden_state).tanh().tanh()
+        return CausalLMOutput(self.loss_function(logits, labels, 101), logits)
+
+
+def test_a_model_that_changes_its_logits_otherwise_has_its_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(model_of("model", Shifted))
     monkeypatch.setattr(errors, "_warned_topics", set())
     with pytest.warns(UserWarning, match="changes its logits"):
-        assert_alike(trained(model_of("auto", kind, config)), expected)
+        assert_alike(trained(model_of("auto", Shifted)), expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_a_quantized_head(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of mxfp8 do not depend on their chunk, so the logits have equal bits, and only sums differ."""
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 0)
+    tokens = torch.randint(101, (6, 64), generator=torch.Generator().manual_seed(1))
+    found = []
+    for loss in ("auto", "model"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+        report = qs.convert(model.train(), {"lm_head": recipe, "*": "bf16"} if recipe == "mxfp8" else recipe,
+                            filter=["lm_head"], loss=loss)  # fmt: skip
+        for _ in range(2):
+            model.zero_grad()
+            output = model(input_ids=tokens, labels=torch.where(tokens < 30, -100, tokens))
+            output.loss.backward()
+        found.append((output.loss.detach(), model.lm_head.weight.grad))
+        assert report.loss == ("" if loss == "model" else CHUNKED)
+        assert isinstance(output.logits, DeferredLogits) == (loss == "auto")
+    assert_alike(*found) if recipe == "mxfp8" else torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+    model = copy.deepcopy(model)
+    qs.revert(model)
+    assert type(model.lm_head) is nn.Linear
 
 
 def test_other_heads_and_losses_stay() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     own = copy.deepcopy(model)
-    assert "its head is quantized" in qs.convert(model, "block", filter=["lm_head", "q_proj"]).loss
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert "its head has hooks" in qs.convert(model, "block").loss
     own.loss_function = lambda logits, labels, vocab_size, **rest: logits.sum()
     report = qs.convert(own, "block")
     assert "its loss is not transformers'" in report.loss and report.loss in str(report)
