@@ -85,6 +85,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "one of its layers has hooks or was wrapped or replaced",
         "use modules='linear' if that is intended, for example for adapters",
     ),
+    "between graphs": Limit(
+        "a compiled function runs it eagerly, between two graphs",
+        "graphs contain no tensor parallelism, experts, FP8 activations of unfused MLPs, or layers without kernels",
+        "compile the other layers only, or expect a graph break in each call",
+    ),
     "late amax history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
         "the module was built for another recipe",

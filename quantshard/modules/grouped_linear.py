@@ -133,7 +133,7 @@ class GroupedLinear(QuantizedModule):
         super().__setstate__(state)
         self._note_spread()
 
-    def _is_traced(self, own_autocast: context.autocast | None, inp: Tensor) -> bool:
+    def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # splits would be constants of graphs, and differ each time
 
     @by_own_recipe

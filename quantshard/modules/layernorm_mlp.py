@@ -26,7 +26,7 @@ from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGE
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import Projection, split_sizes
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.gemms import compiled
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
@@ -363,6 +363,10 @@ class LayerNormMLP(_NormedModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(component_loading.split_stacked(self, state_dict, prefix), prefix, *args)
+
+    def is_traced(self, setting: str, inp: Tensor) -> bool:
+        is_fused = settings.quantizes(setting) and not self.return_layernorm_output
+        return (is_fused or self.activation_storage == HIGH_PRECISION) and super().is_traced(setting, inp)
 
     @by_own_recipe
     def forward(self, inp: Tensor, *, residual: Tensor | None = None) -> Tensor | tuple[Tensor | None, ...]:

@@ -25,6 +25,7 @@ _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer
 _COMPILED = "torch.compile of a layer"
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
 _lowering = private_name_later("torch._inductor.lowering.add_needs_realized_inputs", "the speed of compiled layers")
+_inductor_options = private_name_later("torch._inductor.config", "reading compiled layers from another process")
 _unsafe = private_name_later("torch._inductor.utils.FORBIDDEN_CUDAGRAPH_OPS", _COMPILED)
 _compile_times = private_name_later("torch._dynamo.utils.compilation_time_metrics", "graphs of compiled layers")
 _disable = private_name("torch._disable_dynamo", _COMPILED)
@@ -48,8 +49,8 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a call of a module runs the result of its `compile()`."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    """True if a call of a module runs the result of its `compile()`, or the module is a result of torch.compile."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
@@ -233,6 +234,13 @@ def put_in_graphs(function: Any) -> None:
     `torch._dynamo.allow_in_graph` is public as a decorator, but imports all of Dynamo; call this while Dynamo traces.
     """
     torch._dynamo.allow_in_graph(function)
+
+
+def keep_in_caches(function: Any, version: str) -> None:
+    """Let compile caches keep graphs with a function of `put_in_graphs`, whose code has a version, and `keep_order`."""
+    if missing(options := _inductor_options()) is None:
+        names = f"{function.__module__}.{function.__qualname__}", "torch.ops.higher_order.with_effects"
+        options.unsafe_marked_cacheable_functions |= dict.fromkeys(names, version)
 
 
 def eager_in_graphs(reason: str) -> Callable[[Any], Any]:

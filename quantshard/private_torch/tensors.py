@@ -50,6 +50,13 @@ scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compi
 """The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
 
 
+def compile_cache_key(tensor: Any) -> str:
+    """Describe a wrapper tensor for the keys of compile caches: the same in every process, and without values."""
+    names, metadata = tensor.__tensor_flatten__()
+    layouts = [(tuple(part.shape), part.stride(), part.device) for part in operator.attrgetter(*names)(tensor)]
+    return repr((metadata, tuple(tensor.shape), tensor.requires_grad, layouts))
+
+
 def make_wrapper(
     cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device, strides: Any = None
 ) -> Any:

@@ -43,6 +43,8 @@ class QuantizedTensor(reads.ReadableTensor):
 
     quantized_storage: QuantizedStorage
 
+    _stable_hash_for_caching = private_torch.compile_cache_key
+
     def __new__(
         cls,
         storage: QuantizedStorage,

@@ -211,6 +211,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
 SILENT = {
     "torch._disable_dynamo": "a compiled layer without kernels raises an error",
     "torch._scaled_mm": "on a GPU a compiled layer raises an error",
+    "torch._inductor.config": "graphs of compiled layers are not read from another process",
     "torch._inductor.lowering.add_needs_realized_inputs": "compiled layers write an input more than once",
     "torch._dynamo.utils.compilation_time_metrics": "a captured step does not wait for compilations",
     "torch._C._set_throw_on_mutable_data_ptr": "C++ code that reads from a null pointer crashes in place of an error",

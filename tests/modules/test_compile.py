@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
+from quantshard.errors import FallbackError
+from quantshard.gemm import predictions
 from quantshard.modules.contexts import pending_amaxes
+from quantshard.tensor import observation
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 
@@ -267,8 +271,22 @@ def test_a_failed_forward_records_nothing() -> None:
 
 
 def test_a_layer_without_kernels_is_in_no_graph() -> None:
-    with pytest.raises(Exception, match="quantshard: no kernels trace this layer here"), qs.autocast(recipe="current"):
+    with pytest.raises(Exception, match="quantshard: a compiled function runs"), qs.autocast(recipe="current"):
         aot_eager(build("Linear", "current"), fullgraph=True)(data())
+
+
+def test_a_layer_without_kernels_is_refused_under_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without strict, and in steps whose operands are observed, it runs."""
+    module = build("Linear", "current")
+    compiled = aot_eager(module)
+    monkeypatch.setattr(predictions, "fallbacks", lambda *_: ())  # on a CPU every product is emulated
+    with qs.autocast(recipe="current"):
+        expected = compiled(data())
+    with qs.autocast(recipe="current", strict=True):
+        with pytest.raises(FallbackError, match="strict: Linear: a compiled function runs it eagerly"):
+            compiled(data())
+        monkeypatch.setattr(observation, "active", mock.Mock())
+        assert torch.equal(compiled(data()), expected)
 
 
 @pytest.mark.parametrize(

@@ -229,16 +229,15 @@ class FusedGatedMLP(nn.Module):
         if not self._is_fused():
             return super().forward(x)  # type: ignore[misc]
         recipe_context = cast(_GatedLayers, self).gate_proj.own_autocast()
-        if torch.compiler.is_compiling() and not self._is_traced(x, recipe_context):
+        if torch.compiler.is_compiling() and not self._is_traced(x, compiled.setting_in(recipe_context)):
             return compiled.run_eagerly(FusedGatedMLP.forward, self, x)
         if recipe_context is None:
             return self._computed(x)
         with recipe_context:
             return self._computed(x)
 
-    def _is_traced(self, x: Tensor, own_autocast: context.autocast | None) -> bool:
+    def _is_traced(self, x: Tensor, setting: str) -> bool:
         """Return whether a graph of torch.compile contains this module."""
-        setting = context.current_setting() if own_autocast is None else own_autocast.setting
         weights = [getattr(self, name).weight for name in LAYERS]
         is_stored = self._activation_storage != HIGH_PRECISION and not settings.quantizes(setting)
         return not is_stored and compiled.can_trace(setting, x, weights)

@@ -45,7 +45,7 @@ def by_own_recipe(forward: _Forward) -> _Forward:
     @functools.wraps(forward)
     def inside(self: QuantizedModule, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
         own_autocast = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
-        if torch.compiler.is_compiling() and not self._is_traced(own_autocast, inp):
+        if torch.compiler.is_compiling() and not self.is_traced(compiled.setting_in(own_autocast), inp):
             return compiled.run_eagerly(inside, self, inp, *args, **kwargs)
         if own_autocast is None:
             return forward(self, inp, *args, **kwargs)
@@ -179,9 +179,8 @@ class QuantizedModule(AssignableModule):
 
     # Recipe ----------------------------------------------------------------------------------------------------------
 
-    def _is_traced(self, own_autocast: context.autocast | None, inp: Tensor) -> bool:
-        """Return whether graphs of torch.compile contain this module's forward, which enters `own_autocast`."""
-        setting = context.current_setting() if own_autocast is None else own_autocast.setting
+    def is_traced(self, setting: str, inp: Tensor) -> bool:
+        """Return whether graphs of torch.compile contain this module's forward, in an autocast of this setting."""
         weights = private_torch.registered_parameters(self, self._weights)
         return self.tp_size == 1 and compiled.can_trace(setting, inp, weights)
 

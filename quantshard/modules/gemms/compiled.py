@@ -7,7 +7,10 @@ Layers that `can_trace` excludes run eagerly between two graphs.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import RecipeMismatchError, UnsupportedOperationError
 from quantshard.gemm import predictions
-from quantshard.modules.contexts import recompute, settings
+from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import PreparedLinear
@@ -56,17 +59,24 @@ def can_trace(setting: str, x: Tensor, weights: Sequence[Tensor | None]) -> bool
     return kernel_dispatch.kernels_read(x, *weights) and has_kernels(setting, x.dtype)
 
 
+def setting_in(own_autocast: context.autocast | None) -> str:
+    """Return the name of the setting inside an autocast that a module enters, or of the current one."""
+    return context.current_setting() if own_autocast is None else own_autocast.setting
+
+
 def is_quantized(setting: str, weights: Sequence[Tensor | None]) -> bool:
     """Return whether a layer with these weights is quantized in an autocast or in memory."""
     return settings.quantizes(setting) or any([isinstance(weight, QuantizedTensor) for weight in weights])
 
 
-@private_torch.eager_in_graphs("quantshard: no kernels trace this layer here, or an observer reads its operands")
-def run_eagerly(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a forward between two graphs."""
+@private_torch.eager_in_graphs(f"quantshard: {limits.FALLBACKS['between graphs']} (so do sampled steps of statistics)")
+def run_eagerly(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a module's forward between two graphs, unless autocast is strict. Steps with an observer are exempt."""
+    if context.is_strict() and observation.active is None:
+        raise limits.fallback_error(("between graphs",), getattr(module, "name", None) or type(module).__name__)
     step, kernels.tracing.step = kernels.tracing.step, functional.BETWEEN_GRAPHS
     try:
-        return forward(*args, **kwargs)
+        return forward(module, *args, **kwargs)
     finally:
         kernels.tracing.step = step
 
@@ -98,7 +108,17 @@ def call_in_graph(name: str, layers: Sequence[TracedLinear], *arguments: Any) ->
 @private_torch.constant_in_graphs
 def _allow() -> None:
     private_torch.put_in_graphs(_call)
+    private_torch.keep_in_caches(_call, _code_version())
     private_torch.write_inputs_once(torch.ops.quantshard.launch.default)
+
+
+@functools.cache
+def _code_version() -> str:
+    """Digest of this package's code, because graphs in a compile cache contain what it traced."""
+    digest = hashlib.sha256(str(kernels.INTERPRETED).encode())
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _call(name: str, layers: Sequence[Any], *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
 from quantshard.gemm import predictions
 from quantshard.modules.chunked_loss import DESCRIPTION
+from quantshard.modules.contexts.context import autocast
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
 from quantshard.sharding import Shard
@@ -59,6 +60,7 @@ def explain(
     """
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
+    compiled = {part for module in model.modules() if private_torch.is_compiled(module) for part in module.modules()}
     states = _OptimizerStates(optimizer)
     rows, names, optimized, attention = [], dict[Tensor, str](), 0, []
     losses = {text: None for module in model.modules() if (text := getattr(module, DESCRIPTION, ""))}
@@ -74,7 +76,7 @@ def explain(
             param = registered if gathered is None else gathered.param
             if param not in names:
                 name = names[param] = f"{prefix}.{param_name}" if prefix else param_name
-                rows.append(_row(name, param_name, module, param, gathered, states, base_recipe))
+                rows.append(_row(name, param_name, module, param, gathered, states, base_recipe, module in compiled))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         _warn_of_differences(names, optimizer)
@@ -113,6 +115,7 @@ def _row(
     gathers: FsdpGather | None,
     states: _OptimizerStates,
     chosen: Recipe | None,
+    is_compiled: bool,
 ) -> costs.Row:
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
@@ -124,11 +127,17 @@ def _row(
         # FSDP2 keeps the sizes of the first gather.
         sent, gather_count = _sent(storage, local, gathers), 2 if gathers.in_backward else 1
     mesh, placements = _placed(param)
+    recipe, is_traced = recipe_in(module, chosen), cast(Any, getattr(module, "is_traced", None))
+    gemm = gemm_of(leaf, module, param, storage, recipe)
+    if is_compiled and gemm.path and is_traced is not None:
+        setting = autocast(enabled=recipe is not None, recipe=recipe).setting
+        if not is_traced(setting, torch.empty(0, dtype=param.dtype, device=_device(param))):
+            gemm = gemm._replace(fallbacks=(*gemm.fallbacks, "between graphs"))
     return row_of(
         name,
         param,
         storage,
-        gemm_of(leaf, module, param, storage, recipe_in(module, chosen)),
+        gemm,
         (states.formats(param), states.sizes(param), states.has_float32(param)),
         stored=_resident(local, storage, gathers),
         numel=_padded_numel(storage, local, gathers),

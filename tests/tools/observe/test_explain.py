@@ -2,14 +2,17 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import quantshard as qs
+from quantshard.errors import FallbackError
 from quantshard.recipe import Float8CurrentScaling, Recipe
 from quantshard.tools.observe import explain
+from tests.interpreter import kernels_on
 
 RECIPES = {"delayed": 1, "current": 1, "block": 1, "rowwise": 1, "mxfp8": 1, "nvfp4": 0.5}
 """Recipe -> bytes of codes an element."""
@@ -224,3 +227,52 @@ def test_a_remainder_and_its_parameter_are_a_master():
     row = row_of(explain(split, qs.optimizers.FusedAdam(split.parameters(), preset="lean6")), "weight")
     assert row.optimizer == {"exp_avg": "FP8", "exp_avg_sq": "bf16", "master_param": "FP8+8"}
     assert row.state_sizes == {"exp_avg": 8 * (16 + 4), "exp_avg_sq": 8 * 16 * 2, "master_param": 8 * 16}
+
+
+def test_layers_that_compiled_code_runs_between_graphs() -> None:
+    """Only in compiled modules, and only where kernels cannot be traced."""
+
+    def between(model: nn.Module, **options: Any) -> set[str]:
+        return {row.name for row in explain(model, **options).rows if "between graphs" in row.fallbacks}
+
+    def built(dtype: torch.dtype = torch.bfloat16) -> nn.ModuleDict:
+        options: Any = {"params_dtype": dtype, "bias": False}
+        with qs.quantized_model_init(recipe="current"):
+            layers = nn.ModuleDict(
+                {
+                    "linear": qs.Linear(32, 32, **options),
+                    "experts": qs.GroupedLinear(2, 32, 32, **options),
+                    "split": qs.Linear(32, 32, tp_size=2, parallel_mode="column", **options),
+                    "mlp": qs.LayerNormMLP(
+                        32,
+                        32,
+                        activation_storage="fp8",
+                        return_layernorm_output=True,
+                        normalization="RMSNorm",
+                        **options,
+                    ),
+                }
+            )
+        layers["plain"] = qs.Linear(32, 32, **options)
+        return layers
+
+    every = {f"{name}.weight" for name in ("linear", "split")}
+    every |= {"experts.weight0", "experts.weight1", "mlp.fc1_weight", "mlp.fc2_weight"}
+    model = built()
+    assert between(model) == set()
+    assert between(torch.compile(model)) == {f"_orig_mod.{name}" for name in every}
+    model["linear"].compile()
+    assert between(model) == {"linear.weight"}
+    assert between(nn.ModuleDict({"model": built()["plain"]})) == set()
+    with kernels_on("cpu"):
+        model = built()
+        model.compile()
+        assert between(model) == every - {"linear.weight"}
+        assert between(model, recipe="bf16") == {"split.weight", "experts.weight0", "experts.weight1"} | {
+            "mlp.fc1_weight", "mlp.fc2_weight"
+        }  # fmt: skip
+        double = built(torch.float64)
+        double.compile()
+        assert between(double) == every
+    with pytest.raises(FallbackError, match="compiled function runs it eagerly"):
+        explain(double, strict=True)
