@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard import kernel_dispatch
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, Case, batch, bits, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 from tests.interpreter import prepared_once
+from tests.modules.cached_compile import steps_of_a_cache
 
 pytestmark = pytest.mark.distributed
 
@@ -153,3 +156,15 @@ def test_compiled_has_the_bits_of_uncompiled(backend: str, cells: Cells, show: C
     head = f"{'ranks':<6}{'backend':<11}{'compiled':<30}" + "".join(f"{recipe:<18}" for recipe in RECIPES)
     show("\n".join([head, *rows]))
     assert not any("DIFFER" in row for row in rows), "\n".join([head, *rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "other"),
+    exhaustive([("rowwise", "block"), ("nvfp4", ""), ("current", "")], [("nvfp4", "")]),
+)
+def test_processes_that_share_a_compile_cache(recipe: str, other: str, tmp_path: Path) -> None:
+    """A second process reads functions of the same recipe, and none of another one of the same name: 2 ranks."""
+    (first,), (*others, alike) = run_ranks(2, steps_of_a_cache, str(tmp_path), recipe, other)
+    assert {first, *others} == {(True, 0, 0)}
+    assert alike == (True, 1, 2)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,8 +32,6 @@ from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from quantshard.tensor import observation
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES as BY_RECIPE
-from tests.distributed.pool import run_ranks
-from tests.modules.cached_compile import steps_of_a_cache
 from tests.modules.test_reduce_overhead import HeldParts, Pair, assert_same, cut_as_on_a_gpu
 from tests.modules.test_reduce_overhead import trained as steps
 
@@ -390,7 +387,7 @@ def test_a_copy_that_was_not_gathered_is_fetched(recorded: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/modules/test_reduce_overhead.py has the graphs themselves")
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_replays_of_parts_leave_nothing_behind(
     recipe: str, cut_as_on_a_gpu: Callable[[HeldParts], None], monkeypatch: pytest.MonkeyPatch, recorded: list[str]
 ) -> None:
@@ -433,16 +430,3 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
 
 def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(torch.uint8)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "other"),
-    exhaustive([("rowwise", "block"), ("nvfp4", ""), ("current", "")], [("nvfp4", "")]),
-)
-def test_processes_that_share_a_compile_cache(recipe: str, other: str, tmp_path: Path) -> None:
-    """A second process reads functions of the same recipe, and none of another one of the same name: 2 ranks."""
-    (first,), (*others, alike) = run_ranks(2, steps_of_a_cache, str(tmp_path), recipe, other)
-    assert {first, *others} == {(True, 0, 0)}
-    assert alike == (True, 1, 2)
