@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,18 +219,9 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
         quantization_error.add_values_(sums[0], extremes[0], x)
 
 
-def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy.cross_entropies`."""
-    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return implementation.cross_entropies(logits, targets)
-
-
-def logits_gradient(
-    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
-) -> Tensor:
-    """`cross_entropy.logits_gradient`."""
-    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return implementation.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
+def cross_entropy_of(logits: Tensor) -> Any:
+    """The module with the functions of `numerics.cross_entropy` for these logits: with kernels, or the oracle."""
+    return cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:

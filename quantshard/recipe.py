@@ -64,12 +64,6 @@ class MMParams:
     use_split_accumulator: bool = True
 
 
-def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
-    """Return the GEMMs that the recipe lets accumulate fast; see `MMParams`."""
-    params = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
-    return frozenset(gemm for gemm, mm_params in zip(Gemm, params, strict=True) if not mm_params.use_split_accumulator)
-
-
 def _table(
     weight: QuantSpec, input_fprop: QuantSpec, input_wgrad: QuantSpec, grad_dgrad: QuantSpec, grad_wgrad: QuantSpec
 ) -> Table:
@@ -198,10 +192,6 @@ class DelayedScaling(Recipe):
         scaling = Scaling(margin=self.margin, history=self.amax_history_len, most_recent=most_recent)
         return _per_tensor_table(self.fp8_format, scaling)
 
-    @cached_property
-    def fast_gemms(self) -> frozenset[Gemm]:
-        return _fast(self)
-
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
@@ -221,10 +211,6 @@ class Float8CurrentScaling(Recipe):
     @cached_property
     def table(self) -> Table:
         return _per_tensor_table(self.fp8_format, Scaling(power_of_two=self.use_power_2_scales))
-
-    @cached_property
-    def fast_gemms(self) -> frozenset[Gemm]:
-        return _fast(self)
 
 
 @dataclass(frozen=True)

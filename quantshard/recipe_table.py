@@ -93,8 +93,11 @@ class Recipe:
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
-        """GEMMs that may sum in lower precision than float32; see `MMParams`."""
-        return frozenset()
+        """GEMMs that may sum in lower precision than float32: those whose `MMParams` (a field, if any) say so."""
+        params = {gemm: getattr(self, f"fp8_gemm_{gemm.value}", None) for gemm in Gemm}
+        return frozenset(
+            gemm for gemm, mm_params in params.items() if mm_params and not mm_params.use_split_accumulator
+        )
 
     @cached_property
     def weight(self) -> QuantSpec | None:

@@ -6,12 +6,15 @@ run in the background. docs/checkpoints.md#checkpoints-of-a-run lists the guaran
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -27,7 +30,7 @@ from quantshard.checkpoints.disk import agreement, commit, dcp_errors, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import DamagedError
 from quantshard.checkpoints.disk.ownership import Ownership
-from quantshard.checkpoints.disk.store import Path_, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, Path_, locate, why
 from quantshard.checkpoints.loading import LoadRequest
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
@@ -191,7 +194,7 @@ class Manager:
         self._owner.proof.check()
         try:
             commit.clean(self._folder)
-            commit.clean_in_place(self.path(earlier_step) for earlier_step in self._named() if earlier_step < step)
+            _remove_incomplete(self.path(earlier_step) for earlier_step in self._named() if earlier_step < step)
         except OSError as error:
             raise CheckpointError(commit.save_failure(self.path(step), error)) from error
         return commit.prepare_target(self.path(step), step in self._left_behind, self._owner.proof)
@@ -237,7 +240,7 @@ class Manager:
         for step in good_steps:
             try:
                 if step not in kept_steps:
-                    commit.remove(self.path(step))
+                    remove(self.path(step))
             except CheckpointError as error:
                 warnings.warn(str(error), stacklevel=4)
 
@@ -399,3 +402,30 @@ class PendingSave:
             self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)
             if not self.running or polls_after_failure > POLLS_AFTER_FAILURE:
                 return errors
+
+
+def _remove_incomplete(paths: Iterable[str]) -> None:
+    """Remove incomplete checkpoints at `paths`, in stores without renames."""
+    for path in paths:
+        store, store_path = locate(path)
+        if store.renames:
+            return
+        if not commit.is_complete(path) and all(
+            commit.CHECKPOINT_FILE.fullmatch(name) for name in store.names(store_path)
+        ):
+            with suppress(OSError):  # harmless if it stays
+                commit.remove_folder(store, store_path)
+
+
+def remove(path: Path_) -> None:
+    """Remove a checkpoint atomically, or at least make it incomplete first; of a link only the link."""
+    store, store_path = locate(path)
+    try:
+        if isinstance(store, LocalStore):
+            moved_path = SaveTarget(store_path, secrets.token_hex(8)).hidden("old")
+            os.rename(store_path.rstrip("/"), moved_path)
+            store.remove(moved_path)
+            return
+        commit.remove_folder(store, store_path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed: {dcp_errors.words(error)}") from error

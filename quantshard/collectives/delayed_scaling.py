@@ -7,15 +7,18 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch, private_torch
+from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives.flags import MismatchRecord
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.collectives.process_groups import Groups
+from quantshard.collectives.process_groups import Groups, spanned, world
 from quantshard.collectives.rank_checks import rank_digest, was_alike
+from quantshard.errors import ConfigurationError
 from quantshard.kernels import workspace
 from quantshard.kernels.workspace import LaunchQueue
+from quantshard.private_torch import RunningStage
 
 
 def history_amax(history: Tensor, most_recent: bool) -> Tensor:
@@ -232,3 +235,17 @@ def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]],
         by_identity[name, count] = member
     identities = sorted(by_identity)
     return identities, [by_identity[identity] for identity in identities]
+
+
+def check_same_stage(group: Groups, stage: RunningStage) -> None:
+    """Check that amaxes are not reduced over ranks that run other stages of a pipeline, which would deadlock.
+
+    Stages run backward once per micro-batch, at different times, so their collectives would wait for each other. A
+    stage that infers shapes records no amaxes.
+    """
+    pipeline = world() if stage.group is None else stage.group
+    if pipeline is None or stage.infers:
+        return
+    other_ranks = {*dist.get_process_group_ranks(pipeline)} - {dist.get_rank()}
+    if any(not other_ranks.isdisjoint(dist.get_process_group_ranks(members)) for members in spanned(group)):
+        raise ConfigurationError(limits.refusal("other stages", "torch.distributed.pipelining"))

@@ -101,7 +101,7 @@ class ProductPlan:
         )
         a_codes, a_scales = left_reader.read(a, None)
         b_codes, b_scales = read or right_reader.read(b, nan_flag if is_in_scales else None)
-        scaled_mm = _traced_product if kernels.tracing.on else private_torch.scaled_mm
+        scaled_mm = private_torch.traced_scaled_mm if kernels.tracing.on else private_torch.scaled_mm
         out: Tensor = scaled_mm(
             a_codes, b_codes, a_scales, left_reader.scales.recipes, left_reader.scales.swizzle,
             b_scales, right_reader.scales.recipes, right_reader.scales.swizzle, fused_bias, self.sums, (), self.fast,
@@ -111,36 +111,6 @@ class ProductPlan:
         if bias is not None:
             out = kernel_dispatch.rounded(out + bias.float(), self.out_dtype)
         return out if nan_flag is None or is_in_scales else out + nan_flag.to(self.out_dtype)
-
-
-def _traced_product(
-    a: Tensor, b: Tensor, a_scales: Sequence[Tensor], a_kinds: Sequence[int], a_swizzle: Sequence[int],
-    b_scales: Sequence[Tensor], b_kinds: Sequence[int], b_swizzle: Sequence[int],
-    bias: Tensor | None, dtype: torch.dtype, dims: Sequence[int], fast: bool,
-) -> Tensor:  # fmt: skip
-    """`private_torch.scaled_mm` in a graph that is being traced."""
-    if len(a_scales) == len(b_scales) == 1 and a_scales[0].numel() == b_scales[0].numel() == 1:
-        out: Tensor = private_torch.scaled_mm_single(
-            a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast
-        )
-        return out
-    out = torch.ops.quantshard.scaled_product(
-        a, b, a_scales, a_kinds, a_swizzle, b_scales, b_kinds, b_swizzle, bias, dtype, dims, fast
-    )
-    return out
-
-
-# An operator, because torch 2.11 rejects scales of fewer than 128 columns when it computes the shape
-torch.library.define(
-    "quantshard::scaled_product",
-    "(Tensor a, Tensor b, Tensor[] a_scales, int[] a_kinds, int[] a_swizzle, Tensor[] b_scales, int[] b_kinds, "
-    "int[] b_swizzle, Tensor? bias, ScalarType dtype, int[] dims, bool fast) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-torch.library.impl("quantshard::scaled_product", "default", lambda *args: private_torch.scaled_mm(*args))
-torch.library.register_fake(
-    "quantshard::scaled_product", lambda a, b, *args: a.new_empty((a.shape[0], b.shape[1]), dtype=args[7])
-)
 
 
 def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | None:

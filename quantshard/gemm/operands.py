@@ -148,7 +148,7 @@ def quantize_operand(
     spec: QuantSpec,
     *,
     amax: Tensor | None = None,
-    words: RandomWords | None = None,
+    words: Callable[[Shard], RandomWords] | None = None,
     split: OperandSplit | None = None,
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
@@ -157,7 +157,7 @@ def quantize_operand(
         values: [R, C], any floating dtype. If the spec has `random_hadamard`, values are transformed first, and C is
             padded to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
-        words: random words for stochastic rounding, of [R, C] with the same padding.
+        words: returns the random words of the rectangle that this rank quantizes, with the same padding.
         split: `values` is this rank's shard of a matrix split in this way, with the same shape on every rank. The
             result is the shard of the quantized whole. A collective call, unless no block is shared or `amax` is given.
     """
@@ -171,11 +171,12 @@ def quantize_operand(
         )
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
-    if shard.cut is None and not isinstance(words, Tensor) and kernel_dispatch.quantizes(values, spec.format):
-        parts = kernel_dispatch.quantize(values, spec.format, spec.scaling, words, amax)
+    bits = words(shard) if words is not None and spec.scaling.stochastic_rounding else None
+    if shard.cut is None and not isinstance(bits, Tensor) and kernel_dispatch.quantizes(values, spec.format):
+        parts = kernel_dispatch.quantize(values, spec.format, spec.scaling, bits, amax)
         return QuantizedStorage(spec, shard, parts)
     storage = storages.empty(spec, shard, values.device)
-    storage.write(values, _amaxes(storage, values, amax, split), words)
+    storage.write(values, _amaxes(storage, values, amax, split), bits)
     return storage
 
 
@@ -211,29 +212,6 @@ def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) 
     shard = split.shard(shape)
     mixes = spec.scaling.random_hadamard and split.dim == 1 and shape[1] % _MIXED != 0
     return not mixes and all(shard.gathers(copy.codes) for copy in spec.format.copies.values())
-
-
-def quantize_and_gather(
-    values: Tensor,
-    spec: QuantSpec,
-    split: OperandSplit,
-    *,
-    amax: Tensor | None = None,
-    words: RandomBitsFn | None = None,
-) -> QuantizedStorage:
-    """Quantize a matrix from this rank's shard `values` [R, C], and return the whole. A collective call.
-
-    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values. `words` returns
-    the random words of the rectangle that this rank quantizes, the shard or the whole.
-    """
-    local_split: OperandSplit | None = split
-    if not gathers_codes(spec, (values.shape[0], values.shape[1]), split):
-        values, local_split = gather_values(values, split), None
-    bits = None
-    if words is not None and spec.scaling.stochastic_rounding:
-        bits = words(operand_shard((values.shape[0], values.shape[1]), spec, local_split))
-    storage = quantize_operand(values, spec, amax=amax, words=bits, split=local_split)
-    return storage if local_split is None else gather(storage, local_split)
 
 
 def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:

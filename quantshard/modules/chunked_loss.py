@@ -313,7 +313,9 @@ class ChunkedHead(NamedTuple):
             if factors is not None:
                 row_factors = factors[rows] * (1 + 2 * self.z_loss * log_z[rows])
                 of_targets = factors[rows] * (1 - self.label_smoothing) * is_local[rows]
-                kernel_dispatch.logits_gradient(logits, columns[rows], log_z[rows], row_factors, of_targets, logits)
+                kernel_dispatch.cross_entropy_of(logits).logits_gradient(
+                    logits, columns[rows], log_z[rows], row_factors, of_targets, logits
+                )
                 if self.is_transformed:
                     self._backpropagate(logits, tanh, factors[rows])
                 if needs[0]:
@@ -355,7 +357,7 @@ class ChunkedHead(NamedTuple):
 
     def _cross_entropies(self, logits: Tensor, columns: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
         """Return -log p of each token's target and log(Z), both over the whole vocabulary."""
-        entropies, log_z = kernel_dispatch.cross_entropies(logits, columns)
+        entropies, log_z = kernel_dispatch.cross_entropy_of(logits).cross_entropies(logits, columns)
         if not self.group:
             return entropies, log_z
         group = private_torch.process_group(self.group)

@@ -24,7 +24,6 @@ from quantshard.errors import (
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
-from quantshard.optimizers.state import layout
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
@@ -110,7 +109,9 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         same = param.placements == other.placements and param.device_mesh == other.device_mesh
         same = same and local_shapes[0] == local_shapes[1]
     if not same:
-        raise ConfigurationError(f"{name} is {layout(param)}, but its {what} is {layout(other)}; both must be the same")
+        raise ConfigurationError(
+            f"{name} is {checks.layout(param)}, but its {what} is {checks.layout(other)}; both must be the same"
+        )
 
 
 # The optimizer ----------------------------------------------------------------------------------------------------

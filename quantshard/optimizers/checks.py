@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from quantshard import limits, private_torch
 from quantshard.collectives import rank_checks
@@ -19,6 +20,16 @@ from quantshard.tensor.parameter_state import RNG_KEY
 
 SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 """Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
+
+
+def layout(value: Any) -> str:
+    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not isinstance(value, DTensor):
+        return f"a plain tensor {tuple(value.shape)}"
+    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
+    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
 
 
 def check_group_options(where: str, group: Mapping[str, Any], allowed: Container[str], is_averaging: bool) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.errors import CheckpointError, shown
-from quantshard.optimizers.state import layout
+from quantshard.optimizers.checks import layout
 from quantshard.tensor import component_loading
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

@@ -10,12 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
@@ -33,16 +32,6 @@ from quantshard.tensor.storage import QuantizedStorage, Remainder
 
 Draw = Callable[[], Tensor] | None
 """Returns random bits for stochastic rounding, int64 in [0, 2**32), one number per element; None rounds to nearest."""
-
-
-def layout(value: Any) -> str:
-    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if not isinstance(value, DTensor):
-        return f"a plain tensor {tuple(value.shape)}"
-    local_shape, placements = tuple(private_torch.local_tensor(value).shape), tuple(value.placements)
-    return f"a DTensor {tuple(value.shape)} (local {local_shape}) with placements {placements} on {value.device_mesh}"
 
 
 class TensorRegion(NamedTuple):

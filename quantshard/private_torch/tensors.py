@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -48,6 +48,36 @@ scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized o
 
 scaled_mm_single = private_name("torch._scaled_mm", "a native product in a compiled graph")
 """The same product with a single scale for each operand, under the name that Inductor of torch 2.11 knows."""
+
+
+def traced_scaled_mm(
+    a: Tensor, b: Tensor, a_scales: Sequence[Tensor], a_kinds: Sequence[int], a_swizzle: Sequence[int],
+    b_scales: Sequence[Tensor], b_kinds: Sequence[int], b_swizzle: Sequence[int],
+    bias: Tensor | None, dtype: torch.dtype, dims: Sequence[int], fast: bool,
+) -> Tensor:  # fmt: skip
+    """`scaled_mm` in a graph that is being traced."""
+    if len(a_scales) == len(b_scales) == 1 and a_scales[0].numel() == b_scales[0].numel() == 1:
+        single: Tensor = scaled_mm_single(
+            a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast
+        )
+        return single
+    out: Tensor = torch.ops.quantshard.scaled_product(
+        a, b, a_scales, a_kinds, a_swizzle, b_scales, b_kinds, b_swizzle, bias, dtype, dims, fast
+    )
+    return out
+
+
+# an operator, because torch 2.11 rejects scales of fewer than 128 columns when it computes the shape
+torch.library.define(
+    "quantshard::scaled_product",
+    "(Tensor a, Tensor b, Tensor[] a_scales, int[] a_kinds, int[] a_swizzle, Tensor[] b_scales, int[] b_kinds, "
+    "int[] b_swizzle, Tensor? bias, ScalarType dtype, int[] dims, bool fast) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+torch.library.impl("quantshard::scaled_product", "default", lambda *args: scaled_mm(*args))
+torch.library.register_fake(
+    "quantshard::scaled_product", lambda a, b, *args: a.new_empty((a.shape[0], b.shape[1]), dtype=args[7])
+)
 
 
 def compile_cache_key(tensor: Any) -> str:

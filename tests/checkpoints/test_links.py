@@ -12,6 +12,7 @@ import pytest
 from quantshard.checkpoints import Manager, save
 from quantshard.checkpoints.disk import commit
 from quantshard.checkpoints.inspection import verify
+from quantshard.checkpoints.manager import remove
 from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built
 
@@ -53,7 +54,7 @@ def test_a_link_that_cannot_be_removed(tmp_path: Path, call: str) -> None:
         mock.patch.object(os, call, refusing),
         pytest.raises(CheckpointError, match=r"c could not be removed: Permission denied: there"),
     ):
-        commit.remove(tmp_path / "c")
+        remove(tmp_path / "c")
     with Manager(tmp_path / "run", keep_last=1) as manager:
         Path(manager.path(1)).symlink_to(tmp_path / "elsewhere")
         with (

@@ -151,11 +151,9 @@ def one_operand(case: Piece, checks: Checks) -> None:
         checks.that(cell.scaling.stochastic_rounding, case, "words are asked for in vain")
         return words_of(shard, device=case.device)
 
-    rounds = cell.scaling.stochastic_rounding
     if separable:
-        words = draw(operands.operand_shard(case.shape, cell, split)) if rounds else None
         with Wire() as measuring:
-            local = operands.quantize_operand(piece, cell, amax=amax, words=words, split=split)
+            local = operands.quantize_operand(piece, cell, amax=amax, words=draw, split=split)
         of_whole = expected if ranks == 1 else expected.piece(dim, rank * chunk, chunk).map(Tensor.contiguous)
         checks.equal(local, of_whole, case, "piece")
         with Wire() as gathering:
@@ -171,12 +169,19 @@ def one_operand(case: Piece, checks: Checks) -> None:
                 checks.that(False, case, "is not refused")
         checks.that(not wire.calls, case, wire.calls)
     with Wire() as both:
-        found = operands.quantize_and_gather(piece, cell, split, amax=amax, words=draw)
-    checks.equal(found, expected, case, "quantize_and_gather")
+        found = quantized_whole(piece, cell, split, amax=amax, words=draw)
+    checks.equal(found, expected, case, "quantized_whole")
     if separable:
         checks.that(both.calls == measuring.calls + gathering.calls, case, both.calls)
     else:
         checks.that(both.calls == [("allgather_base", piece.numel() * piece.itemsize)], case, both.calls)
+
+
+def quantized_whole(piece: Tensor, cell: QuantSpec, split: OperandSplit, **options: Any) -> QuantizedStorage:
+    """A matrix of which each rank has a piece: codes are gathered, or values where codes cannot be."""
+    if operands.gathers_codes(cell, (piece.shape[0], piece.shape[1]), split):
+        return operands.gather(operands.quantize_operand(piece, cell, split=split, **options), split)
+    return operands.quantize_operand(operands.gather_values(piece, split), cell, **options)
 
 
 def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering: Wire, checks: Checks) -> None:
@@ -200,9 +205,9 @@ def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering:
 
 
 def wire_of(cell: QuantSpec, shape: tuple[int, int], dim: int) -> list[tuple[str, int]]:
-    """What `quantize_and_gather` of a bfloat16 piece communicates."""
+    """What ranks communicate to quantize a matrix from bfloat16 pieces."""
     with Wire() as wire:
-        operands.quantize_and_gather(
+        quantized_whole(
             torch.randn(shape, dtype=torch.bfloat16), cell, OperandSplit(dim, dist.group.WORLD), words=words_of
         )
     return wire.calls
@@ -218,7 +223,7 @@ def rounded_by_group(cell: QuantSpec) -> dict[str, Any]:
     split = OperandSplit(0, mesh.get_group("tp"))
     base = tensor_parallel.stream_base(mesh.get_group("tp"))
     rows = gradient_of(data)
-    found = operands.quantize_and_gather(
+    found = quantized_whole(
         rows.chunk(2)[split.rank], cell, split, words=lambda shard: words_of(shard, stream_of(base))
     )
     return {

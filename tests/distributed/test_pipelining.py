@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
 from quantshard import private_torch
+from quantshard.collectives.delayed_scaling import check_same_stage
 from quantshard.errors import ConfigurationError
-from quantshard.modules.gemms.linear_state import check_same_stage
 from quantshard.optimizers import FusedAdam
 from quantshard.private_torch import RunningStage
 from quantshard.tensor import observation

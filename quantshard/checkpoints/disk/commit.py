@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -34,7 +34,7 @@ from quantshard.errors import CheckpointError, warn_user
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(?P<kind>tmp|old)")
-_CHECKPOINT_FILE = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
+CHECKPOINT_FILE = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
             store.make(store.parent(store_path))
         else:
             if store.exists(store_path):
-                _remove_folder(store, store_path)
+                remove_folder(store, store_path)
             store.make(store_path)
             store.write(store.join(store_path, MANIFEST), b"")
         return SaveTarget(store_path, secrets.token_hex(8), replace, owner)
@@ -109,7 +109,7 @@ def _check_place(path: Path_, replace: bool) -> None:
     # with a trailing slash, the link would be followed
     if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
         raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")
-    foreign_names = [name for name in names if not _CHECKPOINT_FILE.fullmatch(name)]
+    foreign_names = [name for name in names if not CHECKPOINT_FILE.fullmatch(name)]
     if foreign_names:
         raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
 
@@ -134,37 +134,12 @@ def clean(folder: Path_, only: str = "") -> None:
             store.remove(store.join(store_path, name))
 
 
-def clean_in_place(paths: Iterable[str]) -> None:
-    """Remove incomplete checkpoints at `paths`, in stores without renames."""
-    for path in paths:
-        store, store_path = locate(path)
-        if store.renames:
-            return
-        if not is_complete(path) and all(_CHECKPOINT_FILE.fullmatch(name) for name in store.names(store_path)):
-            with suppress(OSError):  # harmless if it stays
-                _remove_folder(store, store_path)
-
-
-def _remove_folder(store: Store, folder: str) -> None:
+def remove_folder(store: Store, folder: str) -> None:
     """Remove a checkpoint's folder, first the file without which it is incomplete: a kill can stop the rest."""
     if isinstance(store, FsspecStore):
         with suppress(FileNotFoundError):
             store.rm_file(store.join(folder, METADATA_FILE))
     store.remove(folder)
-
-
-def remove(path: Path_) -> None:
-    """Remove a checkpoint atomically, or at least make it incomplete first; of a link only the link."""
-    store, store_path = locate(path)
-    try:
-        if isinstance(store, LocalStore):
-            moved_path = SaveTarget(store_path, secrets.token_hex(8)).hidden("old")
-            os.rename(store_path.rstrip("/"), moved_path)
-            store.remove(moved_path)
-            return
-        _remove_folder(store, store_path)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {dcp_errors.words(error)}") from error
 
 
 @contextmanager
@@ -194,7 +169,7 @@ def abandon(target: SaveTarget) -> None:
             if is_complete(folder):
                 return
         if store.exists(folder):
-            _remove_folder(store, folder)
+            remove_folder(store, folder)
     except (OSError, CheckpointError) as error:
         warn_user(f"{folder}, from a failed save, could not be removed ({why(error)})")
 

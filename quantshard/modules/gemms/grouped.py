@@ -20,13 +20,14 @@ from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives import delayed_scaling, process_groups
+from quantshard.collectives.delayed_scaling import check_same_stage
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL, Orientation
 from quantshard.gemm import operands
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
-from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
+from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.parameter_state import RNG_KEY

@@ -57,10 +57,10 @@ class WgradOperand:
             return self
         if isinstance(self.operand, QuantizedStorage):
             return WgradOperand(operands.gather(self.operand, self.split), self.transposed)
+        values = operands.gather_values(self.operand, self.split)
         if self.spec is None:
-            return WgradOperand(operands.gather_values(self.operand, self.split), self.transposed)
-        whole = operands.quantize_and_gather(self.operand, self.spec, self.split, words=self.words)
-        return WgradOperand(whole, self.transposed)
+            return WgradOperand(values, self.transposed)
+        return WgradOperand(operands.quantize_operand(values, self.spec, words=self.words), self.transposed)
 
 
 class GemmOperands(NamedTuple):
@@ -92,11 +92,11 @@ def gemm_operands(
 
     `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
     """
-    if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, usage, weight_index, values.prototype).run(values, weight_operands)
-    if type(values) is not Tensor:
-        values = private_torch.plain(values)
-    return OperandRequest(role, call, state, usage, weight_index, values).run_tensor(values, weight_operands)
+    if isinstance(values, Tensor):
+        like = values = values if type(values) is Tensor else private_torch.plain(values)
+    else:
+        like = values.prototype
+    return OperandRequest(role, call, state, usage, weight_index, like).run(values, weight_operands)
 
 
 def gradient_operands(
@@ -129,7 +129,7 @@ def gradient_operands(
             yield from operands_together(requests, [OperandProducer(value) for value in values], weights)
             continue
         for request, value in zip(requests, values, strict=True):
-            yield request.run_tensor(value)
+            yield request.run(value)
 
 
 def requests_of(
@@ -220,16 +220,18 @@ class OperandRequest:
         )
         self.usage, self.device, self.features = usage, like.device, like.shape[1]
 
-    def run_tensor(self, values: Tensor, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """Quantize values in memory, by kernels if they can."""
-        if self.plan.on_kernels:
-            return operands_together([self], [OperandProducer(values)], weight_operands)[0]
-        return self.run_oracle(values)
+    def run(self, values: Tensor | OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
+        """Quantize values in memory or from a producer, by kernels if they can.
 
-    def run(self, source: OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """Quantize a source by kernels. Its values are written only if a GEMM reads them, or to measure them first."""
+        A producer's values are written only if a GEMM reads them, or to measure them first.
+        """
+        if isinstance(values, Tensor) and not self.plan.on_kernels:
+            return self.run_oracle(values)
+        source = OperandProducer(values) if isinstance(values, Tensor) else values
+        if source.launch is None:
+            return operands_together([self], [source], weight_operands)[0]
         amaxes = source.known_amaxes(self.plan)
-        if source.launch is None or (self.plan.reads_values and amaxes is None):
+        if self.plan.reads_values and amaxes is None:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         self.keep_amax(source)
         outputs = self.outputs(amaxes)
@@ -342,10 +344,8 @@ class OperandRequest:
         self, values: Tensor, spec: QuantSpec, split: OperandSplit | None, words: RandomBitsFn
     ) -> QuantizedStorage:
         """Quantize this rank's piece of an operand."""
-        shape = (values.shape[0], values.shape[1])
-        random_bits = words(operands.operand_shard(shape, spec, split)) if spec.scaling.stochastic_rounding else None
         amax = None if spec.format.is_local else self.known
-        return operands.quantize_operand(values, spec, amax=amax, words=random_bits, split=split)
+        return operands.quantize_operand(values, spec, amax=amax, words=words, split=split)
 
     def _transposed(self, values: Tensor, spec: QuantSpec, words: RandomBitsFn) -> WgradOperand:
         """Build an operand of wgrad from transposed values [features, tokens]."""

@@ -9,15 +9,14 @@ from functools import cached_property
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
-from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.collectives.process_groups import Groups, including, spanned, world
+from quantshard.collectives.delayed_scaling import PendingAmaxes, check_same_stage
+from quantshard.collectives.process_groups import Groups, including
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.errors import ConfigurationError, RecipeMismatchError
+from quantshard.errors import RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
@@ -259,20 +258,6 @@ def amaxes_of(role: TensorRole) -> PendingAmaxes:
         return pending_amaxes.forward_amaxes()
     pending_amaxes.flush_after_backward()
     return pending_amaxes.backward_amaxes
-
-
-def check_same_stage(group: Groups, stage: RunningStage) -> None:
-    """Check that amaxes are not reduced over ranks that run other stages of a pipeline, which would deadlock.
-
-    Stages run backward once per micro-batch, at different times, so their collectives would wait for each other. A
-    stage that infers shapes records no amaxes.
-    """
-    pipeline = world() if stage.group is None else stage.group
-    if pipeline is None or stage.infers:
-        return
-    other_ranks = {*dist.get_process_group_ranks(pipeline)} - {dist.get_rank()}
-    if any(not other_ranks.isdisjoint(dist.get_process_group_ranks(members)) for members in spanned(group)):
-        raise ConfigurationError(limits.refusal("other stages", "torch.distributed.pipelining"))
 
 
 class DelayedScale:

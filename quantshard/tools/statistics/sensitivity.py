@@ -97,7 +97,7 @@ def _alone(a: Tensor, b: Tensor, spec: QuantSpec | None, key: int, transposed: b
     a = a.contiguous()
     shape = operands.operand_shard((a.shape[0], a.shape[1]), spec).global_shape
     words = RandomBits(key, 0, GRADIENT_STREAM, shape, transposed=transposed)
-    q = operands.quantize_operand(a, spec, words=words if spec.scaling.stochastic_rounding else None).dequantize()
+    q = operands.quantize_operand(a, spec, words=lambda _: words).dequantize()
     if spec.scaling.random_hadamard:
         # q is transformed
         a, b = numerics.hadamard16(a), numerics.hadamard16(b)

@@ -263,7 +263,7 @@ def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> T
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool) -> tuple[Tensor, Tensor]:
-        losses, log_z = kernel_dispatch.cross_entropies(logits, targets)
+        losses, log_z = kernel_dispatch.cross_entropy_of(logits).cross_entropies(logits, targets)
         ctx.save_for_backward(logits, targets, log_z)
         ctx.overwrites = overwrites and logits.is_contiguous()
         return losses.mean(), log_z.square().mean()
@@ -276,7 +276,9 @@ class _TokenLosses(torch.autograd.Function):
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
         of_entropy = grad_entropy.expand(len(logits))
-        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
+        grad_logits = kernel_dispatch.cross_entropy_of(logits).logits_gradient(
+            logits, targets, log_z, factors, of_entropy, out
+        )
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)
