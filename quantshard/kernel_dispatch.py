@@ -16,7 +16,9 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
-from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error
+from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, gemm_layouts, quantization_error
+from quantshard.numerics.gemm_layouts import StoredMatrix as StoredMatrix
+from quantshard.numerics.gemm_layouts import SwizzledMatrix as SwizzledMatrix
 
 if kernels.USABLE:
     from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel
@@ -190,33 +192,9 @@ def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> 
     return {**parts, copy.codes.name: codes.view(copy.codes.encoding.storage), copy.scale.name: scale}
 
 
-def add_quantization_error(
-    sums: Tensor,
-    extremes: Tensor,
-    x: Tensor,
-    copy: OrientedCodes,
-    parts: Mapping[str, Tensor],
-    origin: Pair = (0, 0),
-    hadamard: bool = False,
-    partial: bool = False,
-) -> None:
-    """Call `quantization_error.add_error_` on any row of `sums` and `extremes` [copies, columns].
-
-    `hadamard`: x was quantized after `numerics.hadamard16`. `partial`: a kernel may sample a part of a large matrix.
-    """
-    if _has_kernel(x, copy):
-        error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, partial)
-    else:
-        x = numerics.hadamard16(x) if hadamard else x
-        quantization_error.add_error_(sums[0], extremes[0], x, copy, parts, origin)
-
-
-def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """Call `quantization_error.add_values_` on `sums` and `extremes`; see `add_quantization_error`."""
-    if has_float_kernels(x):
-        error_kernel.add_values(sums, extremes, x)
-    else:
-        quantization_error.add_values_(sums[0], extremes[0], x)
+def quantization_error_of(x: Tensor) -> Any:
+    """The module with the functions of `numerics.quantization_error` for x: with kernels, or the oracle."""
+    return error_kernel if has_float_kernels(x) else quantization_error
 
 
 def cross_entropy_of(logits: Tensor) -> Any:
@@ -225,66 +203,24 @@ def cross_entropy_of(logits: Tensor) -> Any:
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
-    """Transpose the stored codes of a matrix [R, `cols`]."""
+    """`gemm_layouts.transpose_codes`."""
     if encoding.bits == 8:
         return by_columns([(codes, None, None)], torch.uint8)[0][0].t()
-    return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
+    return gemm_layouts.transpose_codes(codes, encoding, cols)
 
 
 def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Lay out the 8-bit codes [R, C] of several matrices by columns, viewed as `dtype`, an 8-bit dtype.
-
-    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns, padded
-    with zeros to a multiple of 4, and increased by the float32 scalar `nan_flag`, if any.
-    """
-    if has_kernels(matrices[0][0]):
-        return transpose_kernel.by_columns(matrices, dtype)
-    results = []
-    for codes, scales, nan_flag in matrices:
-        scales_by_columns = None
-        if scales is not None:
-            transposed = scales.t() if nan_flag is None else scales.t() + nan_flag
-            scales_by_columns = torch.nn.functional.pad(transposed, (0, -transposed.shape[1] % 4)).contiguous().t()
-        results.append((codes.t().contiguous().view(dtype).t(), scales_by_columns))
-    return results
-
-
-StoredMatrix = tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""(shape, codes, scales, amax, nan_flag, other) of one copy of a matrix [R, C].
-
-`amax`: of the second scale. `nan_flag`: float32 scalar; NaN makes the whole matrix NaN, and `other`, swizzled E8M0
-scales of R rows.
-"""
-SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
-"""(codes of the transpose [C, R] or None, flat swizzled scales, second scale or None), in PyTorch's dtypes."""
+    """`gemm_layouts.by_columns`."""
+    return (transpose_kernel if has_kernels(matrices[0][0]) else gemm_layouts).by_columns(matrices, dtype)
 
 
 def swizzle(copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
-    """Convert matrices, or their transposes, to the layout of scaled products: an 8-bit scale per row, `swizzled`."""
+    """`gemm_layouts.swizzle` of several matrices."""
     if has_kernels(matrices[0][1]):
         return swizzle_kernel.SwizzleRequest(copy, matrices, turned).finish()
-    return [_swizzle(copy, *matrix, turned) for matrix in matrices]
-
-
-def _swizzle(
-    copy: OrientedCodes, shape: Pair, codes: Tensor, scales: Tensor, amax: Tensor | None, nan_flag: Tensor | None,
-    other: Tensor | None, turned: bool,
-) -> SwizzledMatrix:  # fmt: skip
-    block_rows, encoding = copy.block[0], copy.codes.encoding
-    transposed_codes, second = None, None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))
-    if nan_flag is not None and other is not None and nan_flag.isnan():
-        other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # NaN in the first block of each row
-    if turned:
-        transposed_codes = transpose_codes(codes, encoding, shape[1]).view(encoding.gemm_dtype)
-        scales, shape, block_rows = scales.t(), shape[::-1], copy.block[1]
-    grid = scales.repeat_interleave(block_rows, 0)[: shape[0]]
-    if nan_flag is not None and second is not None:
-        second = second + nan_flag
-    elif nan_flag is not None:
-        grid = torch.where(nan_flag.isnan(), 0xFF, grid)
-    return transposed_codes, numerics.swizzled(grid).view(copy.scale.encoding.gemm_dtype), second
+    return [gemm_layouts.swizzle(copy, matrix, turned) for matrix in matrices]
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

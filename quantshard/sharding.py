@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from math import prod
 
 from quantshard.errors import ConfigurationError
@@ -199,7 +200,7 @@ def gather_slots(
     assert shard.cut.dim == 0  # FSDP2 gathers tensor subclasses only along dim 0 (`limits.REFUSALS`)
     chunk = shard.cut.chunk
 
-    def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:
+    def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str | None, int, int]]:
         # without the amax of the whole tensor, which every rank has
         parts = [part for copy in copies for part in (fmt.copies[copy].codes, fmt.copies[copy].scale)]
         return [
@@ -208,11 +209,8 @@ def gather_slots(
             if shard.gathers(part)
         ]
 
-    sent_by_pass = [sent_components(copies) for copies in passes]
-    slots = []
-    for i in range(max(len(components) for components in sent_by_pass)):
-        numel = max(components[i][1] * components[i][2] for components in sent_by_pass if i < len(components))
-        sent = sent_components(this_pass)
-        name, rows, cols = sent[i] if i < len(sent) else (None, 0, 0)
-        slots.append(GatherSlot(name, rows, cols, numel))
-    return slots
+    slots = zip_longest(*(sent_components(copies) for copies in passes))
+    sizes = [max(rows * cols for _, rows, cols in filter(None, slot)) for slot in slots]
+    sent = sent_components(this_pass)
+    sent += [(None, 0, 0)] * (len(sizes) - len(sent))
+    return [GatherSlot(*component, numel) for component, numel in zip(sent, sizes, strict=True)]

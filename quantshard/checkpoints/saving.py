@@ -64,20 +64,16 @@ def checkpoint_state(
     # an optimizer's state dict can be collective, so all ranks first agree that they have a model's
     plain = agreement.run_on_all_ranks(lambda: {"model": model.state_dict(), EXTRA: readable(extra)})
 
-    def state_of_rank() -> tuple[dict[str, Any], ParameterNumbers | None]:
-        state: dict[str, Any] = dict(plain)
+    def state_of_rank() -> tuple[dict[str, Any], str | None]:
         if optimizer is None:
-            return state, None
+            return plain, None
         optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
-        return {**state, "optimizer": optimizer_states.saved(optimizer, numbers)}, numbers
+        state = {**plain, "optimizer": optimizer_states.saved(optimizer, numbers)}
+        return state, None if numbers is None else numbers.digest
 
     (state, _), digests = agreement.exchange_results(
-        state_of_rank,
-        lambda result: (
-            {key: digest(value) for key, value in result[0][EXTRA].items()},
-            None if result[1] is None else result[1].digest,
-        ),
+        state_of_rank, lambda result: ({key: digest(value) for key, value in plain[EXTRA].items()}, result[1])
     )
     check_equal([extra_digests for extra_digests, _ in digests])
     optimizer_states.check_alike([digest_of_names for _, digest_of_names in digests], optimizer)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard.formats import Encoding, OrientedCodes
-from quantshard.numerics import Pair, dequantize, expand, stored_scales
+from quantshard.numerics import Pair, dequantize, expand, hadamard16, stored_scales
 
 SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "underflowed", "signal", "noise")
 """Columns of the sums, float64.
@@ -85,3 +85,19 @@ def add_error_(
             error.square().sum(),
         ]
     )
+
+
+# The same functions as kernels have them, for the first row of sums and extremes [copies, columns]
+
+
+def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
+    """See `add_values_`."""
+    add_values_(sums[0], extremes[0], x)
+
+
+def add_error(
+    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair,
+    hadamard: bool, partial: bool,
+) -> None:  # fmt: skip
+    """See `add_error_`. `hadamard`: x was quantized after `hadamard16`. `partial`: kernels sample a part of x."""
+    add_error_(sums[0], extremes[0], hadamard16(x) if hadamard else x, copy, parts, origin)

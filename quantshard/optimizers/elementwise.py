@@ -321,15 +321,6 @@ class ElementwiseOptimizer(StateAccess, ABC):
             group["lr"] = torch.as_tensor(group["lr"], dtype=self.rate_dtype, device=device).clone()
             group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
 
-    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Allocate a parameter's states: zeros, and a master that starts from the parameter.
-
-        `store_param_remainders`: overrides the constructor's option for this parameter.
-        """
-        self._adopt_replaced_parameters()
-        remainders = self._remainders if store_param_remainders is None else store_param_remainders
-        self._initialize(param, self._group_of(param), remainders)
-
     @torch.no_grad()
     def _initialize(self, param: Tensor, group: Mapping[str, Any], remainders: bool) -> None:
         if remainders:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +22,24 @@ class StateAccess(ParameterOptimizer):
     """The methods of `ElementwiseOptimizer` that read or set its states outside of steps."""
 
     _states: dict[Tensor, dict[str, OptimizerState]]
+    _remainders: bool
 
     @abstractmethod
     def _drop_plan(self) -> None:
         """Make a new plan in the next step, because states were added or removed."""
+
+    @abstractmethod
+    def _initialize(self, param: Tensor, group: Mapping[str, Any], remainders: bool) -> None:
+        """Allocate the states of a parameter of `group`."""
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Allocate a parameter's states: zeros, and a master that starts from the parameter.
+
+        `store_param_remainders`: overrides the constructor's option for this parameter.
+        """
+        self._adopt_replaced_parameters()
+        remainders = self._remainders if store_param_remainders is None else store_param_remainders
+        self._initialize(param, self._group_of(param), remainders)
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

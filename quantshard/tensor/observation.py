@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,3 +33,30 @@ class Observer(ABC):
 
 active: Observer | None = None
 """The current observer; None outside of sampled steps."""
+
+
+class OperandWatch(NamedTuple):
+    """Observer of one tensor of a layer. `key`: RNG key of the layer's weight. `role`: role of the tensor."""
+
+    observer: Observer
+    key: Tensor
+    role: TensorRole
+
+    def see(self, values: Tensor, operand: Tensor | QuantizedStorage, for_wgrad: bool = False) -> None:
+        """Report values [R, C] and their quantization. An operand for wgrad is reported only if it is quantized."""
+        if not for_wgrad or isinstance(operand, QuantizedStorage):
+            self.observer.see_operand(self.key, self.role, for_wgrad, values, operand)
+
+    def see_both(
+        self, values: Tensor, first: Tensor | QuantizedStorage, second: Tensor | QuantizedStorage, transposed: bool
+    ) -> None:
+        """Report values [R, C] and the operands that kernels made of them; an operand that is not needed is empty.
+
+        `transposed`: whether `second` is quantized from the transpose.
+        """
+        if isinstance(first, QuantizedStorage) or first.shape == values.shape:
+            self.see(values, first)
+        if isinstance(second, QuantizedStorage):
+            if isinstance(first, QuantizedStorage) and first.spec == second.spec and first.spec.format.transposable:
+                return  # the same codes
+            self.see(values.t() if transposed else values, second, for_wgrad=True)

@@ -18,8 +18,9 @@ from quantshard import numerics, private_torch, sharding
 from quantshard.collectives import rank_checks
 from quantshard.distributed import module_meshes
 from quantshard.errors import ConfigurationError
+from quantshard.modules.gemms.linear_state import HISTORIES
 from quantshard.numerics import distributions
-from quantshard.recipe import QuantSpec
+from quantshard.recipe import QuantSpec, Recipe
 from quantshard.tensor import components, moves, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY, INIT_STREAM, RNG_DRAWS, RNG_KEY
@@ -80,6 +81,15 @@ def empty_weight(
     if spec is None:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     return nn.Parameter(QuantizedTensor(storages.empty(spec, sharding.whole(shape), device, state), dtype))
+
+
+def make_histories(module: Any, recipe: Recipe, prefix: str) -> None:
+    """Register the amax histories of a layer's activations that a recipe needs (delayed scaling)."""
+    for role, length in recipe.histories.items():
+        # of the original tensor, if the weight is parametrized
+        device = private_torch.local_tensor(next(module.parameters())).device
+        zeros = torch.zeros(length, dtype=torch.float32, device=device)
+        module.register_buffer(prefix + HISTORIES[role], zeros)
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ class QuantizedModule(AssignableModule):
             else:
                 self.register_parameter(name, None)
         self._history_prefixes.append(prefix)
-        linear_state.make_histories(self, self._plan.recipe, prefix)
+        initialization.make_histories(self, self._plan.recipe, prefix)
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
@@ -212,7 +212,7 @@ class QuantizedModule(AssignableModule):
         for weight in self._weights:
             initialization.quantize_weight(self, weight, name)
         for prefix in self._history_prefixes:
-            linear_state.make_histories(self, plan.recipe, prefix)
+            initialization.make_histories(self, plan.recipe, prefix)
 
     # State -----------------------------------------------------------------------------------------------------------
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from quantshard import kernels, private_torch
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
-from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn, serves_both
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
-from quantshard.tensor.observation import Observer
+from quantshard.tensor.observation import OperandWatch
 from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
@@ -374,31 +374,6 @@ def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state
         if watching is not None:
             watching.see(weight.detach(), quantized)
     return quantized
-
-
-class OperandWatch(NamedTuple):
-    """Observer of one tensor of a layer. `key`: RNG key of the layer's weight. `role`: role of the tensor."""
-
-    observer: Observer
-    key: Tensor
-    role: TensorRole
-
-    def see(self, values: Tensor, operand: Operand, for_wgrad: bool = False) -> None:
-        """Report values [R, C] and their quantization. An operand for wgrad is reported only if it is quantized."""
-        if not for_wgrad or isinstance(operand, QuantizedStorage):
-            self.observer.see_operand(self.key, self.role, for_wgrad, values, operand)
-
-    def see_both(self, values: Tensor, first: Operand, second: Operand, transposed: bool) -> None:
-        """Report values [R, C] and the operands that kernels made of them; an operand that is not needed is empty.
-
-        `transposed`: whether `second` is quantized from the transpose.
-        """
-        if isinstance(first, QuantizedStorage) or first.shape == values.shape:
-            self.see(values, first)
-        if isinstance(second, QuantizedStorage):
-            if isinstance(first, QuantizedStorage) and serves_both(first.spec, second.spec):
-                return  # the same codes
-            self.see(values.t() if transposed else values, second, for_wgrad=True)
 
 
 def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]) -> OperandWatch | None:

@@ -164,15 +164,6 @@ HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "gr
 """Role -> name of the amax-history buffer of a layer."""
 
 
-def make_histories(module: Any, recipe: Recipe, prefix: str) -> None:
-    """Register the amax histories of a layer's activations that a recipe needs (delayed scaling)."""
-    for role, length in recipe.histories.items():
-        # of the original tensor, if the weight is parametrized
-        device = private_torch.local_tensor(next(module.parameters())).device
-        zeros = torch.zeros(length, dtype=torch.float32, device=device)
-        module.register_buffer(prefix + HISTORIES[role], zeros)
-
-
 def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: str) -> LinearState:
     """State of one linear layer of a module. Missing histories that the recipe needs are created."""
     activations = {}

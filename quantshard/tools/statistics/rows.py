@@ -82,10 +82,10 @@ class SampleBuffer:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
         if not isinstance(operand, QuantizedStorage):
-            kernel_dispatch.add_values(sums, extremes, values)
+            kernel_dispatch.quantization_error_of(values).add_values(sums, extremes, values)
             return
         spec, (copy, *_) = operand.spec, operand.spec.format.copies.values()
-        kernel_dispatch.add_quantization_error(
+        kernel_dispatch.quantization_error_of(values).add_error(
             sums, extremes, values, copy, operand.touched(), operand.shard.origin, spec.scaling.random_hadamard,
             partial,
         )  # fmt: skip
