@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
-from quantshard.kernels.workspace import launch_queue as launch_queue
 from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, gemm_layouts, quantization_error
 from quantshard.numerics.gemm_layouts import StoredMatrix as StoredMatrix
 from quantshard.numerics.gemm_layouts import SwizzledMatrix as SwizzledMatrix

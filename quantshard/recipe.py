@@ -27,16 +27,13 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
-from quantshard.recipe_table import OPERANDS as OPERANDS
 from quantshard.recipe_table import Gemm as Gemm
 from quantshard.recipe_table import QuantSpec as QuantSpec
 from quantshard.recipe_table import Recipe as Recipe
-from quantshard.recipe_table import SpecPair as SpecPair
 from quantshard.recipe_table import Table as Table
 from quantshard.recipe_table import TableRecipe as TableRecipe
 from quantshard.recipe_table import TensorRole as TensorRole
 from quantshard.recipe_table import check_scalings as check_scalings
-from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
 class ElementFormats(str, Enum):

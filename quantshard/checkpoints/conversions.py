@@ -27,7 +27,8 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
-from quantshard.recipe import QuantSpec, format_of_tag
+from quantshard.recipe import QuantSpec
+from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import STATE_QUANT_SPECS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_spec
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages

@@ -24,7 +24,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
-from quantshard.recipe import format_of_tag
+from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import stored_state_spec
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY

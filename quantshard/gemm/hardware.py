@@ -100,14 +100,9 @@ def by_four(grid: Tensor) -> Tensor:
     return strided(padded.contiguous().t(), (1, padded.shape[1]))
 
 
-def as_e8m0(grid: Tensor) -> Tensor:
-    """`numerics.swizzled` bytes as PyTorch's E8M0."""
-    return numerics.swizzled(grid).view(torch.float8_e8m0fnu)
-
-
-def as_e4m3(grid: Tensor) -> Tensor:
-    """`numerics.swizzled` bytes as PyTorch's E4M3."""
-    return numerics.swizzled(grid).view(torch.float8_e4m3fn)
+def swizzled_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A layout: `numerics.swizzled` bytes as PyTorch's E8M0 or E4M3."""
+    return lambda grid: numerics.swizzled(grid).view(dtype)
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -123,8 +118,13 @@ _TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
 _WHOLE = _layout(as_single, _TYPES.TensorWise)
 _ROW, _ROW_RIGHT = _layout(by_rows, _TYPES.RowWise), _layout(by_rows_right, _TYPES.RowWise)
 _VECTOR, _SQUARE = _layout(by_columns, _TYPES.BlockWise1x128), _layout(by_four, _TYPES.BlockWise128x128)
-_MX = _layout(as_e8m0, _TYPES.BlockWise1x32, swizzle=(_SWIZZLE.SWIZZLE_32_4_4,))
-_NV = _layout(as_e4m3, _TYPES.BlockWise1x16, _TYPES.TensorWise, swizzle=(_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE))
+_MX = _layout(swizzled_as(torch.float8_e8m0fnu), _TYPES.BlockWise1x32, swizzle=(_SWIZZLE.SWIZZLE_32_4_4,))
+_NV = _layout(
+    swizzled_as(torch.float8_e4m3fn),
+    _TYPES.BlockWise1x16,
+    _TYPES.TensorWise,
+    swizzle=(_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE),
+)
 
 _FP8, _FP8_WIDE = (E4M3.name, FP32.name, ALL, ALL), (E5M2.name, FP32.name, ALL, ALL)
 _1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL), (1, 128), (128, 128)))

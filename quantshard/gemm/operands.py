@@ -23,7 +23,8 @@ from quantshard.formats import ALL, Orientation
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.numerics.transforms import HADAMARD_SIGNS
-from quantshard.recipe import QuantSpec, Recipe, SpecPair, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
+from quantshard.recipe_table import SpecPair
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage, scale_names

@@ -8,7 +8,8 @@ from quantshard import kernel_dispatch, kernels
 from quantshard.formats import ALL, Orientation
 from quantshard.gemm import hardware
 from quantshard.gemm.hardware import NEVER, Capability, ScaledProduct, flat, stored_kind
-from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe
+from quantshard.recipe import Gemm, QuantSpec, Recipe
+from quantshard.recipe_table import OPERANDS
 from quantshard.tensor.storage import QuantizedStorage
 
 

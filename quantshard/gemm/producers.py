@@ -23,7 +23,6 @@ from quantshard.gemm.hardware import Capability
 from quantshard.gemm.operands import Operand, OperandPlan, OperandUsage, RandomBitsFn, needs_amax
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
-from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
@@ -41,7 +40,8 @@ from quantshard.kernels.quantize.targets import (
     padding,
 )
 from quantshard.numerics import Pair
-from quantshard.recipe import QuantSpec, Recipe, SpecPair, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
+from quantshard.recipe_table import SpecPair
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 
 BothAmaxes = tuple[Tensor | None, Tensor | None]
@@ -117,14 +117,6 @@ def scale_by_blocks(block_shape: Pair, specs: Iterable[QuantSpec | None]) -> boo
         if copy.scale.block_shape != block_shape or copy.amax is not None:
             return False
     return True
-
-
-def row_amaxes(specs: SpecPair, like: Tensor, both: bool) -> BothAmaxes:
-    """Zeroed memory for amaxes of the rows of a matrix [..., C], and if `both` the columns, if the specs use them."""
-    if not scale_by_blocks(_ROWS.block_shape, specs):
-        return None, None
-    plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
-    return plan.grids(like, 1)[0]
 
 
 def can_quantize(dtype: torch.dtype, specs: SpecPair) -> bool:

@@ -33,6 +33,8 @@ if kernels.USABLE:
     from quantshard.kernels.fused import activation as activation_kernels
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
+    from quantshard.kernels.quantize import amax as amax_kernels
+    from quantshard.kernels.quantize.targets import BlockAmaxes
 
 # Normalization --------------------------------------------------------------------------------------------------------
 
@@ -124,7 +126,11 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
         return NO_NORM, OperandProducer(epilogue.matrix(x))
     specs = recipe.activations[TensorRole.INPUT]
     amax = workspace.zero(x.device) if producers.scale_by_blocks((ALL, ALL), specs) else None
-    row_col_amaxes = producers.row_amaxes(specs, x, keeps)
+    row_col_amaxes: producers.BothAmaxes = None, None
+    if producers.scale_by_blocks((1, ALL), specs):
+        rows = BlockAmaxes((1, ALL))
+        plan = amax_kernels.plan_amaxes(epilogue.matrix(x).shape, rows, rows if keeps else None)
+        (row_col_amaxes,) = plan.grids(x, 1)
     is_measured = amax is not None or row_col_amaxes[0] is not None
     statistics, total = norm_kernels.norm_statistics(
         x, norm.eps, norm.centered, residual=None if front.residual is None else private_torch.plain(front.residual),

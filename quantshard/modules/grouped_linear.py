@@ -26,7 +26,8 @@ from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.recipe import OPERANDS, Recipe, TensorRole
+from quantshard.recipe import Recipe, TensorRole
+from quantshard.recipe_table import OPERANDS
 from quantshard.tensor import parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 

@@ -13,10 +13,8 @@ it touches. Quantization has three steps:
     scales_and_multipliers   amaxes -> the stored scales, and the multipliers of x
     quantize_codes           x, multipliers -> codes
 
-Multipliers are no function of the stored scales: TransformerEngine multiplies by a scale and stores its reciprocal.
-
-Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
-for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox).
+Multipliers are no function of the stored scales: TransformerEngine multiplies by a scale and stores its reciprocal. The
+rules for scales are those of its kernels.
 """
 
 from __future__ import annotations

@@ -19,9 +19,6 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
 """The second moment must not round to zero: that would blow up the step if the first moment is nonzero."""
 
-NONNEGATIVE = frozenset(spec.role for spec in STATES if spec.nonnegative)
-"""Roles of the nonnegative states."""
-
 SMALL_EPS = 2.0**-60
 """Smallest eps that keeps updates below a learning rate if v underflows, as for gradients below 1e-21."""
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.numerics.states import AVERAGE
-from quantshard.optimizers.base import ParameterOptimizer, weight_version
+from quantshard.numerics.states import AVERAGE, EMA_DECAY
+from quantshard.optimizers.base import ParameterOptimizer, check_ranges, weight_version
 from quantshard.optimizers.state import OptimizerState, make_weight
 from quantshard.tensor import requantize
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
@@ -124,3 +124,11 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def check_begins(optimizer: ParameterOptimizer, decay: float) -> None:
+    """Check that an optimizer can start averages with this decay."""
+    where = f"{type(optimizer).__name__}.begin_average({decay})"
+    check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
+    if optimizer._is_averaging or not decay:
+        raise ConfigurationError(f"{where}: use a decay above 0, once; change group['ema_decay'] later")

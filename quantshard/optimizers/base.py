@@ -241,12 +241,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
             "initialize_state(parameter) when you unfreeze it"
         )
 
-    def _check_begins(self, decay: float) -> None:
-        where = f"{self._name}.begin_average({decay})"
-        check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
-        if self._is_averaging or not decay:
-            raise ConfigurationError(f"{where}: use a decay above 0, once; change group['ema_decay'] later")
-
     # Skipped steps
 
     @property

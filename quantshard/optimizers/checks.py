@@ -21,6 +21,9 @@ from quantshard.tensor.parameter_state import RNG_KEY
 SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 """Options of PyTorch's optimizers that have no effect in a group here, where PyTorch puts them when they are off."""
 
+REPLACED = "_replaced_by_quantshard"
+"""Attribute of a parameter that `convert` or `revert` took out of its model."""
+
 
 def layout(value: Any) -> str:
     """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
@@ -76,9 +79,7 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
 def warn_of_replaced_parameters(optimizer: str, names: Mapping[Tensor, str]) -> None:
     """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
     # A parameter with a gradient is in another model, too.
-    replaced = [
-        name for param, name in names.items() if param.grad is None and getattr(param, components.REPLACED, False)
-    ]
+    replaced = [name for param, name in names.items() if param.grad is None and getattr(param, REPLACED, False)]
     if replaced:
         warn_user(
             f"{optimizer}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "

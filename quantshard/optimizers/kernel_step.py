@@ -24,7 +24,7 @@ from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError
 from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
 from quantshard.numerics import adam
-from quantshard.numerics.adam import Bound, Hyperparameters, float32
+from quantshard.numerics.adam import Bound, Hyperparameters
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
@@ -208,7 +208,7 @@ class KernelStep:
         if not self._rows:
             return False
         rows = [
-            settings_row(item.group.settings, item.group.step, item.group.ema_decay, shape)
+            SettingsRow.of(item.group.settings, item.group.step, item.group.ema_decay, shape)
             for (_, shape), item in self._rows.items()
         ]
         self._directions = {}
@@ -332,28 +332,6 @@ class StepPlan:
             if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:
                 return False
         return True
-
-
-def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
-    """Return a group's settings as kernels read them. `shape`: global shape of the matrices, for Muon."""
-    if isinstance(settings, MuonSettings):
-        columns = {**_weights(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
-        return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
-    if isinstance(settings, LionSettings):
-        columns = {**_weights(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
-        return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
-    assert isinstance(settings, Hyperparameters)
-    betas = float32(settings.beta1), float32(settings.beta2)
-    l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
-    columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
-    if not isinstance(step, Tensor):
-        corrected = (*settings.corrections, settings.largest_update)
-        columns |= dict(zip(("correction1", "correction2", "most"), map(float, corrected), strict=True))
-    return SettingsRow(step, settings.lr, columns, betas=betas, corrects=settings.bias_correction, ema_decay=ema_decay)
-
-
-def _weights(beta1: float, beta2: float) -> dict[str, float]:
-    return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
 
 
 def padded_size(count: int) -> int:

@@ -18,7 +18,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import checks, loading
+from quantshard.optimizers import averaging, checks, loading
 from quantshard.optimizers.base import ParameterOptimizer, check_alike, check_ranges, weight_version
 from quantshard.optimizers.checks import SWITCHES
 from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
@@ -194,7 +194,7 @@ class MasterWeights(ParameterOptimizer):
         Averages count steps from the updates already made: the largest count of a group's parameters.
         """
         self._adopt_replaced_parameters()
-        self._check_begins(decay)
+        averaging.check_begins(self, decay)
         self._own_entries |= {EMA_DECAY: float(decay), EMA_STEPS: 0}
         for group in self.param_groups:
             counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)

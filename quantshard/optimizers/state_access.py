@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT
+from quantshard.optimizers import averaging
 from quantshard.optimizers.base import ParameterOptimizer, check_alike, weight_version
 from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average
 from quantshard.tensor import components
@@ -56,7 +57,7 @@ class StateAccess(ParameterOptimizer):
     def begin_average(self, decay: float) -> None:
         """Start averaging the weights (`ema_decay`) from the present masters, as if all earlier steps had these."""
         self._adopt_replaced_parameters()
-        self._check_begins(decay)
+        averaging.check_begins(self, decay)
         for entries in (self.defaults, *self.param_groups):
             entries[EMA_DECAY] = float(decay)
         self._drop_plan()

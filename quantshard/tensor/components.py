@@ -26,10 +26,6 @@ from quantshard.tensor.storage import QuantizedStorage
 # Quantized parameters and their names
 
 
-REPLACED = "_replaced_by_quantshard"
-"""Attribute of a parameter that `convert` or `revert` took out of its model."""
-
-
 def quantized_local(tensor: object) -> QuantizedTensor | None:
     """The (local) quantized tensor of a parameter, or None for a plain parameter."""
     if isinstance(tensor, DTensor):

@@ -22,6 +22,7 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import sharding_group, united
 from quantshard.collectives.rank_checks import check_equal_on_ranks
 from quantshard.errors import ConfigurationError, RankMismatchError
+from quantshard.kernels.workspace import launch_queue
 from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
@@ -292,7 +293,7 @@ def key(number):
 
 
 def note(pending, key, number, history, amax, group):
-    slot = pending.slot([key], number, [history], group, kernel_dispatch.launch_queue(amax.device))
+    slot = pending.slot([key], number, [history], group, launch_queue(amax.device))
     torch.maximum(slot, amax, out=slot)
 
 
@@ -424,7 +425,7 @@ def launches(monkeypatch):
 
 
 def read(pending, kept, most_recent=False):
-    queue = kernel_dispatch.launch_queue(kept[0].device)
+    queue = launch_queue(kept[0].device)
     return [pending.past(each, most_recent, queue) for each in kept]
 
 

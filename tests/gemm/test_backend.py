@@ -525,8 +525,8 @@ def test_strides_of_scales(layout: Callable[[Tensor], Tensor]) -> None:
 
 def test_scales_of_every_native_product_have_a_layout_that_is_tested() -> None:
     """Or none: one scale, and the flat bytes of the swizzle."""
-    layouts = {side.layout for native in hardware.NATIVE.values() for side in (native.left, native.right)}
-    assert layouts - {hardware.as_single, hardware.as_e8m0, hardware.as_e4m3} == STRIDES.keys()
+    sides = [side for native in hardware.NATIVE.values() for side in (native.left, native.right)]
+    assert {side.layout for side in sides if not side.swizzle} - {hardware.as_single} == STRIDES.keys()
 
 
 def test_the_swizzle() -> None:

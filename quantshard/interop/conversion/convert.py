@@ -39,8 +39,9 @@ from quantshard.interop.conversion.selection import (
     transposed_linears,
 )
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
+from quantshard.optimizers.checks import REPLACED
 from quantshard.readable import by_pattern, human_bytes, united_groups
 from quantshard.recipe import AUTO, HighPrecision, Recipe
 from quantshard.tensor import components
@@ -179,7 +180,9 @@ def convert(
     Returns:
         A printable report of converted and unconverted layers, with reasons and sizes.
     """
-    context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
+    settings.check_flags(
+        "convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val
+    )
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
     check_loss("convert", loss)
@@ -298,7 +301,7 @@ def _mark_replaced(old: nn.Module, new: nn.Module) -> None:
     remaining = set(new.parameters())
     for param in old.parameters():
         if param not in remaining:
-            setattr(param, components.REPLACED, True)
+            setattr(param, REPLACED, True)
 
 
 def _times(count: int) -> str:

@@ -21,7 +21,8 @@ import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError, meant, shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Encoding, Format, Orientation, Scaling
-from quantshard.recipe import NAMES, QuantSpec, format_of_tag, resolve
+from quantshard.recipe import NAMES, QuantSpec, resolve
+from quantshard.recipe_table import format_of_tag
 
 Config = Mapping[str, Any]
 

@@ -66,16 +66,6 @@ def is_strict() -> bool:
     return settings.registered[current_setting()].strict
 
 
-def check_flags(owner: str, **flags: object) -> None:
-    """Check that flags are bools. A recipe passed as `enabled` would count as true and be ignored."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"{owner}({name}={value!r}): it must be True or False; a recipe is given by its name: "
-                f"{owner}(recipe={value!r})"
-            )
-
-
 def _leave(entered: list[Any], one: object) -> None:
     """Remove a context from the stack. Generators can leave contexts out of order, so it need not be the last."""
     if entered[-1] is one:
@@ -106,7 +96,7 @@ class quantized_model_init(ContextDecorator):
         recipe: str | Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        check_flags("quantized_model_init", enabled=enabled)
+        settings.check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
         self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
 
@@ -141,7 +131,7 @@ class autocast(ContextDecorator):
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
-        check_flags("autocast", enabled=enabled, strict=strict)
+        settings.check_flags("autocast", enabled=enabled, strict=strict)
         if amax_reduction_group is not None and torch.compiler.is_compiling():
             raise ConfigurationError(
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from quantshard import private_torch
 from quantshard.collectives.process_groups import world
+from quantshard.errors import ConfigurationError
 from quantshard.recipe import HighPrecision, Recipe, resolve
 
 
@@ -97,3 +98,13 @@ def has_quantized() -> bool:
 def is_delayed(name: str) -> bool:
     """Return whether the setting uses delayed scaling."""
     return registered[name].recipe.is_delayed
+
+
+def check_flags(owner: str, **flags: object) -> None:
+    """Check that flags are bools. A recipe passed as `enabled` would count as true and be ignored."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"{owner}({name}={value!r}): it must be True or False; a recipe is given by its name: "
+                f"{owner}(recipe={value!r})"
+            )

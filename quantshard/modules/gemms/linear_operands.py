@@ -170,14 +170,7 @@ def operands_together(
     ]
     swizzle = plan.swizzle_request(weight_operands)
     all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
-    results = []
-    for request, source, kernel_outputs, targets in zip(requests, sources, outputs, all_targets, strict=True):
-        request.keep_amax(source)
-        result = request.operands(kernel_outputs, targets, source.prototype if plan.keeps_values else None)
-        if request.watching is not None:
-            request.show(source, result)
-        results.append(result)
-    return results
+    return [request.finish(*made) for request, *made in zip(requests, sources, outputs, all_targets, strict=True)]
 
 
 class OperandRequest:
@@ -233,17 +226,18 @@ class OperandRequest:
         amaxes = source.known_amaxes(self.plan)
         if self.plan.reads_values and amaxes is None:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
-        self.keep_amax(source)
         outputs = self.outputs(amaxes)
-        result = self.operands(outputs, source.launch(outputs))
+        return self.finish(source, outputs, source.launch(outputs))
+
+    def finish(self, source: OperandProducer, outputs: KernelOutputs, targets: producers.Targets) -> GemmOperands:
+        """Wrap what a kernel made of a source as operands, and report them to the observer, if any."""
+        if source.amax is not None and self.plan.by_one_amax and self.delayed is None:
+            # backward may quantize the input again
+            self.call.amaxes[self.role, 0] = source.amax.view(())
+        result = self.operands(outputs, targets, source.prototype if self.plan.keeps_values else None)
         if self.watching is not None:
             self.show(source, result)
         return result
-
-    def keep_amax(self, source: OperandProducer) -> None:
-        """Keep the amax of an input for backward, which may quantize the input again."""
-        if source.amax is not None and self.plan.by_one_amax and self.delayed is None:
-            self.call.amaxes[self.role, 0] = source.amax.view(())
 
     def outputs(
         self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None

@@ -20,6 +20,7 @@ from quantshard.errors import RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
+from quantshard.kernels.workspace import launch_queue
 from quantshard.modules.contexts import context, pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
@@ -271,7 +272,7 @@ class DelayedScale:
             self._histories = [
                 history for owner in self._owners if (history := owner.history(role, weight_index)) is not None
             ]
-            self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
+            self._queue = launch_queue(self._histories[0].device)
 
     @staticmethod
     def of(
@@ -298,7 +299,7 @@ class DelayedScale:
 
     def slot(self, device: torch.device) -> Tensor:
         """A float32 scalar that kernels raise to the new amax, until the amax is recorded."""
-        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
+        queue = self._queue if self._queue[0] == device else launch_queue(device)
         return self._pass.slot(*self._destination(), queue)
 
     def add(self, amax: Tensor) -> None:

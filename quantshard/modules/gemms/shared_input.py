@@ -18,7 +18,8 @@ from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.recipe import SpecPair, TensorRole
+from quantshard.recipe import TensorRole
+from quantshard.recipe_table import SpecPair
 
 
 class _QuantizedInput(NamedTuple):

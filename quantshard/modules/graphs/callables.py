@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from quantshard import limits, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, settings
 from quantshard.modules.graphs import recorder as recorders
 from quantshard.modules.graphs.module_graph import GraphOrder, ModuleGraph
 from quantshard.modules.graphs.recorder import GraphRecorder
@@ -84,9 +84,9 @@ def make_graphed_callables(
             f"{_CALL}: give sample_args=(...) for a callable; for several, one tuple for each, as many sample_kwargs, "
             "and one or as many enabled="
         )
-    context.check_flags(_CALL, strict=strict, allow_unused_input=allow_unused_input)
+    settings.check_flags(_CALL, strict=strict, allow_unused_input=allow_unused_input)
     for switch in switches:
-        context.check_flags(_CALL, enabled=switch)
+        settings.check_flags(_CALL, enabled=switch)
     recorders.check_autocast_cache(_CALL)
     names = [_name(subject, index, several) for index, subject in enumerate(subjects)]
     for subject, name in zip(subjects, names, strict=True):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.collectives.flags import PendingFlag
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import settings
 from quantshard.modules.graphs import attention_masks
 from quantshard.modules.graphs.comparison import StepTimer, counted_operations, warn_of_operations
 from quantshard.modules.graphs.recorder import (
@@ -108,7 +108,7 @@ class StepGraph:
         *,
         enabled: bool = True,
     ) -> None:
-        context.check_flags("StepGraph", enabled=enabled)
+        settings.check_flags("StepGraph", enabled=enabled)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}

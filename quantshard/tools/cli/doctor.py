@@ -30,7 +30,8 @@ from quantshard import recipe as recipes
 from quantshard.gemm import backend, operands, predictions
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import human_bytes
-from quantshard.recipe import OPERANDS, QuantSpec, Recipe, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
+from quantshard.recipe_table import OPERANDS
 from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe.table import plain_table

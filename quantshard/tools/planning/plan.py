@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import sharding, state_storage
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
-from quantshard.numerics.adam import NONNEGATIVE
+from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.muon import ALGORITHM, muon_groups
 from quantshard.sharding import Shard
@@ -304,7 +304,7 @@ def _optimizer(
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
-        spec = state_storage.state_quant_spec(dtype, state in NONNEGATIVE)
+        spec = state_storage.state_quant_spec(dtype, nonnegative=state == EXP_AVG_SQ)
         sizes[state] = elements * dtype.itemsize if spec is None else sum(costs.resident_bytes(spec.format, shard))
         states[state] = costs.SHORT_DTYPES[dtype_name(dtype)]
     return states, sizes, has_float32
