@@ -239,7 +239,6 @@ class OperandReader:
         return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
 
     def _made(self, codes: Tensor, grid: Tensor, nan_flag: Tensor | None) -> tuple[Tensor, Tensor]:
-        """New codes and scales, transposed and padded."""
         if self.transposed:
             codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, self.shape[0]), grid.t()
         if self.repeats:

@@ -322,7 +322,7 @@ class StepPlan:
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph reads tables of this plan, so that it must stay alive."""
+        """See `KernelStep.is_captured`."""
         return self.kernels.is_captured
 
     def is_current(self) -> bool:

@@ -18,7 +18,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import xxhash
@@ -263,6 +263,11 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     The memo of the unpickler in Python is a dict. That of the unpickler in C is an array as long as the file requests.
     """
+
+    # without the only operation that allocates memory before it reads the bytes that fill it
+    dispatch: ClassVar[Any] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         # A pickle can set attributes of what is returned, so all classes and functions are new ones.

@@ -425,7 +425,6 @@ class QuantizedModule(AssignableModule):
         return (biases[0] if len(biases) == 1 else torch.cat(biases, dim=-1)).to(dtype)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
-        """Check that a weight can be used in this call with an input on `device`."""
         recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
         if storage is None:
             if recipe.weight is not None and self.training and torch.is_grad_enabled():

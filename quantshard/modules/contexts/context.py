@@ -31,8 +31,6 @@ _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_p
 
 
 class _ThreadState(threading.local):
-    """The contexts that this thread has entered."""
-
     def __init__(self) -> None:
         self.init_plans: list[InitPlan] = []
         self.autocasts: list[autocast] = []

@@ -170,7 +170,7 @@ def operands_together(
     ]
     swizzle = plan.swizzle_request(weight_operands)
     all_targets = plan.quantize([source.prototype for source in sources], outputs, swizzle)
-    return [request.finish(*made) for request, *made in zip(requests, sources, outputs, all_targets, strict=True)]
+    return list(map(OperandRequest.finish, requests, sources, outputs, all_targets))
 
 
 class OperandRequest:
@@ -337,7 +337,6 @@ class OperandRequest:
     def _quantized(
         self, values: Tensor, spec: QuantSpec, split: OperandSplit | None, words: RandomBitsFn
     ) -> QuantizedStorage:
-        """Quantize this rank's piece of an operand."""
         amax = None if spec.format.is_local else self.known
         return operands.quantize_operand(values, spec, amax=amax, words=words, split=split)
 
@@ -362,7 +361,7 @@ def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state
     if delayed is not None and delayed.notes:
         delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax
-    quantized = operands.quantize_operand(weight, spec, amax=amax, split=state.weight_split)
+    quantized = operands.quantize_operand(weight, spec, amax=amax, split=state.split(TensorRole.WEIGHT))
     if observation.active is not None:
         watching = watch(TensorRole.WEIGHT, call, state.record, state.weights[weight_index])
         if watching is not None:

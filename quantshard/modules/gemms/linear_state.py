@@ -133,32 +133,22 @@ class LinearState:
         if self.graph is not None:
             result: tuple[Any, Tensor, Any] = self.graph.draw(weight_index)
             return result
-        weight = self.weights[weight_index]
-        return int(weight[RNG_KEY]), next_draw(weight), self.stream
-
-    @property
-    def stream(self) -> int:
-        """The random stream of this rank's gradients."""
-        group = self.tp.group if self.data_group is None else self.data_group
-        return tensor_parallel.stream_base(group) * STREAMS_PER_RANK + GRADIENT_STREAM
+        weight, group = self.weights[weight_index], self.tp.group if self.data_group is None else self.data_group
+        stream = tensor_parallel.stream_base(group) * STREAMS_PER_RANK + GRADIENT_STREAM
+        return int(weight[RNG_KEY]), next_draw(weight), stream
 
     def split(self, role: TensorRole) -> OperandSplit | None:
-        """The split over ranks of an input or output gradient [tokens, features]; None if it is not split.
+        """The split over ranks of a weight, or of an input or output gradient [tokens, features]; None if not split.
 
         The GEMMs use pieces along features as they are, and gather pieces along tokens (sequence parallelism).
         """
         if self.tp.size == 1 or self.tp.mode is None:
             return None
+        if role is TensorRole.WEIGHT:
+            return self.tp.split(0 if self.tp.mode == "column" else 1)
         if (role is TensorRole.INPUT) == (self.tp.mode == "row"):
             return self.tp.split(1)
         return self.tp.split(0) if self.tp.sequence_parallel else None
-
-    @property
-    def weight_split(self) -> OperandSplit | None:
-        """The split over ranks of a weight [out_features, in_features]; None if it is not split."""
-        if self.tp.size == 1 or self.tp.mode is None:
-            return None
-        return self.tp.split(0 if self.tp.mode == "column" else 1)
 
 
 HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "grad_output_amax_history"}

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from os import _exit as end_at_once
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from quantshard import checkpoints
 from quantshard.checkpoints import Restored
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
@@ -285,7 +286,7 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     # before the first use of the GPU and NCCL
     deterministic(raw_settings["deterministic"])
     process = _join(raw_settings["device"])
-    setup = _from_rank_0(lambda: _read(run, order, process), process)
+    setup = agreement.from_rank0(lambda: _read(run, order, process))
     if process.device.type == "cpu":
         torch.set_num_threads(setup.launched.get("threads", 1))
     try:
@@ -325,7 +326,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
         if settings.tensorboard or settings.wandb:
             # if a tracker fails to open, every rank raises
-            _from_rank_0(lambda: trainer.trackers.extend(trackers.open_trackers(settings, run, done)), place)
+            agreement.from_rank0(lambda: trainer.trackers.extend(trackers.open_trackers(settings, run, done)))
         try:
             trainer.train(done)
         finally:
@@ -393,20 +394,6 @@ def check_local_gpu(local: int) -> None:
         raise ConfigurationError(
             f"process {local} of this machine has no GPU: there are {count}; start fewer processes, or set LOCAL_RANK"
         )
-
-
-def _from_rank_0(read: Callable[[], Any], place: ProcessInfo) -> Any:
-    """Run `read` on rank 0; return its result, or raise its error, on all ranks."""
-    outcome: list[Any] = [None, None]
-    if place.rank == 0:
-        try:
-            outcome = [read(), None]
-        except QuantshardError as error:
-            outcome = [None, str(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ConfigurationError(outcome[1])
-    return outcome[0]
 
 
 def main(run: Path, order: WorkerJob) -> NoReturn:
