@@ -18,10 +18,10 @@ from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
-from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import by_turns
 from tests.tensor.test_tensor import CELLS, NVFP4, RECIPES, differing, every_cell, random
 from tests.tools.observe.fake import fake_rank
+from tests.weights import quantize_weight
 
 SHAPE = (140, 152)
 """Blocks of all sizes straddle the pieces that 2 and 4 ranks make of either dim."""

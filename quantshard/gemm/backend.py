@@ -1,9 +1,7 @@
 """Matrix products of quantized operands: native if the hardware has them, otherwise emulated (`gemm.emulated`).
 
 A native product is one of PyTorch's scaled matrix products (`hardware`): it multiplies codes and applies scales to the
-sums. Without hardware for the formats, dequantized operands are multiplied in high precision.
-
-A scaled product reads both operands by rows, with the summed dim last and sizes that are multiples of 16. An
+sums. It reads both operands by rows, with the summed dim last and sizes that are multiples of 16. An
 `OperandReader` brings an operand into that form, and `WeightOperands` several weights with one kernel.
 """
 

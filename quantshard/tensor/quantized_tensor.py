@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard import limits, private_torch, sharding
+from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
-from quantshard.recipe import QuantSpec
-from quantshard.tensor import all_gather, parameter_state, reads, requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import all_gather, reads, requantize
 from quantshard.tensor.all_gather import GatherMetadata
 from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.storage import QuantizedStorage
@@ -230,27 +228,3 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def quantize_weight(
-    values: Tensor,
-    spec: QuantSpec,
-    *,
-    dtype: torch.dtype | None = None,
-    state: dict[str, Tensor] | None = None,
-    keep_high_precision: bool = False,
-) -> QuantizedTensor:
-    """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
-
-    `dtype`: the nominal dtype. `state`: see `parameter_state`; by default a new one. `keep_high_precision`: keep the
-    values on the CPU for `get_high_precision_init_val`.
-    """
-    state = state if state is not None else parameter_state.weight_state(spec, values.device)
-    shard = sharding.whole((values.shape[0], values.shape[1]))
-    storage = storages.empty(spec, shard, values.device, state)
-    tensor = QuantizedTensor(storage, dtype or values.dtype)
-    if values.device.type != "meta":
-        tensor.quantize_(values)
-        if keep_high_precision:
-            storage.keep_initial_values(values.detach().cpu().clone())
-    return tensor

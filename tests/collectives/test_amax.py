@@ -27,9 +27,9 @@ from quantshard.modules.graphs.module_graph import AmaxRecord
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import requantize
 from quantshard.tensor.parameter_state import AMAX_HISTORY
-from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization, shared_scales
 from tests.tensor.test_tensor import MXFP8, RECIPES, contents, differing, every_cell, flat_max, random, same, weight
+from tests.weights import quantize_weight
 
 INF, NAN = float("inf"), float("nan")
 amaxes = st.floats(width=32, min_value=0) | st.just(NAN)

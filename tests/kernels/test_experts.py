@@ -22,10 +22,10 @@ from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOper
 from quantshard.gemm import predictions
 from quantshard.modules import grouped_linear
 from quantshard.recipe import Recipe, resolve
-from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.modules.test_grouped_linear import is_equal_when_recomputed
+from tests.weights import quantize_weight
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,6 @@ from quantshard.formats import Orientation
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS
-from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import by_turns
 from tests.tensor.test_tensor import (
     CELLS,
@@ -29,6 +28,7 @@ from tests.tensor.test_tensor import (
     weight,
     write,
 )
+from tests.weights import quantize_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.uint8)

@@ -28,13 +28,13 @@ from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
-from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on, prepared_once
 from tests.kernels.cases import steps
+from tests.weights import quantize_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 

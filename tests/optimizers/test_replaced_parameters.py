@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.tensor.test_tensor import RECIPES, contents, differing, random, same
+from tests.weights import quantize_weight
 
 OPTIMIZERS = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.1),

@@ -23,9 +23,9 @@ from quantshard.optimizers import FusedAdam
 from quantshard.optimizers.state import RemainderState
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_DRAWS
-from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import exhaustive
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same
+from tests.weights import quantize_weight
 
 LR, EPS, DECAY = 1e-2, 1e-8, 0.1
 BETAS = tuple(torch.tensor((0.9, 0.999)).tolist())

@@ -21,9 +21,9 @@ from quantshard.sharding import ceil_div, pieces_outermost_first, whole
 from quantshard.tensor import parameter_state
 from quantshard.tensor import storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
-from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.requantize import Requantization
 from tests.covering import by_turns, exhaustive, in_turns
+from tests.weights import quantize_weight
 
 RECIPES = {
     **{kind().name: kind() for kind in NAMES.values() if kind().weight is not None},

@@ -144,7 +144,7 @@ def remove_folder(store: Store, folder: str) -> None:
 
 @contextmanager
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
-    """On an error in the context, remove on rank 0 what the failed save wrote.
+    """On an error in the context, remove on rank 0 what the failed save wrote, with a warning if that fails.
 
     A rank that is still writing cannot commit without these files. The next save removes what such a rank adds later.
     """
@@ -152,18 +152,14 @@ def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
         yield
     except BaseException:
         if agreement.rank() == 0:
-            abandon(target)
+            _abandon(target)
         raise
 
 
-def abandon(target: SaveTarget) -> None:
-    """Remove what a failed save wrote, with a warning if that fails. On the coordinator.
-
-    Without renames, a newer run writes to the same place, so a run that has lost the directory removes nothing.
-    """
+def _abandon(target: SaveTarget) -> None:
     store, folder = target.store, target.written_in
     try:
-        if not store.renames:
+        if not store.renames:  # a newer run may write to the same place
             if target.owner is not None:
                 target.owner.check()
             if is_complete(folder):

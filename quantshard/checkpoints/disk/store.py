@@ -48,9 +48,9 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
     return open(real_path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
 
 
-def regular_size(path: Path_, *, follow: bool = False) -> int:
+def regular_size(path: Path_) -> int:
     """Return the length of a regular file; see `open_regular`."""
-    return _regular(path, follow)[1]
+    return _regular(path, follow=False)[1]
 
 
 def _regular(path: Path_, follow: bool) -> tuple[str, int]:

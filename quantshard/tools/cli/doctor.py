@@ -25,15 +25,16 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor, nn
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, sharding
 from quantshard import recipe as recipes
 from quantshard.gemm import backend, operands, predictions
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import human_bytes
-from quantshard.recipe import QuantSpec, Recipe, TensorRole
+from quantshard.recipe import QuantSpec, Recipe
 from quantshard.recipe_table import OPERANDS
-from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor import parameter_state
+from quantshard.tensor import storage as storages
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.observe.table import plain_table
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.version import __version__
@@ -118,8 +119,8 @@ def is_multiplied_right(recipe: Recipe, device: torch.device) -> bool:
         if left_spec is None or right_spec is None:
             continue
         for m, n, k in ((5, 7, 33), (256, 384, 512)):
-            a = _operand(_random((m, k), device), left_spec, left)
-            b = _operand(_random((n, k), device), right_spec, right)
+            a = operands.quantize_operand(_random((m, k), device), QuantSpec(left_spec.format))
+            b = operands.quantize_operand(_random((n, k), device), QuantSpec(right_spec.format))
             product = backend.matmul(a, b, torch.bfloat16, transpose_b=True)
             x, y = a.dequantize().double(), b.dequantize().double()
             exact = x @ y.t()
@@ -129,11 +130,10 @@ def is_multiplied_right(recipe: Recipe, device: torch.device) -> bool:
     return True
 
 
-def _operand(x: Tensor, spec: QuantSpec, role: TensorRole) -> QuantizedStorage:
-    plain = QuantSpec(spec.format)
-    if role is TensorRole.WEIGHT:
-        return quantize_weight(x, plain).quantized_storage
-    return operands.quantize_operand(x, plain)
+def _quantized_weight(x: Tensor, spec: QuantSpec) -> QuantizedTensor:
+    state = parameter_state.weight_state(spec, x.device)
+    storage = storages.empty(spec, sharding.whole((x.shape[0], x.shape[1])), x.device, state)
+    return QuantizedTensor(storage, x.dtype).quantize_(x)
 
 
 def is_stepped_right(recipe: Recipe, device: torch.device) -> bool:
@@ -145,7 +145,7 @@ def is_stepped_right(recipe: Recipe, device: torch.device) -> bool:
         params = []
         for shape in INTERPRETED if kernels.INTERPRETED else COMPILED:
             x = _random(shape, device)
-            params.append(nn.Parameter(x if recipe.weight is None else quantize_weight(x, recipe.weight)))
+            params.append(nn.Parameter(x if recipe.weight is None else _quantized_weight(x, recipe.weight)))
             params[-1].grad = _random(shape, device) * 1e-3
         optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1)
         with kernel_dispatch.kernels_only_on(*types):

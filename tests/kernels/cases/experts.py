@@ -18,7 +18,6 @@ from quantshard.modules import grouped_linear
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.recipe import TensorRole
-from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import (
@@ -33,6 +32,7 @@ from tests.kernels.cases.base import (
     bytes_of,
     random_like,
 )
+from tests.weights import quantize_weight
 
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped, grouped_matmul

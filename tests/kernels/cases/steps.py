@@ -16,9 +16,10 @@ from quantshard import kernel_dispatch, kernels, numerics
 from quantshard import recipe as recipes
 from quantshard.collectives import delayed_scaling
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
-from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.cli.doctor import recipe_names
 from tests.kernels.cases.base import KernelCase, KernelRow, Shape, bytes_of
+from tests.weights import quantize_weight
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer import multi_tensor
