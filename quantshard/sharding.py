@@ -9,7 +9,11 @@ block boundary, each rank keeps the entries of its own rows, so the component is
 boundary falls inside a block, all ranks of that mesh axis keep all entries that they had before the cut, so the
 component is replicated on that axis. A block that straddles ranks therefore has one scale, which all of them hold. The
 rule depends on the cut and never on one rank's piece, so all ranks reach the same decision, including ranks with an
-empty piece.
+empty piece. For 6 rows on two ranks:
+
+    rows                    0   1   2  |  3   4   5
+    blocks of three rows   [    a    ] | [    b    ]    sharded: rank 0 holds the scale of a, rank 1 that of b
+    blocks of two rows     [  a  ][  b   |   ][  c  ]   replicated: both hold all scales, and reduce all amaxes
 """
 
 from __future__ import annotations
