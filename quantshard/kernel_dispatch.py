@@ -191,9 +191,11 @@ def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> 
     return {**parts, copy.codes.name: codes.view(copy.codes.encoding.storage), copy.scale.name: scale}
 
 
-def quantization_error_of(x: Tensor) -> Any:
-    """The module with the functions of `numerics.quantization_error` for x: with kernels, or the oracle."""
-    return error_kernel if has_float_kernels(x) else quantization_error
+def quantization_error_of(x: Tensor, copy: OrientedCodes | None = None) -> Any:
+    """The module with the functions of `numerics.quantization_error` for x and its codes, if any: with kernels, or the
+    oracle."""
+    has_kernel = has_float_kernels(x) if copy is None else _has_kernel(x, copy)
+    return error_kernel if has_kernel else quantization_error
 
 
 def cross_entropy_of(logits: Tensor) -> Any:

@@ -85,7 +85,7 @@ class SampleBuffer:
             kernel_dispatch.quantization_error_of(values).add_values(sums, extremes, values)
             return
         spec, (copy, *_) = operand.spec, operand.spec.format.copies.values()
-        kernel_dispatch.quantization_error_of(values).add_error(
+        kernel_dispatch.quantization_error_of(values, copy).add_error(
             sums, extremes, values, copy, operand.touched(), operand.shard.origin, spec.scaling.random_hadamard,
             partial,
         )  # fmt: skip
