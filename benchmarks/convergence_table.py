@@ -24,7 +24,7 @@ import torch
 from benchmarks.convergence import DENSE, LLAMA, NO_MASTERS, NVFP4_BETWEEN, with_defaults
 from benchmarks.harness import make_parser, table_head, table_row
 from quantshard.formats import Format
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES
 from quantshard.numerics.states import MASTER
 from quantshard.recipe import resolve
 from quantshard.state_storage import PRESETS, StateOptions, splits, state_quant_spec
@@ -192,7 +192,8 @@ class StateBytes(NamedTuple):
 
 def bytes_of(options: StateOptions, weight: Format) -> StateBytes:
     """Return the bytes per element of a weight in this format and of its AdamW states."""
-    specs = {state: (dtype, state_quant_spec(dtype, state in NONNEGATIVE)) for state, dtype in options.dtypes().items()}
+    nonnegative = {spec.role for spec in STATES if spec.nonnegative}
+    specs = {state: (dtype, state_quant_spec(dtype, state in nonnegative)) for state, dtype in options.dtypes().items()}
     sizes = {
         state: float(dtype.itemsize) if spec is None else spec.format.bytes_per_element
         for state, (dtype, spec) in specs.items()
