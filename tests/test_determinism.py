@@ -14,7 +14,7 @@ import quantshard as qs
 from quantshard import determinism, kernel_dispatch
 from quantshard.determinism import CUBLAS, NCCL, OFF, ON, _TorchSettings
 from quantshard.errors import ConfigurationError
-from quantshard.modules.attention import AUTO, backend_order
+from quantshard.modules.attention_backends import AUTO, backend_order
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Drop-in layers that can store their weights in low precision, and the contexts and graphs around them."""
 
 from quantshard.distributed.experts import Dispatch, dispatch_tokens
-from quantshard.modules.attention import DotProductAttention, MultiheadAttention
+from quantshard.modules.attention import MultiheadAttention
+from quantshard.modules.attention_core import DotProductAttention
 from quantshard.modules.chunked_loss import linear_cross_entropy
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint

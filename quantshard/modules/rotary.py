@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.errors import ConfigurationError
+from quantshard.modules.attention_masks import Packing
 
 if kernels.USABLE:
     from quantshard.kernels.fused import rotary as rotary_kernel
@@ -81,25 +82,65 @@ class RotaryPositionEmbedding(nn.Module):
         return f"dim={self.dim}, rotary_base={self.rotary_base:g}, interleaved={self.interleaved}"
 
 
-def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    *,
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """Rotate the first features of every head, in float32, and round once to the dtype of t. Other features are
     unchanged.
 
     Args:
-        t: queries or keys, [s, b, h, d] or, with `tensor_format="bshd"`, [b, s, h, d].
-        freqs: angles [at least s, 1, 1, at most d], from `RotaryPositionEmbedding`. Their cosines and sines are cached
-            until the angles change; writes through `.data` or by a collective are not noticed.
-        tensor_format: "sbhd" or "bshd".
+        t: queries or keys, [s, b, h, d], [b, s, h, d] with `tensor_format="bshd"`, or [tokens, h, d] with "thd".
+        freqs: angles [positions, 1, 1, at most d], from `RotaryPositionEmbedding`, for as many positions as a sequence
+            has. Their cosines and sines are cached until the angles change; writes through `.data` or by a collective
+            are not noticed.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: position of the first token of each sequence, int [sequences]. Default: 0.
         interleaved: layout of the planes; must match `freqs`.
+        cu_seqlens: for "thd", cumulative lengths, int32 [sequences + 1]; positions start again in each sequence.
     """
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd' or 'bshd'")
-    layout = HeadLayout(tensor_format, interleaved)
-    return _rotate(t, _table(t, freqs, layout), layout)
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd', 'bshd' or 'thd'")
+    if (tensor_format == "thd") != (cu_seqlens is not None):
+        raise ConfigurationError("apply_rotary_pos_emb: give cu_seqlens with tensor_format='thd' only")
+    layout, positions = HeadLayout(tensor_format, interleaved), None
+    if cu_seqlens is not None:
+        positions = token_positions(t.shape[0], freqs, cu_seqlens, None, start_positions)
+    elif start_positions is not None:
+        positions = start_positions.to(t.device) + torch.arange(layout.length(t), device=t.device)[:, None]
+        positions = positions.mT if tensor_format == "bshd" else positions
+    return _rotate_by(t, freqs, layout, positions)
+
+
+def token_positions(
+    tokens: int, freqs: Tensor, cu_seqlens: Tensor | None, longest: int | None, start_positions: Tensor | None = None
+) -> Tensor:
+    """Return the position of each token in its sequence, int [tokens].
+
+    `longest`: at least the largest length. If None, it is read on the host when sequences may exceed the angles.
+    """
+    if cu_seqlens is None:
+        raise ConfigurationError("qkv_format='thd' needs cu_seqlens_q")
+    lengths, count = cu_seqlens.diff(), freqs.shape[0]
+    if longest is None and (tokens > count or start_positions is not None):
+        ends = lengths if start_positions is None else lengths + start_positions.to(lengths.device)
+        longest = int(ends.max())
+    if longest is not None and longest > count:
+        raise ConfigurationError(f"rotary positions: a sequence ends at {longest}, but freqs are for {count} positions")
+    document, position, _ = Packing(cu_seqlens[:-1], lengths, 0, False).documents(tokens)
+    if start_positions is not None:
+        position = position + start_positions.to(position.device)[document]
+    # tokens after the last sequence
+    return position.clamp(max=count - 1)
 
 
 class HeadLayout(NamedTuple):
-    """Layout of queries or keys: "sbhd" or "bshd", and whether planes are interleaved."""
+    """Layout of queries or keys: "sbhd", "bshd" or "thd", and whether planes are interleaved."""
 
     tensor_format: str
     interleaved: bool
@@ -108,29 +149,53 @@ class HeadLayout(NamedTuple):
         """Return the number of positions of queries or keys."""
         return t.shape[self.tensor_format.index("s")]
 
+    def as_batch(self, t: Tensor) -> tuple[HeadLayout, Tensor]:
+        """Return a batch of one sequence for "thd"."""
+        return (self, t) if self.tensor_format != "thd" else (self._replace(tensor_format="sbhd"), t.unsqueeze(1))
 
-def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    def restored(self, batch: Tensor) -> Tensor:
+        """Do the opposite of `as_batch`."""
+        return batch.squeeze(1) if self.tensor_format == "thd" else batch
+
+
+def rotate_queries_and_keys(
+    q: Tensor,
+    k: Tensor,
+    freqs: RotaryEmbedding,
+    layout: HeadLayout,
+    positions: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
     """Apply `apply_rotary_pos_emb` to queries and keys. If their angles are the same, cosines and sines are computed
-    once."""
+    once. `positions`: of the tokens of queries and keys, for "thd"."""
     for_q, for_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
-    table = _table(q, for_q, layout)
-    shared = for_k is for_q and layout.length(k) == layout.length(q)
-    return _rotate(q, table, layout), _rotate(k, table if shared else _table(k, for_k, layout), layout)
+    (batch, q_batch), (_, k_batch) = layout.as_batch(q), layout.as_batch(k)
+    table = _table(q_batch, for_q, batch, positions[0])
+    shared = for_k is for_q and positions[0] is positions[1] and batch.length(k_batch) == batch.length(q_batch)
+    k_table = table if shared else _table(k_batch, for_k, batch, positions[1])
+    return layout.restored(_rotate(q_batch, table, batch)), layout.restored(_rotate(k_batch, k_table, batch))
+
+
+def _rotate_by(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | None) -> Tensor:
+    batch_layout, batch = layout.as_batch(t)
+    return layout.restored(_rotate(batch, _table(batch, freqs, batch_layout, positions), batch_layout))
 
 
 def rotate_projection(
-    qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout
+    qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, heads + 2 * groups, d], or [b, s, ...], into queries, keys and values; rotate queries and keys.
+    """Split [s, b, heads + 2 * groups, d], [b, s, ...] or [tokens, ...], into queries, keys and values; rotate queries
+    and keys.
 
     Kernels return views of one new tensor, so that `qkv` can be freed, and write its gradient in place.
     """
-    table = _table(qkv, freqs, layout)
-    if _has_kernel(qkv, table, layout):
-        q, k, v = _KernelRotateProjection.apply(qkv, *table, layout, heads, groups)
-        return q, k, v
-    q, k, v = qkv.split((heads, groups, groups), dim=-2)
-    return _rotate(q, table, layout), _rotate(k, table, layout), v
+    batch_layout, batch = layout.as_batch(qkv)
+    table = _table(batch, freqs, batch_layout, positions)
+    if _has_kernel(batch, table, batch_layout):
+        q, k, v = _KernelRotateProjection.apply(batch, *table, batch_layout, heads, groups)
+    else:
+        q, k, v = batch.split((heads, groups, groups), dim=-2)
+        q, k = _rotate(q, table, batch_layout), _rotate(k, table, batch_layout)
+    return layout.restored(q), layout.restored(k), layout.restored(v)
 
 
 class RotaryTable(NamedTuple):
@@ -145,13 +210,22 @@ _cache: dict[int, tuple[weakref.ReferenceType[Tensor], Hashable, RotaryTable]] =
 angles. Attributes of the tensor would be pickled with it."""
 
 
-def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
+def _table(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | None = None) -> RotaryTable:
+    """Return the table for t. `positions`: of each token, instead of 0, 1, ...; [s] or, by batch, [s, b] or [b, s]."""
     length, rotated = layout.length(t), freqs.shape[-1]
-    if freqs.shape[0] < length or rotated > t.shape[-1]:
+    if (positions is None and freqs.shape[0] < length) or rotated > t.shape[-1]:
         raise ConfigurationError(
             f"apply_rotary_pos_emb: freqs are for {freqs.shape[0]} positions and {rotated} features, but t has "
             f"{length} and {t.shape[-1]}; use RotaryPositionEmbedding(features)(positions)"
         )
+    if positions is None:
+        return _cached_table(t, freqs, length, layout.tensor_format)
+    whole = _cached_table(t, freqs, freqs.shape[0], "sbhd")
+    cos, sin = (part[:, 0][positions] for part in whole)
+    return RotaryTable(cos, sin) if positions.ndim == 2 else RotaryTable(cos[:, None], sin[:, None])
+
+
+def _cached_table(t: Tensor, freqs: Tensor, length: int, tensor_format: str) -> RotaryTable:
     # not for angles that are differentiated, traced or rewritten by graph replays, nor in inference mode, whose tables
     # autograd cannot save
     is_cached = not (
@@ -165,13 +239,13 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
     if is_cached:
         # another stream would have to wait for the one that computes the table
         stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
-        conditions = length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream
+        conditions = length, tensor_format, t.device, private_torch.in_place_changes(freqs), stream
         if key in _cache:
             angles, valid_for, table = _cache[key]
             if angles() is freqs and valid_for == conditions:
                 return table
     by_position = freqs[:length].to(device=t.device, dtype=torch.float32)
-    if layout.tensor_format == "bshd":
+    if tensor_format == "bshd":
         by_position = by_position.transpose(0, 1)
     table = RotaryTable(by_position.cos(), by_position.sin())
     # a fake tensor mode makes results fake even for real angles

@@ -13,7 +13,8 @@ from quantshard import private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
-from quantshard.modules.attention import AUTO, MultiheadAttention
+from quantshard.modules.attention import MultiheadAttention
+from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule

@@ -326,7 +326,7 @@ def test_rotary_survives_meta():
     ("make", "message"),
     [
         (lambda: DotProductAttention(3, SIZE, attn_mask_type="alibi"), "'alibi'.*no_mask, causal"),
-        (lambda: DotProductAttention(3, SIZE, qkv_format="thd"), "'thd'.*sbhd, bshd"),
+        (lambda: DotProductAttention(3, SIZE, qkv_format="hds"), "'hds'.*sbhd, bshd, thd"),
         (lambda: DotProductAttention(3, SIZE, 2), "3 is not a multiple of num_gqa_groups 2"),
         (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "tp_size 4 does not divide"),
         (lambda: DotProductAttention(3, SIZE, tp_size=2), "tp_size 2 does not divide num_attention_heads 3"),
@@ -339,11 +339,12 @@ def test_rotary_survives_meta():
         (lambda: MultiheadAttention(96, 3, qk_norm_type="GroupNorm"), "L2Normalization, RMSNorm, LayerNorm, or None"),
         (lambda: MultiheadAttention(97, 3), "97 is not a multiple of num_attention_heads 3; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
-        (lambda: MultiheadAttention(96, 3, qkv_format="thd"), "'thd'"),
+        (lambda: MultiheadAttention(96, 3, qkv_format="hds"), "'hds'"),
+        (lambda: MultiheadAttention(96, 3, attention_type="both"), "'both'.*self, cross"),
         (lambda: RotaryPositionEmbedding(8, 1.0, 2), "give both or neither"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(2, 1, 1, 4)), "2 positions and 4"),
         (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 6)), "and 6 features"),
-        (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4), "thd"), "'thd'"),
+        (lambda: apply_rotary_pos_emb(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4), "hds"), "'hds'"),
     ],
 )
 def test_refused(make, message):
@@ -354,7 +355,6 @@ def test_refused(make, message):
 @pytest.mark.parametrize(
     ("kind", "mask", "message"),
     [
-        ("causal", torch.zeros(1, 1, 1, QUERIES, dtype=torch.bool), "'causal' takes no attention_mask"),
         ("padding", None, "'padding' needs an attention_mask"),
         ("arbitrary", torch.zeros(1, 1, 1, QUERIES), "attention_mask is torch.float32; use bool"),
     ],

@@ -369,8 +369,8 @@ def test_names_and_numbers_are_handed_down():
         ({"tp_size": 2, "set_parallel_mode": True}, "tp_size 2 does not divide num_attention_heads 3"),
         ({"activation": "tanh"}, "'tanh'"),
         ({"normalization": "BatchNorm"}, "'BatchNorm'"),
-        ({"attn_input_format": "thd"}, "'thd'"),
-        ({"self_attn_mask_type": "padding_causal_bottom_right"}, "use one of: no_mask"),
+        ({"attn_input_format": "hds"}, "'hds'"),
+        ({"self_attn_mask_type": "padding_bottom_right"}, "use one of: no_mask"),
     ],
 )
 def test_refused(arguments, message):

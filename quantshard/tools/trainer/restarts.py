@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import attention
+from quantshard.modules import attention_backends
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import (
     FLOAT32_STATES,
@@ -80,7 +80,7 @@ def current_environment(settings: TrainSettings, device: torch.device) -> dict[s
         "python": platform.python_version(),
         "quantshard": __version__,
         "torch": torch.__version__,
-        "attention": attention.describe_order("auto", device, settings.torch_params_dtype, settings.head_size),
+        "attention": attention_backends.describe("auto", (), device, settings.torch_params_dtype, settings.head_size),
         "float32 products": torch.get_float32_matmul_precision(),
     }
 

@@ -10,7 +10,7 @@ from quantshard import modules
 from quantshard.compat.transformer_engine import arguments
 from quantshard.compat.transformer_engine.common import recipe
 from quantshard.errors import ConfigurationError
-from quantshard.modules.attention import DotProductAttention as CoreAttention
+from quantshard.modules import DotProductAttention as CoreAttention
 
 SHAPE = (7, 2, 96)
 APART = {*recipe.__all__, "make_graphed_callables"}  # tested in test_transformer_engine.py and test_graphs.py

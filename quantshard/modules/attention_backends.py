@@ -1,0 +1,408 @@
+"""Backends of attention, in one table, and the choice between them.
+
+A call needs some of `NEEDS`. The first row of `TABLE` that supports all of them on the device runs. Without special
+needs this is PyTorch's scaled_dot_product_attention (SDPA), which runs the first of its own backends that works, in its
+own order, which starts with flash. On Hopper cuDNN is faster: causal attention over 2 x 8192 tokens in bf16, with 32
+query heads and 8 key heads of 128 features, takes 7.1 ms forward and backward on an H200 by cuDNN and 13.0 ms by flash.
+So "auto" tries cuDNN first on Hopper for the inputs that this was measured on. It skips backends that the caller
+disabled (`torch.nn.attention.sdpa_kernel`). Under `torch.use_deterministic_algorithms(True)` it skips cuDNN, whose
+gradients differ between runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quantshard import kernels, private_torch
+from quantshard.errors import ConfigurationError
+from quantshard.modules.attention_masks import AttentionMask, Diagonals, Packing, keep_where
+
+AUTO = "auto"
+_KINDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+NEEDS = {
+    "packed": "packed sequences",
+    "window": "a sliding window",
+    "top left": "diagonals counted from the first query and key",
+    "bottom right": "diagonals counted from the last query and key",
+    "mask": "an attention mask",
+    "bias": "a bias",
+    "sinks": "attention sinks",
+    "softcap": "softcap",
+    "dropout": "dropout",
+}
+"""What a call can need of a backend, besides plain causal attention."""
+
+
+@dataclass
+class AttentionCall:
+    """One call of the core attention, without the tensors that are differentiated.
+
+    `layout`: "sbhd", "bshd" or "thd". `mask`: True where masked out. `packings`: sequences of queries and of keys.
+    `slopes`: of ALiBi, float32 [heads] or [batch, heads]. `order`: backends of SDPA to try; empty for PyTorch's order.
+    """
+
+    layout: str
+    diagonals: Diagonals
+    scale: float | None
+    dropout: float = 0.0
+    softcap: float = 0.0
+    mask: AttentionMask | None = None
+    packings: tuple[Packing, Packing] | None = None
+    slopes: Tensor | None = None
+    order: tuple[str, ...] = ()
+
+
+# The choice ----------------------------------------------------------------------------------------------------------
+
+
+@private_torch.constant_in_graphs
+def backend_order(
+    backend: str, device: torch.device, dtype: torch.dtype, head_size: int, unmasked: bool
+) -> tuple[str, ...]:
+    """Return the backends of SDPA to try, in order; empty for PyTorch's own order.
+
+    `backend`: "auto" or one of SDPA's. `unmasked`: there is neither a mask nor dropout.
+    """
+    if backend != AUTO:
+        return (backend,)
+    if device.type != "cuda":
+        return ()
+    cuda = torch.backends.cuda
+    names: tuple[str, ...] = ("flash", "efficient", "math")
+    if not torch.are_deterministic_algorithms_enabled():
+        fits = unmasked and dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 128
+        is_hopper = fits and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+        if not is_hopper or not cuda.cudnn_sdp_enabled():
+            return ()
+        names = ("cudnn", *names)
+    enabled = {
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return tuple(name for name in names if enabled[name])
+
+
+@private_torch.constant_in_graphs
+def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Return the name of the row in `TABLE` that runs a call.
+
+    Raises:
+        ConfigurationError: no row supports the call, or not the one that `backend` selects.
+    """
+    rows = {"sdpa", "masked sdpa"} if backend in _KINDS else set(TABLE) if backend == AUTO else {backend}
+    for name, row in TABLE.items():
+        if name in rows and row.needs.issuperset(needs) and row.fits(device, dtype, head_size):
+            return name
+    what = " and ".join(NEEDS[need] for need in needs) or "this call"
+    raise ConfigurationError(
+        f"attention_backend={backend!r} does not support {what} ({dtype} on {device.type}, {head_size} features); "
+        "use attention_backend='auto'"
+    )
+
+
+def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Describe the result of `choose` and `backend_order`."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "PyTorch's own choice"
+    name = choose(backend, needs, device, dtype, head_size)
+    if name not in ("sdpa", "masked sdpa"):
+        return f"{name} ({TABLE[name].description})"
+    first, *others = backend_order(backend, device, dtype, head_size, not needs) or ("PyTorch's own choice",)
+    mask = " with a mask" if name == "masked sdpa" else ""
+    return first + (f", else {', '.join(others)}" if others else "") + mask
+
+
+def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Run SDPA on the first of `backends` that works."""
+    if not backends:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    try:
+        with sdpa_kernel([_KINDS[name] for name in backends], set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    except RuntimeError as error:
+        # on GPUs and on the CPU
+        if not str(error).startswith(("No available kernel", "No viable backend")):
+            raise
+        raise ConfigurationError(
+            f"attention by {' or '.join(backends)} is not available for queries {tuple(q.shape)}, keys "
+            f"{tuple(k.shape)}, {q.dtype} on {q.device}; use attention_backend='auto'"
+        ) from error
+
+
+# SDPA, and plain PyTorch ---------------------------------------------------------------------------------------------
+
+
+class _Dense(NamedTuple):
+    """Queries, keys and values as [batch, heads, length, features]. `visible`: where a query sees a key (None:
+    everywhere). `distance`: positions of keys minus those of queries, if anything depends on them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Tensor | None
+    distance: Tensor | None
+
+
+def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> _Dense:
+    """Bring a call into the form of SDPA. `is_causal`: the kernel applies the diagonals."""
+    if call.layout == "thd":
+        assert call.packings is not None
+        of_q, of_k = call.packings
+        q, k, v = of_q.unpack(q), of_k.unpack(k), of_k.unpack(v)
+    else:
+        q, k, v = (x.permute((1, 2, 0, 3) if call.layout == "sbhd" else (0, 2, 1, 3)) for x in (q, k, v))
+    queries, keys = q.shape[-2], k.shape[-2]
+    sizes: tuple[Any, Any] = (queries, keys)
+    visible = distance = None
+    if call.packings is not None:
+        of_q, of_k = call.packings
+        visible = (of_q.slots()[1][:, :, None] & of_k.slots()[1][:, None, :])[:, None]
+        sizes = of_q.lengths[:, None, None, None], of_k.lengths[:, None, None, None]
+    elif isinstance(call.mask, Tensor):
+        visible = ~call.mask
+    elif call.mask is not None:
+        of_queries, of_keys = (~mask for mask in call.mask)
+        visible = of_queries.mT & of_keys
+        sizes = of_queries.sum(-1, keepdim=True), of_keys.sum(-1, keepdim=True)
+    if not is_causal and (call.diagonals.is_limited or call.slopes is not None):
+        places = torch.arange(max(queries, keys), device=q.device)
+        distance = places[:keys] - places[:queries, None] - call.diagonals.shift(*sizes)
+        allowed = call.diagonals.allow(distance)
+        visible = allowed if visible is None else visible if allowed is None else visible & allowed
+    return _Dense(q, k, v, visible, distance)
+
+
+def _bias(call: AttentionCall, dense: _Dense, bias: Tensor | None) -> Tensor | None:
+    if call.slopes is None or dense.distance is None:
+        return bias
+    return dense.distance.abs() * -call.slopes[..., None, None]
+
+
+def _to_layout(call: AttentionCall, out: Tensor, tokens: int) -> Tensor:
+    if call.layout == "thd":
+        assert call.packings is not None
+        return call.packings[0].pack(out, tokens)
+    return out.permute((2, 0, 1, 3) if call.layout == "sbhd" else (0, 2, 1, 3))
+
+
+def _sdpa(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, _: Tensor | None, masked: bool = False
+) -> Tensor:
+    has_mask = masked or call.mask is not None or bias is not None or call.slopes is not None
+    is_causal = not has_mask and call.diagonals.right == 0
+    dense = _dense(call, q, k, v, is_causal)
+    mask, bias = dense.visible, _bias(call, dense, bias)
+    if bias is not None:
+        mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+    out = attend(
+        call.order, dense.q, dense.k, dense.v, attn_mask=mask, dropout_p=call.dropout, is_causal=is_causal,
+        scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2],
+    )  # fmt: skip
+    return _to_layout(call, out, q.shape[0])
+
+
+def _unfused(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Compute attention by its definition, in float32 and with all scores in memory."""
+    dense = _dense(call, q, k, v)
+    queries = dense.q.float()
+    keys, values = (x.float().repeat_interleave(q.shape[-2] // k.shape[-2], dim=1) for x in (dense.k, dense.v))
+    scores = queries @ keys.mT * (call.scale or q.shape[-1] ** -0.5)
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    added = _bias(call, dense, bias)
+    if added is not None:
+        scores = scores + added
+    if dense.visible is not None:
+        scores = scores.masked_fill(~dense.visible, -torch.inf)
+    largest = scores.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.float()[:, None, None]
+        largest = torch.maximum(largest, sinks.detach())
+    # a query that sees no key gets zeros
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    total = torch.where(total == 0, 1.0, total) if sinks is None else total + torch.exp(sinks - largest)
+    out = F.dropout(weights / total, call.dropout) @ values
+    return _to_layout(call, out.to(q.dtype), q.shape[0])
+
+
+# Kernels for windows and packed sequences ----------------------------------------------------------------------------
+
+
+def _as_packed(call: AttentionCall, *tensors: Tensor) -> tuple[list[Tensor], tuple[Packing, Packing]]:
+    """Return [tokens, heads, features] of each tensor, and the sequences of queries and of keys."""
+    if call.layout == "thd":
+        assert call.packings is not None
+        return list(tensors), call.packings
+    batch_first = [x.transpose(0, 1) if call.layout == "sbhd" else x for x in tensors]
+    of_q, of_k = call.packings or (Packing.of_batch(x.shape[0], x.shape[1], x.device) for x in batch_first[:2])
+    return [x.flatten(0, 1) for x in batch_first], (of_q, of_k)
+
+
+def _from_packed(call: AttentionCall, out: Tensor, q: Tensor) -> Tensor:
+    if call.layout == "thd":
+        return out
+    out = out.unflatten(0, (q.shape[1 if call.layout == "sbhd" else 0], -1))
+    return out.transpose(0, 1) if call.layout == "sbhd" else out
+
+
+def _in_sequences(packing: Packing, x: Tensor) -> Tensor:
+    """Return x without values and gradients in gaps, which kernels can leave uninitialized."""
+    return keep_where(packing.documents(x.shape[0])[2], x) if packing.has_gaps else x
+
+
+def _by_kernel(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any, kernel: Callable[..., Tensor]) -> Tensor:
+    (q_tokens, *kv_tokens), (of_q, of_k) = _as_packed(call, q, k, v)
+    inputs = [_in_sequences(of_q, q_tokens), *(_in_sequences(of_k, x) for x in kv_tokens)]
+    boundaries = of_q.boundaries(len(q_tokens)), of_k.boundaries(len(kv_tokens[0]))
+    out = kernel(call, *inputs, *boundaries, of_q.longest, of_k.longest)
+    return _from_packed(call, _in_sequences(of_q, out), q)
+
+
+@cache
+def _varlen_attn() -> tuple[Callable[..., Tensor], bool] | None:
+    """PyTorch's `varlen_attn`, and whether it has the argument enable_gqa; None before PyTorch 2.11.
+
+    The import takes seconds, because it imports Dynamo.
+    """
+    if find_spec("torch.nn.attention.varlen") is None:
+        return None
+    function = import_module("torch.nn.attention.varlen").varlen_attn
+    names = inspect.signature(function).parameters
+    return (function, "enable_gqa" in names) if "window_size" in names else None
+
+
+def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
+    found = _varlen_attn()
+    assert found is not None
+    function, has_gqa = found
+    options: dict[str, Any] = {"scale": call.scale, "window_size": tuple(call.diagonals[:2])}
+    if q.shape[1] != k.shape[1]:
+        if has_gqa:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return function(q, k, v, *boundaries, **options)
+
+
+def _flash_attn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
+    out: Tensor = import_module("flash_attn").flash_attn_varlen_func(
+        q, k, v, *boundaries, dropout_p=call.dropout, softmax_scale=call.scale, window_size=tuple(call.diagonals[:2]),
+        softcap=call.softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _compiled(name: str, device_type: str) -> Callable[..., Any]:
+    """Return a function of PyTorch's flex_attention, which needs compilation to be fast on a GPU."""
+    function: Callable[..., Any] = getattr(import_module("torch.nn.attention.flex_attention"), name)
+    return torch.compile(function) if device_type == "cuda" else function
+
+
+def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: Tensor | None) -> Tensor:
+    tokens, packings = _as_packed(call, q, k, v)
+    (q_doc, q_pos, q_in), (k_doc, k_pos, k_in) = (p.documents(len(x)) for p, x in zip(packings, tokens, strict=False))
+    # positions of queries, such that a window is a range of differences
+    shift = call.diagonals.shift(*(packing.lengths for packing in packings))
+    q_pos = q_pos + (shift[q_doc] if isinstance(shift, Tensor) else shift)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        together = (q_doc[query] == k_doc[key]) & q_in[query] & k_in[key]
+        allowed = call.diagonals.allow(k_pos[key] - q_pos[query])
+        return together if allowed is None else together & allowed
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return call.softcap * torch.tanh(score / call.softcap)
+
+    get = partial(_compiled, device_type="cpu" if torch.compiler.is_compiling() else q.device.type)
+    blocks = get("create_block_mask")(sees, None, None, len(tokens[0]), len(tokens[1]), device=q.device)
+    out, logsumexp = get("flex_attention")(
+        *(x.transpose(0, 1)[None] for x in tokens), score_mod=capped if call.softcap else None, block_mask=blocks,
+        scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2], return_lse=True,
+    )  # fmt: skip
+    if sinks is not None:
+        out = out * torch.sigmoid(logsumexp - sinks.float()[:, None])[..., None].to(out.dtype)
+    return _from_packed(call, out[0].transpose(0, 1), q)
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+class Backend(NamedTuple):
+    """A way to compute attention.
+
+    `needs`: what it supports, of `NEEDS`. `run`: function of a call, q, k, v, the bias and the sinks. `fits`: whether
+    it runs on a device, with a dtype and a head size. `description`: for `explain`.
+    """
+
+    needs: frozenset[str]
+    run: Callable[..., Tensor]
+    fits: Callable[[torch.device, torch.dtype, int], bool]
+    description: str
+
+
+def _anywhere(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return True
+
+
+def _is_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and torch.version.hip is None and is_half and head_size % 8 == 0 and head_size <= 256
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return _is_flash(device, dtype, head_size) and _varlen_attn() is not None
+
+
+def _has_flash_attn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return _is_flash(device, dtype, head_size) and find_spec("flash_attn") is not None
+
+
+def _has_flex(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return _is_flash(device, dtype, head_size) and head_size >= 16 and kernels.USABLE
+
+
+_MASKS = {"mask", "bias", "dropout"}
+_BOTH_CORNERS = {"packed", "window", "top left", "bottom right"}
+
+TABLE = {
+    "sdpa": Backend(frozenset({"top left", *_MASKS}), _sdpa, _anywhere, "PyTorch's SDPA"),
+    "varlen": Backend(
+        frozenset({"packed", "window", "bottom right"}), partial(_by_kernel, kernel=_varlen), _has_varlen,
+        "PyTorch's varlen_attn",
+    ),
+    "flash_attn": Backend(
+        frozenset({"packed", "window", "bottom right", "softcap", "dropout"}), partial(_by_kernel, kernel=_flash_attn),
+        _has_flash_attn, "the package flash_attn",
+    ),
+    "flex": Backend(
+        frozenset({*_BOTH_CORNERS, "sinks", "softcap"}), _flex, _has_flex, "PyTorch's flex_attention, compiled"
+    ),
+    "masked sdpa": Backend(
+        frozenset({*_BOTH_CORNERS, *_MASKS}), partial(_sdpa, masked=True), _anywhere, "PyTorch's SDPA with a mask"
+    ),
+    "unfused": Backend(frozenset(NEEDS), _unfused, _anywhere, "plain PyTorch, with all scores in memory"),
+}  # fmt: skip
+"""Backends in the order in which "auto" tries them."""
+
+BACKENDS = (AUTO, *_KINDS, "varlen", "flash_attn", "flex", "unfused")
