@@ -312,10 +312,13 @@ def _flash_attn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundarie
     return out
 
 
+_FLEX = "torch.nn.attention.flex_attention"
+
+
 @cache
 def _compiled(name: str, device_type: str) -> Callable[..., Any]:
     """Return a function of PyTorch's flex_attention, which needs compilation to be fast on a GPU."""
-    function: Callable[..., Any] = getattr(import_module("torch.nn.attention.flex_attention"), name)
+    function: Callable[..., Any] = getattr(import_module(_FLEX), name)
     return torch.compile(function) if device_type == "cuda" else function
 
 
@@ -336,12 +339,13 @@ def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: T
 
     get = partial(_compiled, device_type="cpu" if torch.compiler.is_compiling() else q.device.type)
     blocks = get("create_block_mask")(sees, None, None, len(tokens[0]), len(tokens[1]), device=q.device)
-    out, logsumexp = get("flex_attention")(
+    out, auxiliary = get("flex_attention")(
         *(x.transpose(0, 1)[None] for x in tokens), score_mod=capped if call.softcap else None, block_mask=blocks,
-        scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2], return_lse=True,
+        scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2],
+        return_aux=import_module(_FLEX).AuxRequest(lse=sinks is not None),
     )  # fmt: skip
     if sinks is not None:
-        out = out * torch.sigmoid(logsumexp - sinks.float()[:, None])[..., None].to(out.dtype)
+        out = out * torch.sigmoid(auxiliary.lse - sinks.float()[:, None])[..., None].to(out.dtype)
     return _from_packed(call, out[0].transpose(0, 1), q)
 
 

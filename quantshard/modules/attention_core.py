@@ -164,8 +164,8 @@ class DotProductAttention(QuantizedModule):
                 the padding mask types. An empty sequence has two equal entries. Default for keys: those of queries.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for "thd", cumulative lengths with the unused tokens after each
                 sequence. Outputs of these tokens are 0.
-            max_seqlen_q, max_seqlen_kv: at least the largest lengths. Without them, "thd" reads lengths on the host, which
-                waits for the GPU.
+            max_seqlen_q, max_seqlen_kv: at least the largest lengths. Without them, "thd" reads lengths on the host, so
+                it waits for the GPU.
             checkpoint_core_attention: recompute the attention in backward instead of saving its activations.
             core_attention_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias" (before or after
                 `softmax_scale`), or "alibi".
@@ -292,7 +292,7 @@ def _packings(
     keys = masks.packing("kv", *(of_q if of_kv[0] is None else of_kv), tokens[1], layout)  # type: ignore[arg-type]
     if len(keys.starts) != len(queries.starts):
         raise ConfigurationError(
-            f"cu_seqlens_q is for {len(queries.starts)} sequences, cu_seqlens_kv for {len(keys.starts)}; make both equal"
+            f"cu_seqlens_q is for {len(queries.starts)} sequences, cu_seqlens_kv for {len(keys.starts)}; use as many"
         )
     return queries, keys
 

@@ -26,7 +26,7 @@ from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGE
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import Projection, split_sizes
-from quantshard.modules.contexts import context, settings
+from quantshard.modules.contexts import context, recompute, settings
 from quantshard.modules.gemms import compiled
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
@@ -56,6 +56,29 @@ def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s + _QGELU * x * s * (1 - s))
 
 
+class ClampedSwiGLU(NamedTuple):
+    """The activation of gpt-oss: g * sigmoid(alpha g) * (clamp(up, -limit, limit) + glu_linear_offset), where g is
+    min(gate, limit)."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+
+    def value(self, x: Tensor) -> Tensor:
+        """Return the factor of the gate."""
+        x = x.clamp(max=self.limit)
+        return x * torch.sigmoid(self.alpha * x)
+
+    def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the gate from that of `value`."""
+        gate = x.clamp(max=self.limit)
+        s = torch.sigmoid(self.alpha * gate)
+        return dy * (s + self.alpha * gate * s * (1 - s)) * (x <= self.limit)
+
+
+Activation = str | ClampedSwiGLU
+"""One of `ACTIVATIONS`; a clamped SwiGLU with its parameters."""
+
 _CURVES = {
     "gelu": ActivationFunction(
         lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
@@ -65,24 +88,28 @@ _CURVES = {
     "silu": ActivationFunction(F.silu, torch.ops.aten.silu_backward.default),
     "srelu": ActivationFunction(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
     "qgelu": ActivationFunction(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
+    "sigmoid": ActivationFunction(
+        torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward.default(dy, torch.sigmoid(x))
+    ),
 }
-_GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
-ACTIVATIONS = (*_CURVES, *_GATED)
+_GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu", "glu": "sigmoid"}
+CLAMPED = "clamped_swiglu"
+ACTIVATIONS = (*(name for name in _CURVES if name != "sigmoid"), *_GATED, CLAMPED)
 
 
 def is_gated(activation: str) -> bool:
     """Return True for the activations in `ACTIVATIONS` that take two inputs."""
-    return activation in _GATED
+    return activation in _GATED or activation == CLAMPED
 
 
-def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
+def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
     """Apply one of `ACTIVATIONS` to x [...], in its dtype. A gated activation multiplies by `up`, which has the shape
     of x."""
     return cast(Tensor, _Activation.apply(x, up, activation, AS_IS))
 
 
 def activate_stored(
-    x: Tensor, activation: str, up: Tensor | None, storage: ActivationStorage
+    x: Tensor, activation: Activation, up: Tensor | None, storage: ActivationStorage
 ) -> tuple[Tensor, RecomputedInput]:
     """Apply `activate`, keeping its inputs for backward as `storage` does. Also return how to recompute the result from
     the kept tensors."""
@@ -95,31 +122,43 @@ def activate_stored(
     return cast(Tensor, _Activation.apply(x, up, activation, storage, *tensors)), recomputed
 
 
-def _activate_again(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
+def _activate_again(activation: Activation, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
     gate, *up = storage.values(list(kept), dtype)
     return activate(gate, activation, *up)
 
 
-def _has_kernels(x: Tensor, up: Tensor | None) -> bool:
-    alike = up is None or (up.shape == x.shape and up.dtype == x.dtype)
-    return alike and kernel_dispatch.has_float_kernels(x, up)
+def _has_kernels(x: Tensor, up: Tensor | None, activation: Activation) -> bool:
+    same_layout = up is None or (up.shape == x.shape and up.dtype == x.dtype)
+    return isinstance(activation, str) and same_layout and kernel_dispatch.has_float_kernels(x, up)
 
 
-def _curve(activation: str) -> ActivationFunction:
+def _curve(activation: Activation) -> ActivationFunction | ClampedSwiGLU:
+    if isinstance(activation, ClampedSwiGLU):
+        return activation
     return _CURVES[_GATED.get(activation, activation)]
 
 
-def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> tuple[Tensor, Tensor | None]:
+def _factor(up: Tensor, activation: Activation) -> Tensor:
+    """Return what a gated activation multiplies its gate by."""
+    if isinstance(activation, ClampedSwiGLU):
+        return up.float().clamp(-activation.limit, activation.limit) + activation.glu_linear_offset
+    return up.float()
+
+
+def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and up."""
-    dy, high = dy.float(), x.float()
+    curve, dy, high = _curve(activation), dy.float(), x.float()
     if up is None:
         return curve.gradient(dy, high).to(x.dtype), None
-    return curve.gradient(dy * up.float(), high).to(x.dtype), (dy * curve.value(high)).to(up.dtype)
+    dup = dy * curve.value(high)
+    if isinstance(activation, ClampedSwiGLU):
+        dup = dup * (up.abs() <= activation.limit)
+    return curve.gradient(dy * _factor(up, activation), high).to(x.dtype), dup.to(up.dtype)
 
 
-def _value(x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
-    out = curve.value(x.float())
-    return private_torch.cast(out if up is None else out * up.float(), x.dtype)
+def _value(x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    out = _curve(activation).value(x.float())
+    return private_torch.cast(out if up is None else out * _factor(up, activation), x.dtype)
 
 
 def _value_by_kernel(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -145,14 +184,16 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor | None, activation: str, storage: ActivationStorage, *kept: Tensor
+        ctx: Any, x: Tensor, up: Tensor | None, activation: Activation, storage: ActivationStorage, *kept: Tensor
     ) -> Tensor:
         ctx.activation, ctx.storage, ctx.shape, ctx.dtype = activation, storage, x.shape, x.dtype
-        by_kernel = _has_kernels(x, up)
+        by_kernel = _has_kernels(x, up, activation)
         if by_kernel:
             x, up = private_torch.plain(x), None if up is None else private_torch.plain(up)
         ctx.save_for_backward(*(kept or (x, up)))
-        return _value_by_kernel(x, up, activation) if by_kernel else _value(x, up, _curve(activation))
+        if by_kernel:
+            return _value_by_kernel(x, up, cast(str, activation))
+        return _value(x, up, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,8 +205,8 @@ class _Activation(torch.autograd.Function):
             x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(tensors, ctx.dtype))
         up = ups[0] if ups else None
         # with create_graph=True: kernels have no derivative
-        if torch.is_grad_enabled() or not _has_kernels(x, up):
-            return *_gradients(grads[0], x, up, _curve(ctx.activation)), *no_gradients
+        if torch.is_grad_enabled() or not _has_kernels(x, up, ctx.activation):
+            return *_gradients(grads[0], x, up, ctx.activation), *no_gradients
         return *_gradients_by_kernel(private_torch.plain(grads[0]), x, up, ctx.activation), *no_gradients
 
 
@@ -292,7 +333,9 @@ class LayerNormMLP(_NormedModule):
         init_method: function that fills each full (unsharded) fc1 weight in place. Default: N(0, 0.023**2), drawn by
             global element index.
         activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
-            "qgelu" (x * sigmoid(1.702 x)), or one of the gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
+            "qgelu" (x * sigmoid(1.702 x)), or one of the gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu",
+            "glu" (sigmoid(gate) * up) and "clamped_swiglu" (of gpt-oss; computed without kernels).
+        activation_params: of "clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}.
         output_layer_init_method: `init_method` for fc2_weight.
         return_bias: return fc2_bias after the output instead of adding it.
         set_parallel_mode: let tensor parallelism shard the weights: fc1 by columns, fc2 by rows.
@@ -300,6 +343,7 @@ class LayerNormMLP(_NormedModule):
             result, with kernels the normalization too. This saves `ffn_hidden_size` bytes per token in FP8 and needs no
             extra GEMM. Gradients keep the same bits. The option has no effect in high precision, or if `torch.compile`
             traces a module that returns the normalized input.
+        checkpoint: keep only the module's input for backward, and recompute the rest.
         activation_storage: format in which the inputs of the activation (gate and up, the outputs of fc1) are kept for
             backward. "high_precision" keeps them unchanged. "fp8" keeps E4M3 codes with a float32 scale for each 128
             features of a token: 1.03 bytes per element instead of 2 or 4. Outputs have the same bits; for the error of
@@ -327,6 +371,8 @@ class LayerNormMLP(_NormedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         recompute_activation: bool = False,
+        checkpoint: bool = False,
+        activation_params: Mapping[str, float] | None = None,
         activation_storage: str = HIGH_PRECISION,
         return_layernorm_output_gathered: bool = False,
         set_parallel_mode: bool = False,
@@ -341,11 +387,18 @@ class LayerNormMLP(_NormedModule):
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
+        if set(activation_params or ()) - set(ClampedSwiGLU._fields if activation == CLAMPED else ()):
+            raise ConfigurationError(
+                f"LayerNormMLP(activation_params={activation_params}): only {CLAMPED!r} has some: "
+                f"{', '.join(ClampedSwiGLU._fields)}"
+            )
         check_storage("LayerNormMLP", activation_storage)
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
+        self._function = ClampedSwiGLU(**(activation_params or {})) if activation == CLAMPED else activation
         self.recompute_activation, self.activation_storage = recompute_activation, activation_storage
+        self.checkpoint = checkpoint
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
@@ -379,15 +432,21 @@ class LayerNormMLP(_NormedModule):
             inp: the input.
             residual: tensor of the input's shape, added to the input before the normalization, in the same kernel.
         """
+        if self.checkpoint and torch.is_grad_enabled():
+            return cast(Any, recompute.checkpoint(self._forward, inp, residual))
+        return self._forward(inp, residual)
+
+    def _forward(self, inp: Tensor, residual: Tensor | None) -> Any:
         inp = self._input(inp)
         residual = None if residual is None else context.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._prepare(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
         fc2 = self._prepare(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
-        if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
+        function = self._function
+        if not self.return_layernorm_output and isinstance(function, str) and fused.fits(front, fc1, fc2):
             storage = STORAGES[self.activation_storage]
-            out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
+            out, total = fused.mlp(front, fc1, function, fc2, self.recompute_activation, storage)
         elif torch.compiler.is_compiling() and self.activation_storage != HIGH_PRECISION:
             return cast(Any, compiled.run_eagerly(LayerNormMLP.forward, self, inp, residual=residual))
         else:
@@ -403,7 +462,7 @@ class LayerNormMLP(_NormedModule):
         storage = STORAGES[self.activation_storage]
         if storage is not AS_IS and self._fc1.mode is not None and self.tp_size > 1:
             storage = storage._replace(split=self.tensor_parallel_of(self._fc1.mode).split(1))
-        return activate_stored(first, self.activation, up, storage)
+        return activate_stored(first, self._function, up, storage)
 
     def extra_repr(self) -> str:
         return (

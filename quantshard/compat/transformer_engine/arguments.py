@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import DotProductAttention
 from quantshard.recipe import Format, MMParams
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -44,9 +43,6 @@ _BLOCK_RECIPES = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"
 _RECIPES = ("DelayedScaling", "Float8CurrentScaling", *_BLOCK_RECIPES)
 
 _WHOLE_SEQUENCES = "keep each sequence whole on its rank"
-_CROSS_ATTENTION = "build cross-attention from Linear and DotProductAttention"
-_WINDOW_MASK = "use attn_mask_type='arbitrary' with a mask of the sliding window"
-_PADDING_MASK = "use attn_mask_type='padding' or 'arbitrary' with a mask"
 
 ARGUMENTS: dict[str, dict[str, UnsupportedArgument]] = {}
 """Class, method or function -> name -> unsupported argument of TransformerEngine."""
@@ -68,40 +64,19 @@ _unsupported(_ALL_LINEAR,
 _unsupported(_LINEAR, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, symmetric_ar_type=None)
 _unsupported(["Linear", "GroupedLinear"], save_original_input=False)
 _unsupported(["Linear.forward", "LayerNormLinear.forward"], fp8_output=False, fp8_grad=False)
-_unsupported(["LayerNormMLP", "TransformerLayer"], activation_params=None)
-_unsupported(["LayerNormMLP"], "recompute activations with quantshard.checkpoint around the module", checkpoint=False)
 _unsupported(["GroupedLinear"], "gather the tokens before quantshard.dispatch_tokens", sequence_parallel=False)
 _unsupported(["GroupedLinear"], single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
 _unsupported(["GroupedLinear.forward"], out=None, dgrad_out=None)
 
-_unsupported(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS], "use attn_mask_type='causal_bottom_right'",
-    bottom_right_diagonal=None)
-_unsupported(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS], softmax_type="vanilla")
-_unsupported(["DotProductAttention", "MultiheadAttention"], _CROSS_ATTENTION, attention_type="self")
 _unsupported(["DotProductAttention"], _WHOLE_SEQUENCES,
     cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p")
 _unsupported(["DotProductAttention"], return_max_logit=False)
 _unsupported(["DotProductAttention.forward"], fp8_output=False, num_splits=1)
-_unsupported(_ATTENTION_CALLS,
-    core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, inference_params=None)
-_unsupported(_ATTENTION_CALLS, _PADDING_MASK, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
-    cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, pad_between_seqs=None)
-_unsupported(["MultiheadAttention.forward", "TransformerLayer.forward"], _CROSS_ATTENTION, encoder_output=None)
+_unsupported(_ATTENTION_CALLS, inference_params=None)
 
-_unsupported(["TransformerLayer"], "use 'encoder', whose mask is causal by default, or " + _CROSS_ATTENTION,
-    layer_type="encoder")
-_unsupported(["TransformerLayer"], _CROSS_ATTENTION,
-    enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
-_unsupported(["TransformerLayer.forward"], _CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
-    enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
-_unsupported(["TransformerLayer"],
-    "compose MultiheadAttention and LayerNormMLP with return_layernorm_output=True",
-    apply_residual_connection_post_layernorm=False)
-_unsupported(["TransformerLayer"], drop_path_rate=0.0, ub_tp_comm_overlap=False)
+_unsupported(["TransformerLayer"], ub_tp_comm_overlap=False)
 
 _unsupported(["checkpoint"], "use sequence_parallel", distribute_saved_activations=False)
-_unsupported(["apply_rotary_pos_emb"], "slice freqs yourself", start_positions=None)
-_unsupported(["apply_rotary_pos_emb"], "use 'sbhd' or 'bshd'", cu_seqlens=None)
 _unsupported(["apply_rotary_pos_emb"], _WHOLE_SEQUENCES, cp_size=1, cp_rank=0)
 _unsupported(["apply_rotary_pos_emb"], fused=False)
 _unsupported(["make_graphed_callables"], "train with delayed scaling", calibrating=False, fp8_calibrating=False)
@@ -156,28 +131,10 @@ class ModuleAdapter(nn.Module):
 class AttentionAdapter(ModuleAdapter):
     """`ModuleAdapter`, for modules that contain attention."""
 
-    def __init__(self, *args: Any, window_size: Sequence[int] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._check_window(_owner(self), window_size, None)
-
-    def forward(self, *args: Any, window_size: Sequence[int] | None = None, **kwargs: Any) -> Any:
-        """Run the module's forward; see `supported`."""
-        mask_type = kwargs.get("attn_mask_type") or kwargs.get("self_attn_mask_type")
-        self._check_window(f"{_owner(self)}.forward", window_size, mask_type)
-        return super().forward(*args, **kwargs)
-
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Raise unless the context-parallel group is None."""
         if cp_group is not None:
             raise ConfigurationError(f"set_context_parallel_group is not supported; {_WHOLE_SEQUENCES}")
-
-    def _check_window(self, owner: str, window_size: Sequence[int] | None, mask_type: str | None) -> None:
-        """Raise for a sliding window. (-1, -1) means no window, and so does (-1, 0) with a causal mask."""
-        if window_size is None or tuple(window_size) == (-1, -1):
-            return
-        core = next(module for module in self.modules() if isinstance(module, DotProductAttention))
-        if tuple(window_size) != (-1, 0) or "causal" not in (mask_type or core.attn_mask_type):
-            raise ConfigurationError(f"{owner}(window_size={window_size}) is not supported; {_WINDOW_MASK}")
 
 
 class NormAdapter(nn.Module):

@@ -11,6 +11,7 @@ amaxes, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + e
     srelu   max(x, 0)**2            operations and order of the oracle: equal bits
     silu    x * s(x)
     qgelu   x * s(1.702 x)
+    sigmoid s(x)
     gelu    x * s(2 sqrt(2 / pi) (x + 0.044715 x**3)), which is the tanh form, without its cancellation for x < 0
 
 exp multiplies by log2(e) before the hardware's power of two. Its argument is off by u |z|, so the relative error of
@@ -46,7 +47,14 @@ from quantshard.kernels.quantize.random_words import (
     random_arguments_of,
 )
 
-GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
+GATED: Final = {
+    "geglu": "gelu",
+    "reglu": "relu",
+    "swiglu": "silu",
+    "sreglu": "srelu",
+    "qgeglu": "qgelu",
+    "glu": "sigmoid",
+}
 """Gated activations, with two inputs, and the function of their gate."""
 PLAIN: Final = tuple(GATED.values())
 
@@ -93,6 +101,8 @@ def value(x, KIND: tl.constexpr):
     if KIND == "relu" or KIND == "srelu":
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive if KIND == "relu" else positive * positive
+    elif KIND == "sigmoid":
+        return sigmoid(x)
     else:
         z, _ = logit(x, KIND)
         return x * sigmoid(z)
@@ -106,6 +116,9 @@ def value_and_slope(x, KIND: tl.constexpr):
     elif KIND == "srelu":
         positive = value(x, "relu")
         return positive * positive, 2.0 * positive
+    elif KIND == "sigmoid":
+        s = sigmoid(x)
+        return s, s * (1.0 - s)
     else:
         z, slope = logit(x, KIND)
         s = sigmoid(z)
