@@ -287,15 +287,14 @@ class MultiheadAttention(CompositeModule):
 
 def _positions(tokens: Sequence[int], freqs: RotaryEmbedding, core: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and of keys in their sequences."""
-    of_q = core.get("cu_seqlens_q_padded"), core.get("cu_seqlens_q"), core.get("max_seqlen_q")
-    of_kv = core.get("cu_seqlens_kv_padded"), core.get("cu_seqlens_kv"), core.get("max_seqlen_kv")
-    if of_kv[1] is None:
-        of_kv = of_q
+    of_q, of_kv = ([core.get(f"{name}_{part}{more}") for name, more in _BOUNDARIES] for part in ("q", "kv"))
+    of_kv = of_q if of_kv[1] is None else of_kv
     for_q, for_kv = freqs if isinstance(freqs, tuple) else (freqs, freqs)
+    (padded, plain, longest), (kv_padded, kv_plain, kv_longest) = of_q, of_kv
+    queries = rotary.token_positions(tokens[0], for_q, plain if padded is None else padded, longest)
+    if tokens[0] == tokens[1] and for_q is for_kv and plain is kv_plain and padded is kv_padded:
+        return queries, queries
+    return queries, rotary.token_positions(tokens[1], for_kv, kv_plain if kv_padded is None else kv_padded, kv_longest)
 
-    def positions(count: int, angles: Tensor, padded: Tensor | None, plain: Tensor | None, longest: int | None) -> Any:
-        return rotary.token_positions(count, angles, plain if padded is None else padded, longest)
 
-    queries = positions(tokens[0], for_q, *of_q)
-    is_same = tokens[0] == tokens[1] and for_q is for_kv and all(a is b for a, b in zip(of_q, of_kv, strict=True))
-    return queries, queries if is_same else positions(tokens[1], for_kv, *of_kv)
+_BOUNDARIES = (("cu_seqlens", "_padded"), ("cu_seqlens", ""), ("max_seqlen", ""))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quantshard import kernels, private_torch
+from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules.attention_masks import AttentionMask, Diagonals, Packing, keep_where
 
@@ -67,6 +67,10 @@ class AttentionCall:
     slopes: Tensor | None = None
     order: tuple[str, ...] = ()
 
+
+_VARLEN, _FLEX, _FLASH = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn"
+_LOADED: dict[str, Any] = {}
+"""Modules of backends by name, and whether `varlen_attn` has the argument enable_gqa."""
 
 # The choice ----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: 
         return "PyTorch's own choice"
     name = choose(backend, needs, device, dtype, head_size)
     if name not in ("sdpa", "masked sdpa"):
-        return f"{name} ({TABLE[name].description})"
+        return name
     first, *others = backend_order(backend, device, dtype, head_size, not needs) or ("PyTorch's own choice",)
     mask = " with a mask" if name == "masked sdpa" else ""
     return first + (f", else {', '.join(others)}" if others else "") + mask
@@ -278,48 +282,25 @@ def _by_kernel(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any, ke
     return _from_packed(call, _in_sequences(of_q, out), q)
 
 
-@cache
-def _varlen_attn() -> tuple[Callable[..., Tensor], bool] | None:
-    """PyTorch's `varlen_attn`, and whether it has the argument enable_gqa; None before PyTorch 2.11.
-
-    The import takes seconds, because it imports Dynamo.
-    """
-    if find_spec("torch.nn.attention.varlen") is None:
-        return None
-    function = import_module("torch.nn.attention.varlen").varlen_attn
-    names = inspect.signature(function).parameters
-    return (function, "enable_gqa" in names) if "window_size" in names else None
-
-
 def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
-    found = _varlen_attn()
-    assert found is not None
-    function, has_gqa = found
     options: dict[str, Any] = {"scale": call.scale, "window_size": tuple(call.diagonals[:2])}
-    if q.shape[1] != k.shape[1]:
-        if has_gqa:
-            options["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return function(q, k, v, *boundaries, **options)
+    if q.shape[1] != k.shape[1] and _LOADED["enable_gqa"]:
+        options["enable_gqa"] = True
+    elif q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out: Tensor = _LOADED[_VARLEN].varlen_attn(q, k, v, *boundaries, **options)
+    return out
 
 
 def _flash_attn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
-    out: Tensor = import_module("flash_attn").flash_attn_varlen_func(
+    out: Tensor = _LOADED[_FLASH].flash_attn_varlen_func(
         q, k, v, *boundaries, dropout_p=call.dropout, softmax_scale=call.scale, window_size=tuple(call.diagonals[:2]),
         softcap=call.softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return out
 
 
-_FLEX = "torch.nn.attention.flex_attention"
-
-
-@cache
-def _compiled(name: str, device_type: str) -> Callable[..., Any]:
-    """Return a function of PyTorch's flex_attention, which needs compilation to be fast on a GPU."""
-    function: Callable[..., Any] = getattr(import_module(_FLEX), name)
-    return torch.compile(function) if device_type == "cuda" else function
+_compiled = cache(torch.compile)
 
 
 def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: Tensor | None) -> Tensor:
@@ -337,12 +318,15 @@ def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: T
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return call.softcap * torch.tanh(score / call.softcap)
 
-    get = partial(_compiled, device_type="cpu" if torch.compiler.is_compiling() else q.device.type)
-    blocks = get("create_block_mask")(sees, None, None, len(tokens[0]), len(tokens[1]), device=q.device)
-    out, auxiliary = get("flex_attention")(
+    flex = _LOADED[_FLEX]
+    functions: Any = flex.flex_attention, flex.create_block_mask
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        functions = [_compiled(function) for function in functions]
+    blocks = functions[1](sees, None, None, len(tokens[0]), len(tokens[1]), device=q.device)
+    out, auxiliary = functions[0](
         *(x.transpose(0, 1)[None] for x in tokens), score_mod=capped if call.softcap else None, block_mask=blocks,
         scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2],
-        return_aux=import_module(_FLEX).AuxRequest(lse=sinks is not None),
+        return_aux=flex.AuxRequest(lse=sinks is not None),
     )  # fmt: skip
     if sinks is not None:
         out = out * torch.sigmoid(auxiliary.lse - sinks.float()[:, None])[..., None].to(out.dtype)
@@ -355,57 +339,50 @@ def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: T
 class Backend(NamedTuple):
     """A way to compute attention.
 
-    `needs`: what it supports, of `NEEDS`. `run`: function of a call, q, k, v, the bias and the sinks. `fits`: whether
-    it runs on a device, with a dtype and a head size. `description`: for `explain`.
+    `needs`: what it supports, of `NEEDS`. `run`: function of a call, q, k, v, the bias and the sinks. `module`: the
+    module that it needs, which is for GPUs and 16 bits; "" for a row that runs anywhere.
     """
 
     needs: frozenset[str]
     run: Callable[..., Tensor]
-    fits: Callable[[torch.device, torch.dtype, int], bool]
-    description: str
+    module: str = ""
+
+    def fits(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+        """Return True if the row runs on a device, with a dtype and a head size."""
+        if not self.module:
+            return True
+        is_half, has_size = dtype in (torch.bfloat16, torch.float16), head_size % 8 == 0 and 16 <= head_size <= 256
+        is_cuda = device.type == "cuda" and torch.version.hip is None
+        return is_cuda and is_half and has_size and _load(self.module)
 
 
-def _anywhere(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    return True
+def _load(name: str) -> bool:
+    """Import a module into `_LOADED`, and return False if it is missing or too old.
 
-
-def _is_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and torch.version.hip is None and is_half and head_size % 8 == 0 and head_size <= 256
-
-
-def _has_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    return _is_flash(device, dtype, head_size) and _varlen_attn() is not None
-
-
-def _has_flash_attn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    return _is_flash(device, dtype, head_size) and find_spec("flash_attn") is not None
-
-
-def _has_flex(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    return _is_flash(device, dtype, head_size) and head_size >= 16 and kernels.USABLE
+    PyTorch's modules take seconds, because they import Dynamo. Before PyTorch 2.11, `varlen_attn` has no windows.
+    """
+    if name not in _LOADED:
+        _LOADED[name] = module = import_module(name) if find_spec(name) else None
+        if name == _VARLEN and module is not None:
+            arguments = inspect.signature(module.varlen_attn).parameters
+            _LOADED["enable_gqa"] = "enable_gqa" in arguments
+            _LOADED[name] = module if "window_size" in arguments else None
+    return _LOADED[name] is not None
 
 
 _MASKS = {"mask", "bias", "dropout"}
 _BOTH_CORNERS = {"packed", "window", "top left", "bottom right"}
+_KERNEL = {"packed", "window", "bottom right"}
 
 TABLE = {
-    "sdpa": Backend(frozenset({"top left", *_MASKS}), _sdpa, _anywhere, "PyTorch's SDPA"),
-    "varlen": Backend(
-        frozenset({"packed", "window", "bottom right"}), partial(_by_kernel, kernel=_varlen), _has_varlen,
-        "PyTorch's varlen_attn",
-    ),
+    "sdpa": Backend(frozenset({"top left", *_MASKS}), _sdpa),
+    "varlen": Backend(frozenset(_KERNEL), partial(_by_kernel, kernel=_varlen), _VARLEN),
     "flash_attn": Backend(
-        frozenset({"packed", "window", "bottom right", "softcap", "dropout"}), partial(_by_kernel, kernel=_flash_attn),
-        _has_flash_attn, "the package flash_attn",
+        frozenset({*_KERNEL, "softcap", "dropout"}), partial(_by_kernel, kernel=_flash_attn), _FLASH
     ),
-    "flex": Backend(
-        frozenset({*_BOTH_CORNERS, "sinks", "softcap"}), _flex, _has_flex, "PyTorch's flex_attention, compiled"
-    ),
-    "masked sdpa": Backend(
-        frozenset({*_BOTH_CORNERS, *_MASKS}), partial(_sdpa, masked=True), _anywhere, "PyTorch's SDPA with a mask"
-    ),
-    "unfused": Backend(frozenset(NEEDS), _unfused, _anywhere, "plain PyTorch, with all scores in memory"),
+    "flex": Backend(frozenset({*_BOTH_CORNERS, "sinks", "softcap"}), _flex, _FLEX),
+    "masked sdpa": Backend(frozenset({*_BOTH_CORNERS, *_MASKS}), partial(_sdpa, masked=True)),
+    "unfused": Backend(frozenset(NEEDS), _unfused),
 }  # fmt: skip
 """Backends in the order in which "auto" tries them."""
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ CASES = {
     "sinks and window": ({"softmax_type": "learnable", "window_size": (3, 0)}, {"window": (3, 0), "sinks": True}),
     "zero sink": ({"softmax_type": "off-by-one"}, {"sinks": torch.zeros(HEADS)}),
 }
+backends._load(backends._FLEX)
 EAGER_FLEX = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -88,9 +90,7 @@ EAGER_FLEX = pytest.mark.filterwarnings("ignore:flex_attention called without to
 @pytest.mark.parametrize("case", CASES)
 def test_sequences_do_not_see_each_other(case, backend, monkeypatch):
     """Packed tokens give the outputs and gradients of the sequences one by one, by each backend that a CPU can run."""
-    monkeypatch.setattr(
-        backends, "TABLE", {**backends.TABLE, "flex": backends.TABLE["flex"]._replace(fits=lambda *_: True)}
-    )
+    monkeypatch.setattr(backends, "TABLE", {**backends.TABLE, "flex": backends.TABLE["flex"]._replace(module="")})
     if backend == "auto":
         monkeypatch.delitem(backends.TABLE, "flex")
     options, definition = CASES[case]
@@ -115,7 +115,7 @@ def test_sequences_do_not_see_each_other(case, backend, monkeypatch):
 @pytest.mark.parametrize("kind", ["padding_causal", "padding_causal_bottom_right", "padding"])
 def test_other_sequences_as_keys(kind, backend, monkeypatch):
     if backend == "flex":
-        monkeypatch.setitem(backends.TABLE, "flex", backends.TABLE["flex"]._replace(fits=lambda *_: True))
+        monkeypatch.setitem(backends.TABLE, "flex", backends.TABLE["flex"]._replace(module=""))
     of_queries, of_keys = (3, 2, 4), (5, 2, 6)
     inputs = packed(of_queries, of_keys)
     core = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="thd", attn_mask_type=kind, attention_backend=backend)
@@ -143,8 +143,10 @@ def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-
 def test_varlen_kernel_gets_all_boundaries(layout, takes_gqa, monkeypatch):
     """Unused tokens are sequences of their own for the kernel, and get zeros, also as gradients."""
     function = varlen_attn if takes_gqa else lambda *a, scale, window_size: varlen_attn(*a, window_size=window_size)
-    monkeypatch.setattr(backends, "_varlen_attn", lambda: (function, takes_gqa))
-    monkeypatch.setitem(backends.TABLE, "varlen", backends.TABLE["varlen"]._replace(fits=lambda *_: True))
+    monkeypatch.setattr(
+        backends, "_LOADED", {backends._VARLEN: SimpleNamespace(varlen_attn=function), "enable_gqa": takes_gqa}
+    )
+    monkeypatch.setitem(backends.TABLE, "varlen", backends.TABLE["varlen"]._replace(module=""))
     lengths, size = (5, 1, 4), 7
     inputs = packed([size] * 3, [size] * 3)
     core = DotProductAttention(HEADS, SIZE, GROUPS, attn_mask_type="padding_causal", attention_backend="varlen")
@@ -307,7 +309,7 @@ GPU, HALF = torch.device("cuda", 0), torch.bfloat16
     ],
 )  # fmt: skip
 def test_choice_on_a_gpu(needs, chosen, monkeypatch):
-    monkeypatch.setattr(backends, "_varlen_attn", lambda: (varlen_attn, True))
+    monkeypatch.setattr(backends, "_LOADED", {backends._VARLEN: varlen_attn, backends._FLASH: None})
     assert backends.choose("auto", needs, GPU, HALF, 128) == chosen
     elsewhere = (
         chosen if chosen in ("sdpa", "unfused") else "unfused" if {"sinks", "softcap"} & {*needs} else "masked sdpa"
@@ -318,7 +320,7 @@ def test_choice_on_a_gpu(needs, chosen, monkeypatch):
 def test_explain_names_the_choice():
     cpu = torch.device("cpu")
     core = DotProductAttention(HEADS, SIZE, qkv_format="thd", attn_mask_type="padding_causal", softmax_type="learnable")
-    assert core.describe_backend(cpu, torch.float32) == "unfused (plain PyTorch, with all scores in memory)"
+    assert core.describe_backend(cpu, torch.float32) == "unfused"
     window = DotProductAttention(HEADS, SIZE, window_size=(3, 0))
     assert window.describe_backend(cpu, torch.float32) == "PyTorch's own choice with a mask"
 
