@@ -94,11 +94,12 @@ _CURVES = {
 }
 _GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu", "glu": "sigmoid"}
 CLAMPED = "clamped_swiglu"
-ACTIVATIONS = (*(name for name in _CURVES if name != "sigmoid"), *_GATED, CLAMPED)
+ACTIVATIONS = (*(name for name in _CURVES if name != "sigmoid"), *_GATED)
+"""Activations without parameters, which kernels compute."""
 
 
 def is_gated(activation: str) -> bool:
-    """Return True for the activations in `ACTIVATIONS` that take two inputs."""
+    """Return True for activations that take two inputs."""
     return activation in _GATED or activation == CLAMPED
 
 
@@ -383,10 +384,9 @@ class LayerNormMLP(_NormedModule):
         device: torch.device | str | None = None,
         name: str | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ConfigurationError(
-                f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
-            )
+        if activation not in (*ACTIVATIONS, CLAMPED):
+            known = ", ".join((*ACTIVATIONS, CLAMPED))
+            raise ConfigurationError(f"LayerNormMLP(activation={activation!r}) is not known; use one of: {known}")
         if set(activation_params or ()) - set(ClampedSwiGLU._fields if activation == CLAMPED else ()):
             raise ConfigurationError(
                 f"LayerNormMLP(activation_params={activation_params}): only {CLAMPED!r} has some: "

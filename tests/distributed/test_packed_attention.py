@@ -48,10 +48,11 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def run(module: qs.TransformerLayer, recipe: str, x: Tensor, source: Tensor) -> Tensor:
+    freqs = qs.RotaryPositionEmbedding(HIDDEN // HEADS)(8, device="cpu")
     with qs.autocast(recipe=recipe):
         out: Tensor = module(
             x, encoder_output=source, cu_seqlens_q=boundaries(LENGTHS), cu_seqlens_kv=boundaries(OF_SOURCE),
-            max_seqlen_q=8, max_seqlen_kv=4, rotary_pos_emb=qs.RotaryPositionEmbedding(HIDDEN // HEADS)(8, device="cpu"),
+            max_seqlen_q=8, max_seqlen_kv=4, rotary_pos_emb=freqs,
         )  # fmt: skip
     return out
 

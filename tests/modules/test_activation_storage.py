@@ -87,7 +87,14 @@ def test_what_is_not_finite_makes_all_of_an_input_nan(bad: float) -> None:
     assert all(each.isnan().any() for each in gradients), "also where the gradient of the result is 0"
 
 
-STEEPEST = {"gelu": (1.13, 0.8), "silu": (1.1, 0.5), "qgelu": (1.1, 0.86), "relu": (1.0, 0.0), "srelu": (0.0, 2.0)}
+STEEPEST = {
+    "gelu": (1.13, 0.8),
+    "silu": (1.1, 0.5),
+    "qgelu": (1.1, 0.86),
+    "relu": (1.0, 0.0),
+    "srelu": (0.0, 2.0),
+    "sigmoid": (0.25, 0.1),
+}
 """The largest slope of a function, or of srelu that at 0, and how fast a slope changes."""
 
 
@@ -107,7 +114,14 @@ def test_gradients_are_those_of_the_codes(activation: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, run(decoded, AS_IS)[1], strict=True))
     assert activation == "relu" or not any(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
-    function = {"reglu": "relu", "sreglu": "srelu", "geglu": "gelu", "swiglu": "silu", "qgeglu": "qgelu"}
+    function = {
+        "reglu": "relu",
+        "sreglu": "srelu",
+        "geglu": "gelu",
+        "swiglu": "silu",
+        "qgeglu": "qgelu",
+        "glu": "sigmoid",
+    }
     slope, bend = STEEPEST[function.get(activation, activation)]
     gate, up = xs[0].detach().double(), xs[1].detach().double() if len(xs) > 1 else torch.ones(1, dtype=torch.float64)
     of_gate, of_up = room(xs[0].detach()), room(xs[1].detach()) if len(xs) > 1 else 0.0

@@ -195,6 +195,9 @@ def _exact(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         h = x.clamp(min=0)
         value, slope = (h, (x > 0).double()) if kind == "relu" else (h * h, 2 * h)
         return value, slope, torch.zeros_like(x), slope
+    if kind == "sigmoid":
+        s = torch.sigmoid(x)
+        return s, s * torch.sigmoid(-x), x.abs(), s
     ones = torch.ones_like(x)
     if kind == "gelu":
         c = 2 * math.sqrt(2 / math.pi)
