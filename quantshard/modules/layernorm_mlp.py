@@ -418,7 +418,7 @@ class LayerNormMLP(_NormedModule):
         super()._load_from_state_dict(component_loading.split_stacked(self, state_dict, prefix), prefix, *args)
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
-        is_fused = settings.quantizes(setting) and not self.return_layernorm_output
+        is_fused = settings.quantizes(setting) and not self.return_layernorm_output and isinstance(self._function, str)
         return (is_fused or self.activation_storage == HIGH_PRECISION) and super().is_traced(setting, inp)
 
     @by_own_recipe
