@@ -1,7 +1,7 @@
 """Measure what a module costs the host: time to launch it, and how many calls, operations, kernels, copies and waits.
 
     python benchmarks/host.py [--modules linear,layer,llama,llama-fused] [--recipes bf16,current,delayed,block]
-        [--hidden 2048]
+        [--hidden 2048] [--accumulate 4096x14336,4096x4096]
 
 A row is forward and backward of one module; "bf16" is the same module in plain PyTorch. "llama" is a decoder layer of
 transformers converted by `quantshard.convert`, "llama-fused" with modules="fused".
@@ -10,6 +10,11 @@ Columns: median microseconds to launch forward and backward; Python calls and AT
 passes by a profile hook and a dispatch mode; kernel launches, copies and waits of the CUDA runtime, from
 torch.profiler; memory allocations. Without a GPU, Triton launches and scaled GEMMs do nothing (`without_device`):
 times are then only of Python and dispatch, and counts repeat exactly.
+
+With --accumulate: forward and backward of four micro-batches of 8192 tokens through a linear layer of each shape (out x
+in features), whose gradients accumulate in BF16 `grad`, in float32 after each backward as training loops do it, or in
+`main_grad` with `fuse_wgrad_accumulation`. Columns: device and host milliseconds, and the peak of memory above weights
+and inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import quantshard as qs
-from benchmarks.harness import DEVICE, make_parser, synchronize, table_head, table_row
+from benchmarks.harness import DEVICE, GIB, make_parser, milliseconds, synchronize, table_head, table_row
 from quantshard import kernel_dispatch, private_torch
 from quantshard.gemm import hardware
 from quantshard.gemm.hardware import ScaledProduct
@@ -274,23 +279,89 @@ def measure(module: str, recipe: str, hidden: int, repeats: int = REPEATS) -> Ro
         return {"module": module, "recipe": recipe, **times, **counts(subject, launch_counter)}
 
 
+# Micro-batches --------------------------------------------------------------------------------------------------------
+
+MICRO_BATCHES, MICRO_BATCH_TOKENS = 4, 8192
+ACCUMULATIONS = ("grad", "grad added in float32", "main_grad")
+
+
+def accumulate(recipe: str, shape: tuple[int, int], how: str, tokens: int = MICRO_BATCH_TOKENS) -> Row:
+    """Measure micro-batches that accumulate the gradient of one weight."""
+    rows, cols = shape
+    with (
+        torch.device(DEVICE),
+        qs.quantized_model_init(enabled=recipe != "bf16", recipe=recipe.replace("bf16", "current")),
+    ):
+        layer = qs.Linear(
+            cols, rows, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=how == "main_grad"
+        )
+        x, dy = (torch.randn(tokens, size, dtype=torch.bfloat16) for size in (cols, rows))
+    x.requires_grad_()
+    weight: Any = layer.weight
+    if how != "grad":
+        weight.main_grad = torch.zeros(rows, cols, device=DEVICE)
+
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            with qs.autocast(enabled=recipe != "bf16", recipe=recipe.replace("bf16", "current")):
+                layer(x).backward(dy)
+            if how == "grad added in float32":
+                weight.main_grad.add_(weight.grad)
+                weight.grad = None
+            x.grad = None
+        weight.grad = None
+
+    times, host = milliseconds(step, REPEATS, DEVICE), []
+    for _ in range(REPEATS):
+        synchronize(DEVICE)
+        start = time.perf_counter()
+        step()
+        host.append((time.perf_counter() - start) * 1e3)
+    peak = 0.0
+    if DEVICE == "cuda":
+        before = torch.cuda.memory_allocated() - (0 if how == "grad" else 4 * rows * cols)
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak = (torch.cuda.max_memory_allocated() - before) / GIB
+    name = f"{rows}x{cols}"
+    return {
+        "shape": name, "recipe": recipe, "gradient": how, "ms": f"{statistics.median(times):.3f}",
+        "host ms": f"{statistics.median(host):.3f}", "peak GiB": f"{peak:.3f}",
+    }  # fmt: skip
+
+
+def accumulation_rows(recipes: str, shapes: str) -> Iterator[Row]:
+    for shape in shapes.split(","):
+        rows, cols = map(int, shape.split("x"))
+        for recipe in recipes.split(","):
+            for how in ACCUMULATIONS:
+                yield accumulate(recipe, (rows, cols), how)
+
+
+def measured_rows(modules: str, recipes: str, hidden: int) -> Iterator[Row]:
+    for module in modules.split(","):
+        if module in CONVERTED and importlib.util.find_spec("transformers") is None:
+            print(f"{module}: left out, transformers is not installed", file=sys.stderr)
+            continue
+        for recipe in recipes.split(","):
+            yield measure(module, recipe, hidden)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--modules", default=",".join([*MODULES, *CONVERTED]))
     parser.add_argument("--recipes", default="bf16,current,delayed,block,rowwise,mxfp8,nvfp4")
     parser.add_argument("--hidden", type=int, default=2048 if torch.cuda.is_available() else 256)
+    parser.add_argument("--accumulate", metavar="SHAPES", default="")
     options = parser.parse_args()
-    head = ""
-    for module in options.modules.split(","):
-        if module in CONVERTED and importlib.util.find_spec("transformers") is None:
-            print(f"{module}: left out, transformers is not installed", file=sys.stderr)
-            continue
-        for recipe in options.recipes.split(","):
-            row = measure(module, recipe, options.hidden)
-            if not head:
-                head = table_head(row)
-                print(head)
-            print(table_row(row.values()), flush=True)
+    if options.accumulate:
+        rows = accumulation_rows(options.recipes, options.accumulate)
+    else:
+        rows = measured_rows(options.modules, options.recipes, options.hidden)
+    for number, row in enumerate(rows):
+        if number == 0:
+            print(table_head(row))
+        print(table_row(row.values()), flush=True)
 
 
 if __name__ == "__main__":

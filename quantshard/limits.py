@@ -87,7 +87,8 @@ FALLBACKS: Final[dict[str, Limit]] = {
     ),
     "between graphs": Limit(
         "a compiled function runs it eagerly, between two graphs",
-        "graphs contain no tensor parallelism, experts, FP8 activations of unfused MLPs, or layers without kernels",
+        "graphs contain no tensor parallelism, experts, main_grad, backward_dw, FP8 activations of unfused MLPs, "
+        "or layers without kernels",
         "compile the other layers only, or expect a graph break in each call",
     ),
     "late amax history": Limit(

@@ -25,7 +25,7 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"
 
 HEAD = """# Coming from TransformerEngine
 
-`quantshard.compat.transformer_engine` runs scripts that were written for TransformerEngine, after a change of imports:
+`quantshard.compat.transformer_engine` runs TransformerEngine scripts after a change of imports:
 
 ```python
 import quantshard.compat.transformer_engine.pytorch as te  # was: import transformer_engine.pytorch as te
@@ -37,10 +37,10 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
     out = te.checkpoint(layer, x)
 ```
 
-The classes are subclasses of quantshard's, with quantshard's defaults. `te.checkpoint` is reentrant by default, as in
-TransformerEngine. `te.is_fp8_available()` and the like return whether GEMMs are native on the current GPU; every recipe
-also runs without, emulated. `te.make_graphed_callables` captures [CUDA graphs](performance.md). A missing name raises
-an AttributeError, which names a replacement if there is one.
+The classes are quantshard's, with its defaults. `te.checkpoint` is reentrant by default.
+`te.is_fp8_available()` and the like return whether GEMMs are native; others are emulated.
+`te.make_graphed_callables` captures [CUDA graphs](performance.md). A missing name's AttributeError may
+name a replacement.
 
 `quantshard convert-te` converts [checkpoints](checkpoints.md#going-on-from-a-transformerengine-checkpoint).
 
@@ -67,14 +67,23 @@ Otherwise the first forward creates their amax histories and warns: a new proces
 ## torch.autocast
 
 Under `torch.autocast` a module casts its inputs to autocast's dtype and returns that dtype, as in TransformerEngine.
-Bits equal those of a call on inputs cast by hand, for every recipe. `LayerNorm` and `RMSNorm` do the same, whereas
-PyTorch's return float32. `quantshard.autocast`, which sets the formats of GEMMs, nests with it in any order.
+Bits equal those of inputs cast by hand. `LayerNorm` and `RMSNorm` do the same, whereas
+PyTorch's return float32. `quantshard.autocast` nests with it in any order.
 
 - Gradients have the dtypes of their tensors; that of a quantized weight is its nominal dtype.
 - Weights that a recipe quantizes are not cast before; without a recipe they are, as in `nn.Linear`.
 - A returned bias (`return_bias`) has the dtype of the output. float64 is not cast.
 - Recomputation, `torch.compile` and FSDP2's `MixedPrecisionPolicy` keep the bits. In a backward inside
   `torch.autocast`, PyTorch's attention rounds differently.
+
+## Weight gradients
+
+- `fuse_wgrad_accumulation=True` adds gradients, unrounded, to the float32 `weight.main_grad` that you set; `grad` stays
+  None (zeros with `grad_added_to_main_grad`). `overwrite_main_grad` and `is_first_microbatch=True`
+  replace. Optimizers and `clip_grad_norm_` use `main_grad` plus `grad`.
+- `delay_wgrad_compute=True`: call `backward_dw()` once per backward.
+- FSDP2 and DDP raise; FSDP2 of torch 2.15 with `reduce_dtype=torch.float32` gets unrounded gradients.
+- BF16 experts round first.
 """
 
 ARGUMENTS_HEAD = """

@@ -55,7 +55,7 @@ class MultiheadAttention(CompositeModule):
             `norm.head_norm`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
             `LayerNormLinear`.
-        bias, params_dtype, device, name: see `Linear`.
+        bias, params_dtype, device, name, fuse_wgrad_accumulation, delay_wgrad_compute: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
@@ -95,6 +95,8 @@ class MultiheadAttention(CompositeModule):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         **core: Any,
     ) -> None:
         owner = "MultiheadAttention"
@@ -115,7 +117,10 @@ class MultiheadAttention(CompositeModule):
         self.return_layernorm_output = return_layernorm_output and input_layernorm
         mesh: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
         norm = {**mesh, "params_dtype": params_dtype, "device": device}
-        common: dict[str, Any] = {**norm, "sequence_parallel": sequence_parallel, "bias": bias}
+        common: dict[str, Any] = {
+            **norm, "sequence_parallel": sequence_parallel, "bias": bias, "delay_wgrad_compute": delay_wgrad_compute,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        }  # fmt: skip
         self.set_parallel_mode = set_parallel_mode
         linear = {**common, "parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method}
         normalize = {

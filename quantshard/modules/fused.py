@@ -192,7 +192,7 @@ class _NormLinearFunction(torch.autograd.Function):
         outputs, norm, wgrad_operand = _run_norm_linear(front, layer, has_wgrad and not remakes)
         ctx.normalization = normalization
         ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, has_wgrad and remakes)
-        ctx.step = kernels.tracing.step
+        ctx.step, ctx.num_inputs = kernels.tracing.step, 1 if residual is None else 2
         ctx.save_for_backward(*norm[1:], *layer_tensors)
         return (*outputs, None if residual is None else norm.z)
 
@@ -280,6 +280,7 @@ class _MLPFunction(torch.autograd.Function):
         requantizes = [needs and remake for needs, remake in zip(have_wgrad, remakes, strict=True)]
         out, norm, between, wgrad_operands = _run_mlp(front, fc1, activation, fc2, keeps)
         ctx.normalization, ctx.activation, ctx.step = normalization, activation, kernels.tracing.step
+        ctx.num_inputs = 1 if residual is None else 2
         ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, requantizes[0])
         ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, requantizes[1])
         inner = storage.keep(between)

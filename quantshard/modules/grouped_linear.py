@@ -57,7 +57,8 @@ class GroupedLinear(QuantizedModule):
             sharded) or "row" (in_features; the input must be sharded). All ranks of the group must have the same
             tokens.
         ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
-        in_features, out_features, params_dtype, device, name: see `Linear`.
+        in_features, out_features, params_dtype, device, name, fuse_wgrad_accumulation, delay_wgrad_compute: see
+            `Linear`.
         tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
@@ -78,6 +79,8 @@ class GroupedLinear(QuantizedModule):
         ep_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, tp_mesh=tp_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
@@ -100,6 +103,7 @@ class GroupedLinear(QuantizedModule):
         self._history_names = {
             role: [layer.prefix + name for layer in self._layers] for role, name in linear_state.HISTORIES.items()
         }
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._note_spread()
 
     def _note_spread(self) -> None:
@@ -171,7 +175,8 @@ class GroupedLinear(QuantizedModule):
         if isinstance(splits, Tensor):
             plain = self._plain_together(tokens)
             if plain is not None:
-                return grouped.plain_grouped_linear(tokens, splits, *plain)
+                wgrads = self._weight_gradients(self._weight_names, plain[0])
+                return grouped.plain_grouped_linear(tokens, splits, *plain, wgrads)
             splits = self._fitting_splits(self._read(splits), tokens.shape[0])
         outputs = [
             self._project(part, layer, with_bias=not self.return_bias)[0]
@@ -220,8 +225,9 @@ class GroupedLinear(QuantizedModule):
         expert_axis = self._spread_axis if amax_histories else None
         group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)
         return grouped.ExpertsLayer(
-            weights, biases, splits, block, call, amax_histories, call.record, group, self._reader
-        )
+            weights, biases, splits, block, call, amax_histories, call.record, group, self._reader,
+            self._weight_gradients(self._weight_names, weights),
+        )  # fmt: skip
 
     def _added_biases(self) -> list[Tensor]:
         """Return the biases that this module adds itself."""

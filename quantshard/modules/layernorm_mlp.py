@@ -247,8 +247,8 @@ class LayerNormLinear(_NormedModule):
         return_layernorm_output_gathered: under sequence parallelism, gather the returned normalized input.
         parallel_mode: "column" or None; see `Linear`.
         zero_centered_gamma: multiply by 1 + layer_norm_weight, with a weight initialized to 0.
-        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name:
-            see `Linear`.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name,
+            fuse_wgrad_accumulation, delay_wgrad_compute: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
@@ -275,6 +275,8 @@ class LayerNormLinear(_NormedModule):
         tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         if parallel_mode == "row":
             raise ConfigurationError(
@@ -290,6 +292,7 @@ class LayerNormLinear(_NormedModule):
         self.normalization.add_parameters(self, "layer_norm_")
         sizes = split_sizes("LayerNormLinear", out_features, parameters_split)
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     @by_own_recipe
     def forward(self, inp: Tensor) -> Any:
@@ -352,7 +355,7 @@ class LayerNormMLP(_NormedModule):
             computed from the codes too.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
-        bias, params_dtype, device, name: see `Linear`.
+        bias, params_dtype, device, name, fuse_wgrad_accumulation, delay_wgrad_compute: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
@@ -383,6 +386,8 @@ class LayerNormMLP(_NormedModule):
         tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         if activation not in (*ACTIVATIONS, CLAMPED):
             known = ", ".join((*ACTIVATIONS, CLAMPED))
@@ -413,6 +418,7 @@ class LayerNormMLP(_NormedModule):
         self._fc2 = self._add_projection(
             {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_", mode=modes[1]
         )
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(component_loading.split_stacked(self, state_dict, prefix), prefix, *args)

@@ -38,6 +38,9 @@ class Linear(QuantizedModule):
         device: device of the parameters; "meta" leaves the initialization to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: name shown in printed tables and messages.
+        fuse_wgrad_accumulation: add the weight's gradient to `weight.main_grad`, a tensor that you set, without
+            rounding it before; `weight.grad` stays None. Optimizers of quantshard step by it.
+        delay_wgrad_compute: keep what the weight's gradient is computed from until `backward_dw`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
@@ -59,6 +62,8 @@ class Linear(QuantizedModule):
         tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.in_features, self.out_features = in_features, out_features
@@ -66,6 +71,7 @@ class Linear(QuantizedModule):
         self.separate_outputs = separate_outputs
         sizes = split_sizes("Linear", out_features, parameters_split)
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
+        self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     @by_own_recipe
     def forward(self, inp: Tensor) -> Any:

@@ -66,7 +66,8 @@ class TransformerLayer(CompositeModule):
     Other arguments are passed to `MultiheadAttention` (heads, dropout, rotary positions, `qk_norm_type`, ...),
     `LayerNormMLP` (`activation`, `activation_params`, `recompute_activation`, `activation_storage`), `LayerNormLinear`
     (`layernorm_epsilon` as `eps`, `normalization`, `zero_centered_gamma`) and `Linear` (`bias`, `params_dtype`,
-    `device`, `name`); those of tensor parallelism are described in `module_meshes.TensorParallelConfig`.
+    `device`, `name`, `fuse_wgrad_accumulation`, `delay_wgrad_compute`); those of tensor parallelism are described in
+    `module_meshes.TensorParallelConfig`.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class TransformerLayer(CompositeModule):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
         **core: Any,
     ) -> None:
         check_choice("TransformerLayer", "layer_type", layer_type, ("encoder", "decoder"))
@@ -141,7 +144,8 @@ class TransformerLayer(CompositeModule):
         }  # fmt: skip
         common = {
             **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,
-            "return_layernorm_output": post_layernorm,
+            "return_layernorm_output": post_layernorm, "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
         }  # fmt: skip
         attention = partial(
             MultiheadAttention, hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,

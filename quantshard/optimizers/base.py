@@ -23,7 +23,7 @@ from quantshard.errors import (
 )
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers import checks, loading
-from quantshard.optimizers.guards import LARGEST_RATE, GradientFlags
+from quantshard.optimizers.guards import LARGEST_RATE, MAIN_GRAD, GradientFlags
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
@@ -331,9 +331,13 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._versions = {param: weight_version(param) for param in plain}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None (default) or to zero."""
+        """Set the gradients to None (default) or to zero. Each `main_grad` is set to zero."""
         self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if getattr(param, MAIN_GRAD, None) is not None:
+                    param.main_grad.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
         raise UnsupportedOperationError(

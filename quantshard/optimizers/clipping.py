@@ -16,7 +16,7 @@ from quantshard import private_torch
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers.base import check_alike
-from quantshard.optimizers.guards import gradient_of
+from quantshard.optimizers.guards import gradient_of, gradient_parts
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def clip_grad_norm_(
 
     Every element counts once, no matter which rank holds it: parameters can be plain tensors, DTensors on any mesh, or
     this rank's experts of an `ep_mesh`. Gradients must already be reduced, as FSDP2 does in `backward`. If a parameter
-    has a `decoupled_grad`, it is used as the gradient.
+    has a `decoupled_grad`, it is used as the gradient; a `main_grad` counts, with `grad` if there is one.
 
     Args:
         model: the outermost module, not its parameters.
@@ -45,16 +45,16 @@ def clip_grad_norm_(
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): use max_norm >= 0 and norm_type > 0"
         )
     norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    grads = []
+    grads: list[Tensor] = []
     for name, param, groups in _with_groups(model):
         # Ranks without gradients must join the collectives too.
         local_norms = norms_by_groups.setdefault(groups, [])
         grad = gradient_of(param)
         if grad is not None:
             check_alike(param, grad, name, "gradient")
-            grads.append(private_torch.local_tensor(grad))
-            if grads[-1].numel() > 0:  # vector_norm(inf) fails on empty tensors
-                local_norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
+            grads += map(private_torch.local_tensor, gradient_parts(param))
+            if (local := private_torch.local_tensor(grad)).numel() > 0:  # vector_norm(inf) fails on empty tensors
+                local_norms.append(torch.linalg.vector_norm(local, norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
     norms = []
     for groups, local_norms in norms_by_groups.items():

@@ -21,6 +21,9 @@ from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMi
 DECOUPLED_GRAD = "decoupled_grad"
 """Attribute for a gradient of any floating-point dtype, which optimizers with `use_decoupled_grad` read."""
 
+MAIN_GRAD = "main_grad"
+"""Attribute for a gradient that layers add to, under the name that Megatron and TransformerEngine gave it."""
+
 LARGEST_GRADIENT = 1e19
 """Largest gradient accepted. The square of a larger one overflows float32, and an infinite second moment would freeze
 the weight."""
@@ -33,10 +36,22 @@ TOO_LARGE, NOT_FINITE, WEIGHT, RATE = 1.0, 2.0, 3.0, 4.0
 master that the previous update made infinite or NaN, or an invalid learning rate (a flag of the first parameter)."""
 
 
-def gradient_of(param: Tensor) -> Tensor | None:
-    """Return a parameter's `decoupled_grad` if it has one, otherwise its `grad`."""
-    decoupled: Tensor | None = getattr(param, DECOUPLED_GRAD, None)
-    return param.grad if decoupled is None else decoupled
+def gradient_parts(param: Tensor, decoupled: bool = True) -> list[Tensor]:
+    """Return the tensors whose sum is a parameter's gradient: its `decoupled_grad` if it has one, otherwise its `grad`
+    and the `main_grad` that layers with `fuse_wgrad_accumulation` add to.
+
+    `decoupled`: whether to look for a `decoupled_grad`.
+    """
+    if decoupled and (decoupled_grad := getattr(param, DECOUPLED_GRAD, None)) is not None:
+        return [decoupled_grad]
+    grad, main_grad = param.grad, getattr(param, MAIN_GRAD, None)
+    return [part for part in (None if grad is main_grad else grad, main_grad) if part is not None]
+
+
+def gradient_of(param: Tensor, decoupled: bool = True) -> Tensor | None:
+    """Return the sum of `gradient_parts`, or None."""
+    parts = gradient_parts(param, decoupled)
+    return parts[0] + parts[1] if len(parts) > 1 else parts[0] if parts else None
 
 
 def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:

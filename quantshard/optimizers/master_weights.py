@@ -21,7 +21,7 @@ from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import averaging, checks, loading
 from quantshard.optimizers.base import ParameterOptimizer, check_alike, check_ranges, weight_version
 from quantshard.optimizers.checks import SWITCHES
-from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags
+from quantshard.optimizers.guards import NOT_FINITE, WEIGHT, FlagLayout, GradientFlags, gradient_of, gradient_parts
 from quantshard.optimizers.state import adopt, initial_master, make_weight
 from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
@@ -253,7 +253,9 @@ class MasterWeights(ParameterOptimizer):
         if not self._has_updates():
             checks.warn_of_replaced_parameters(self._name, self._names)
         layout = FlagLayout((self._names[param], param) for param in self._masters)
-        flags = GradientFlags(layout, [param.grad for param in self._masters], FlatMax(), wrong=self._overflown)
+        flags = GradientFlags(
+            layout, [gradient_of(param, decoupled=False) for param in self._masters], FlatMax(), wrong=self._overflown
+        )
         flags.warn_of_no_gradient()
         if self._skips(flags):
             return loss
@@ -279,10 +281,10 @@ class MasterWeights(ParameterOptimizer):
                 if param.grad is not None:
                     self._raise_for_frozen(param)
                 continue
-            if param.grad is not None:
-                check_alike(param, param.grad, name, "gradient")
+            if (gradient := gradient_of(param, decoupled=False)) is not None:
+                check_alike(param, gradient, name, "gradient")
             master, version = self._masters[param], weight_version(param)
-            if self._is_overwritten(param, param.grad, version, master is not param, depends_on_dtype=master is param):
+            if self._is_overwritten(param, gradient, version, master is not param, depends_on_dtype=master is param):
                 local_master = private_torch.local_tensor(master).detach()
                 adopt(local_master, private_torch.local_tensor(param).detach(), local_master.to(param.dtype))
             self._versions[param] = version
@@ -291,11 +293,13 @@ class MasterWeights(ParameterOptimizer):
     def _inner_step(self) -> Iterator[None]:
         """Give the inner optimizer the masters, their float32 gradients and states, and restore all of them on exit."""
         params = [group["params"] for group in self.param_groups]
+        grads = {param: param.grad for param in self._masters}
         try:
             for group in self.param_groups:
                 for param in self._updated(group["params"]):
                     master, state = self._masters[param], self.state[param]
-                    master.grad = param.grad if master is param else param.grad.float()  # type: ignore[union-attr]
+                    gradient = gradient_of(param, decoupled=False)
+                    master.grad = gradient if master is param else gradient.float()  # type: ignore[union-attr]
                     if state[UPDATES] == 0:
                         self._inner.state.pop(master, None)
                         state = self._alone(master, group).state.get(master)
@@ -311,11 +315,10 @@ class MasterWeights(ParameterOptimizer):
             for group, model_params in zip(self.param_groups, params, strict=True):
                 group["params"] = model_params
             for param, master in self._masters.items():
-                if master is not param:
-                    master.grad = None
+                master.grad = grads[param] if master is param else None
 
     def _updated(self, params: Iterable[Tensor]) -> list[Tensor]:
-        return [param for param in params if param in self._masters and param.grad is not None]
+        return [param for param in params if param in self._masters and gradient_parts(param, decoupled=False)]
 
     def _write_weights(self) -> None:
         """Round the masters to the nearest values that the parameters can represent."""

@@ -21,6 +21,10 @@ top_saved_tensor_hooks = private_name(
     "recomputation by torch.utils.checkpoint of layers that are quantized",
 )
 _engine = private_name("torch.autograd.Variable._execution_engine", "delayed scaling of gradients")
+_executes = private_name("torch._C._will_engine_execute_node", "weight gradients outside of autograd")
+_active_ddp = private_name(
+    "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", "weight gradients outside of autograd"
+)
 _fake_tensor = private_name("torch._subclasses.fake_tensor.FakeTensor", "a layer on tensors without values")
 _COMPILED = "torch.compile of a layer"
 _inductor = private_name_later("torch._inductor.utils", _COMPILED)
@@ -202,6 +206,25 @@ def may_be_checkpointed() -> bool:
     if _task_id() != -1 or not torch.is_grad_enabled():
         return True
     return type(top_saved_tensor_hooks) is not MissingName and top_saved_tensor_hooks(True) is not None
+
+
+def gradients_in_pass(ctx: Any) -> list[bool | None]:
+    """For each tensor argument of an autograd function, whether the running backward passes on its gradient.
+
+    None: it requires no gradient. The context's `needs_input_grad` is the same in all passes.
+    """
+    edges: list[bool | None] = []
+    for node, _ in ctx.next_functions if type(_executes) is not MissingName else ():
+        try:
+            edges.append(None if node is None else _executes(node))
+        except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
+            edges.append(True)
+    return edges
+
+
+def in_ddp_forward() -> bool:
+    """True if DistributedDataParallel runs the calling code in its forward."""
+    return missing(_active_ddp) is None and _active_ddp() is not None
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

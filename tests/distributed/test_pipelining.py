@@ -38,6 +38,8 @@ from tests.pages import snippets
 pytestmark = pytest.mark.distributed
 
 WIDTH, ROWS, MICRO_BATCHES, STEPS = 32, 8, 4, 2
+ZERO_BUBBLE = "zero bubble"
+"""Two stages on each rank: of layers 0 and 1, and 4 and 5; backward runs twice, first for inputs."""
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 
 
@@ -57,6 +59,8 @@ PIPELINES = [
     Pipeline("delayed", "gpipe", "dynamic", "compiled"),
     Pipeline("mxfp8", "1f1b", "dynamic"),
     Pipeline("current", "gpipe", "dynamic"),
+    Pipeline("delayed", ZERO_BUBBLE, "dynamic"),
+    Pipeline("mxfp8", ZERO_BUBBLE, "dynamic", "main_grad"),
 ]
 EXPERTS = Pipeline("delayed", "1f1b", "dynamic", "experts")
 
@@ -88,7 +92,12 @@ def layers(recipe: str, kind: str = "linear") -> dict[str, nn.Module]:
     with qs.quantized_model_init(recipe=RECIPES[recipe]):
         if kind == "experts":
             return {str(index): Experts() for index in range(2)}
-        return {str(index): qs.Linear(WIDTH, WIDTH) if index % 2 else nn.GELU() for index in range(8)}
+        options = {"fuse_wgrad_accumulation": kind == "main_grad"}
+        parts = {str(index): qs.Linear(WIDTH, WIDTH, **options) if index % 2 else nn.GELU() for index in range(8)}
+    for part in parts.values() if kind == "main_grad" else ():
+        if isinstance(part, qs.Linear):
+            part.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+    return parts
 
 
 def named(parts: dict[str, nn.Module], kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
@@ -121,12 +130,18 @@ def in_one_piece(recipe: str, group: dist.ProcessGroup, kind: str = "linear") ->
                 loss = loss_of(model(x), target)
                 loss.backward()
                 losses.append(loss.item())
-        for param in model.parameters():  # as schedules do, after all micro-batches
-            assert param.grad is not None
-            param.grad.div_(MICRO_BATCHES)
+        scale_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
     return losses, state_of(model)
+
+
+def scale_gradients(model: nn.Module, grads: bool = True) -> None:
+    """As schedules do with `grad`, after all micro-batches."""
+    for param in model.parameters():
+        for attribute in (*(["grad"] if grads else []), "main_grad"):
+            if (gradient := getattr(param, attribute, None)) is not None:
+                gradient.div_(MICRO_BATCHES)
 
 
 def stage_of(case: Pipeline, model: nn.Module, group: dist.ProcessGroup | None = None) -> Any:
@@ -135,6 +150,12 @@ def stage_of(case: Pipeline, model: nn.Module, group: dist.ProcessGroup | None =
     if case.shapes == "static":
         example = torch.zeros(ROWS, WIDTH)
         told = {"input_args": example.clone().requires_grad_(rank > 0), "output_args": example.requires_grad_()}
+    if case.schedule == ZERO_BUBBLE:
+        pairs = [
+            pipelining.PipelineStage(part, rank + 2 * index, 4, torch.device("cpu"), group=group)
+            for index, part in enumerate(model.children())
+        ]
+        return pipelining.ScheduleInterleavedZeroBubble(pairs, MICRO_BATCHES, loss_fn=loss_of)
     stage = pipelining.PipelineStage(model, rank, 2, torch.device("cpu"), group=group, **told)
     return SCHEDULES[case.schedule](stage, MICRO_BATCHES, loss_fn=loss_of)
 
@@ -144,6 +165,9 @@ def part_of(case: Pipeline) -> nn.Sequential:
     found = list(layers(case.recipe, case.kind).items())
     half = len(found) // 2
     own = dict(found[half:] if dist.get_rank() else found[:half])
+    if case.schedule == ZERO_BUBBLE:
+        first = 2 * dist.get_rank()
+        return nn.Sequential(*(named(dict(found[start : start + 2])) for start in (first, first + 4)))
     return named(own, Checkpointed if case.kind == "checkpointed" else nn.Sequential)
 
 
@@ -166,15 +190,22 @@ def in_stages(case: Pipeline, group: dist.ProcessGroup) -> Trained:
     for step in range(STEPS):
         with qs.autocast(recipe=RECIPES[case.recipe], amax_reduction_group=group):
             losses += run(schedule, step)
+        scale_gradients(model, grads=False)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, state_of(model)
+    state = state_of(model)
+    return losses, {name.split(".", 1)[1]: v for name, v in state.items()} if case.schedule == ZERO_BUBBLE else state
 
 
 def of_this_rank() -> dist.ProcessGroup:
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def piece_of(case: Pipeline) -> str:
+    """The kind of the model in one piece that a case is compared with."""
+    return case.kind if case.kind in ("experts", "main_grad") else "linear"
 
 
 def differences(cases: Sequence[Pipeline], in_kernels: bool = False) -> dict[Pipeline, list[str]]:
@@ -184,10 +215,10 @@ def differences(cases: Sequence[Pipeline], in_kernels: bool = False) -> dict[Pip
         if in_kernels:
             stack.enter_context(prepared_once())
             stack.enter_context(kernels_on("cpu"))
-        pieces = {(case.recipe, "experts" if in_kernels else "linear") for case in cases}
-        expected = {recipe: in_one_piece(recipe, group, kind) for recipe, kind in pieces}
+        pieces = {(case.recipe, piece_of(case)) for case in cases}
+        expected = {piece: in_one_piece(piece[0], group, piece[1]) for piece in pieces}
         for case in cases:
-            (losses, state), (whole_losses, whole) = in_stages(case, group), expected[case.recipe]
+            (losses, state), (whole_losses, whole) = in_stages(case, group), expected[case.recipe, piece_of(case)]
             wrong[case] = ["losses"] if losses != (whole_losses if rank else []) else []
             wrong[case] += [name for name, value in state.items() if not torch.equal(value, whole[name])]
             histories = [value for name, value in state.items() if name.endswith("amax_history")]

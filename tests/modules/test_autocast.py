@@ -258,7 +258,8 @@ def test_another_recipes_weight_is_refused_by_name(stored, asked):
     assert repr(asked) in str(caught.value)
     model = torch.nn.Sequential(torch.nn.Identity(), layer)
     with pytest.raises(
-        RecipeMismatchError, match=r"^Linear\.weight is stored as .* enter autocast with the recipe of the weights"
+        RecipeMismatchError,
+        match=r"^Recipe mismatch for 'Linear\.weight': it is stored as .* enter autocast with the recipe of the",
     ):
         with autocast(recipe=asked):
             model(data())

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.recipe import Format, MMParams
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -59,10 +60,8 @@ _hints = partial(_unsupported, hint=True)
 
 # fmt: off
 _unsupported((*_ALL_LINEAR, "DotProductAttention", "checkpoint"), get_rng_state_tracker=None)
-_unsupported(_ALL_LINEAR,
-    fuse_wgrad_accumulation=False, delay_wgrad_compute=False, ub_overlap_ag=False, ub_overlap_rs=False)
+_unsupported(_ALL_LINEAR, ub_overlap_ag=False, ub_overlap_rs=False)
 _unsupported(_LINEAR, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, symmetric_ar_type=None)
-_unsupported(["Linear", "GroupedLinear"], save_original_input=False)
 _unsupported(["Linear.forward", "LayerNormLinear.forward"], fp8_output=False, fp8_grad=False)
 _unsupported(["GroupedLinear"], "gather the tokens before quantshard.dispatch_tokens", sequence_parallel=False)
 _unsupported(["GroupedLinear"], single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
@@ -106,8 +105,10 @@ _hints(["Linear", "GroupedLinear", "LayerNormLinear"], ub_name=None)
 # without get_rng_state_tracker it names nothing
 _hints(["Linear", "GroupedLinear"], rng_tracker_name=None)
 _hints(_BLOCKS, seq_length=None, micro_batch_size=None)
-# weights that are not stored quantized are quantized in each forward, to the same codes
+# weights that are not stored quantized are quantized in each forward, to the same codes; see `ModuleAdapter.forward`
 _hints([f"{owner}.forward" for owner in _ALL_LINEAR], is_first_microbatch=None)
+# the smaller of the input and its codes is kept anyway, unless others keep the input
+_hints(["Linear", "GroupedLinear"], save_original_input=None)
 _hints(["make_graphed_callables"],
     cache_quantized_params=False, fp8_weight_caching=False, _clone_param_grads_on_return=True)
 _hints(_ATTENTION_CALLS, fast_zero_fill=True)
@@ -120,11 +121,18 @@ _hints(["checkpoint"], tp_group=None)
 class ModuleAdapter(nn.Module):
     """Mixin that gives a module of quantshard the arguments of its TransformerEngine counterpart."""
 
+    _runs_first_microbatch = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **supported(_owner(self), kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; see `supported`."""
+        """Run the module's forward; see `supported`. Gradients of a first micro-batch overwrite `main_grad`."""
+        is_first = kwargs.get("is_first_microbatch") is True
+        for module in self.modules() if is_first is not self._runs_first_microbatch else ():
+            if isinstance(module, QuantizedModule):
+                module.overwrites_main_grad = is_first
+        self._runs_first_microbatch = is_first
         return super().forward(*args, **supported(f"{_owner(self)}.forward", kwargs))
 
 

@@ -95,7 +95,7 @@ def wrong_format(name: str, spec: QuantSpec, recipe: Recipe) -> RecipeMismatchEr
     """The error for a weight whose format is not the recipe's."""
     expected = "high precision" if recipe.weight is None else str(recipe.weight)
     return RecipeMismatchError(
-        f"{name} is stored as {spec}, but autocast's recipe {recipe.name!r} wants {expected}; enter "
+        f"Recipe mismatch for {name!r}: it is stored as {spec}, but {recipe.name!r} wants {expected}; enter "
         "autocast with the recipe of the weights"
     )
 

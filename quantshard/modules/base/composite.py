@@ -28,6 +28,19 @@ class CompositeModule(nn.Module):
         """The children that tensor parallelism applies to."""
         return self.children()
 
+    def need_backward_dw(self) -> bool:
+        """Return whether weight gradients of a child wait for `backward_dw`."""
+        return any(child.need_backward_dw() for child in self._with_wgrads())
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of all children that wait; see `Linear.backward_dw`."""
+        for child in self._with_wgrads():
+            child.backward_dw()
+
+    def _with_wgrads(self) -> Iterable[Any]:
+        """Children whose weight gradients can wait."""
+        return [child for child in self.children() if hasattr(child, "need_backward_dw")]
+
     def reset_parameters(self) -> None:
         """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
         for child in self.children():

@@ -32,6 +32,7 @@ from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
+from quantshard.modules.gemms.weight_gradients import WgradModule
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components, moves, parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -55,7 +56,7 @@ def by_own_recipe(forward: _Forward) -> _Forward:
     return cast(_Forward, inside)
 
 
-class QuantizedModule(AssignableModule):
+class QuantizedModule(WgradModule, AssignableModule):
     """Base of modules with quantized or high-precision weights. Subclasses call `_add_projection` and `add_vector`.
 
     `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
@@ -182,7 +183,7 @@ class QuantizedModule(AssignableModule):
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         """Return whether graphs of torch.compile contain this module's forward, in an autocast of this setting."""
         weights = private_torch.registered_parameters(self, self._weights)
-        return self.tp_size == 1 and compiled.can_trace(setting, inp, weights)
+        return self.tp_size == 1 and not self.has_wgrad_options and compiled.can_trace(setting, inp, weights)
 
     def own_autocast(self) -> context.autocast | None:
         """The autocast that forward enters; None to use the enclosing one."""
@@ -410,6 +411,7 @@ class QuantizedModule(AssignableModule):
         # a recomputed forward follows the first one, even if train() or eval() was called in between
         state.record = call.record and not (state.stage is not None and state.stage.infers)
         state.tp = self.tensor_parallel_of(layer.mode)
+        state.wgrads = self._weight_gradients(layer.weights, weights) if self.has_wgrad_options else None
         return PreparedLinear(weights, biases or [None] * len(weights), call, state)
 
     @staticmethod

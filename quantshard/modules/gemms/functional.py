@@ -37,6 +37,7 @@ from quantshard.modules.gemms.linear_operands import (
 )
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
+from quantshard.modules.gemms.weight_gradients import RUNNING_PASS, PlainLinear, in_two_passes, weight_gradients
 from quantshard.recipe import Gemm, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.parameter_state import RNG_KEY
@@ -102,7 +103,7 @@ def linear(
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
-        plain = _plain_linears(x, weights, biases, state.tp)
+        plain = _plain_linears(x, weights, biases, state)
         if observation.active is not None and state.record:
             observation.active.see_plain([weight_state[RNG_KEY] for weight_state in state.weights], x, weights, plain)
         return plain
@@ -137,14 +138,16 @@ def in_step_of_forward(backward: _Backward) -> _Backward:
     If its forward was traced into a graph, backward is traced by the same `graph_state.GraphStep`, `ctx.step`. If it
     ran between two graphs, Dynamo, which traces functions that run in backward, is kept out.
     """
-    outside = private_torch.without_dynamo(backward)
+    eager = in_two_passes(backward)
+    outside = private_torch.without_dynamo(eager)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         if ctx.step is None:
-            return backward(ctx, *grads)
+            one_pass = False not in private_torch.gradients_in_pass(ctx)
+            return backward(ctx, *grads) if one_pass else eager(ctx, *grads)
         if ctx.step is BETWEEN_GRAPHS:
             return outside(ctx, *grads)
         with ctx.step.backward(grads):
@@ -335,11 +338,16 @@ class LinearBackward(NamedTuple):
                 del dx
                 _add_up(dx_terms, index == self.num_weights - 1, self.dtype)
             if need_weights[index]:
-                dweight = backend.matmul(
-                    grad.for_wgrad.operand, x_wgrad.operand, weight.dtype, precision=self.dtype,
+                compute = functools.partial(
+                    backend.matmul, grad.for_wgrad.operand, x_wgrad.operand, precision=self.dtype,
                     fast=Gemm.WGRAD in fast, nan_flag=None if has_nan else grad.nan_flag,
                     transpose_a=not grad.for_wgrad.transposed, transpose_b=x_wgrad.transposed,
                 )  # fmt: skip
+                if self.state.wgrads is None and not RUNNING_PASS.for_inputs:
+                    dweight = compute(weight.dtype)
+                else:
+                    (dweight,) = weight_gradients(compute, self.state.wgrads, [index], weight.dtype)
+                del compute
             dweights.append(dweight)
             dbiases.append(None if grad.sums is None else self._bias_gradient(grad.sums, self.bias_dtypes[index]))
             # free this gradient before the next one is quantized
@@ -421,15 +429,17 @@ def _from_saved(operand_metadata: tuple[Any, ...], tensors: Sequence[Tensor]) ->
 
 
 def _plain_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tp: TensorParallel
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], state: LinearState
 ) -> tuple[Tensor, ...]:
+    tp = state.tp
     if tp.mode == "column":
         x = tensor_parallel.gather_rows(x, tp) if tp.sequence_parallel else tensor_parallel.copy_to_group(x, tp)
     if tp.mode != "row" or tp.size == 1:
-        return tuple(plain_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        pairs = enumerate(zip(weights, biases, strict=True))
+        return tuple(plain_linear(x, weight, bias, state, index) for index, (weight, bias) in pairs)
     outputs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        y = _summed(plain_linear(x, weight, None), tp)
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        y = _summed(plain_linear(x, weight, None, state, index), tp)
         if bias is not None:
             y = tensor_parallel.add_bias(
                 y, tensor_parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias
@@ -438,9 +448,13 @@ def _plain_linears(
     return tuple(outputs)
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `linear` in high precision for one weight."""
+def plain_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState | None = None, index: int = 0
+) -> Tensor:
+    """Compute `linear` in high precision for one weight, weight `index` of a layer."""
     tokens = x.reshape(-1, x.shape[-1])
+    if state is not None and state.wgrads is not None:
+        return shaped_as(PlainLinear.apply(tokens, (state.wgrads, index), weight, bias), x)
     y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return shaped_as(y, x)
 

@@ -11,6 +11,7 @@ experts would copy them to the host.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
 from weakref import ReferenceType, ref
 
@@ -28,6 +29,7 @@ from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
+from quantshard.modules.gemms.weight_gradients import WeightGradients, in_two_passes, weight_gradients
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.parameter_state import RNG_KEY
@@ -99,7 +101,7 @@ class ExpertsLayer(NamedTuple):
     `biases`: bias of each expert, or empty. `counts`: number of rows of each expert, or an integer tensor of these on
     the device. `block`: elements per scale along the summed dim; 0: one scale per expert. `histories`: role -> amax
     history of each expert (delayed scaling). `record`: whether amaxes are recorded (in training). `amax_group`: ranks
-    that amaxes are reduced over. `reader`: cache of the weights' addresses.
+    that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -111,6 +113,7 @@ class ExpertsLayer(NamedTuple):
     record: bool
     amax_group: process_groups.Groups
     reader: ExpertsReader
+    wgrads: WeightGradients | None = None
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
@@ -269,6 +272,7 @@ class _ExpertsFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @in_two_passes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
@@ -283,7 +287,8 @@ class _ExpertsFunction(torch.autograd.Function):
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
             x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
-            param_grads[:count] = grouped_matmul.weight_gradients(wgrad_rows, x, segments, weights[0].dtype).unbind()
+            compute = partial(grouped_matmul.weight_gradients, wgrad_rows, x, segments)
+            param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), weights[0].dtype)
         if any(needs[count:]):
             param_grads[count:] = grouped_kernel.expert_sums(grad, segments).to(ctx.bias_dtype).unbind()
         return dx, None, None, *param_grads
@@ -301,18 +306,28 @@ def multiplies_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return kinds == {(False, torch.bfloat16, x.device)} and not any(size * x.itemsize % 16 for size in weights[0].shape)
 
 
-def plain_grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def plain_grouped_linear(
+    x: Tensor,
+    counts: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    wgrads: WeightGradients | None = None,
+) -> Tensor:
     """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
 
-    `counts`: number of rows of each expert, integer [experts] on the device of x.
+    `counts`: number of rows of each expert, integer [experts] on the device of x. `wgrads`: see `LinearState`.
     """
-    out: Tensor = _PlainExpertsFunction.apply(x, counts, len(weights), *weights, *biases)
+    out: Tensor = _PlainExpertsFunction.apply(x, counts, (len(weights), wgrads), *weights, *biases)
     return out
 
 
 class _PlainExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, experts: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, counts: Tensor, others: tuple[int, WeightGradients | None], *tensors: Tensor
+    ) -> Tensor:
+        experts, ctx.wgrads = others
+        ctx.num_inputs = 2
         x, weights, biases = private_torch.plain(x), tensors[:experts], tensors[experts:]
         segments = ExpertSegments.of_tensor(counts, x.shape[0])
         ctx.segments, ctx.bias_dtype = segments, biases[0].dtype if biases else None
@@ -326,13 +341,16 @@ class _PlainExpertsFunction(torch.autograd.Function):
         return y + y_biases
 
     @staticmethod
+    @in_two_passes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, *weights), ends = ctx.saved_tensors, ctx.ends
         dy, needs, experts = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad[3:], len(weights)
         dx = F.grouped_mm(dy, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:experts]):
-            param_grads[:experts] = F.grouped_mm(dy.mT, x, offs=ends).unbind()
+            # always in bfloat16
+            compute = lambda _: F.grouped_mm(dy.mT, x, offs=ends)  # noqa: E731
+            param_grads[:experts] = weight_gradients(compute, ctx.wgrads, range(experts), dy.dtype)
         if any(needs[experts:]):
             param_grads[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
         return dx, None, None, *param_grads

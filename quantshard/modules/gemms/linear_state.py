@@ -23,6 +23,7 @@ from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
 from quantshard.kernels.workspace import launch_queue
 from quantshard.modules.contexts import context, pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.weight_gradients import WeightGradients
 from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
@@ -92,7 +93,8 @@ class LinearState:
     tensor-parallel group); each such group has its own random stream. `layers`: the layers that own the weights, if
     each keeps its own histories; the input is scaled by the first layer's history and recorded in all. `stage`: running
     pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module. `graph`: a
-    `graph_state.GraphState`, which replaces histories and RNG counters while a graph is traced.
+    `graph_state.GraphState`, which replaces histories and RNG counters while a graph is traced. `wgrads`: where weight
+    gradients go; None: to autograd.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -106,6 +108,7 @@ class LinearState:
     stage: RunningStage | None = None
     plans: LayerPlans = field(default_factory=LayerPlans)
     graph: Any = None
+    wgrads: WeightGradients | None = None
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:
