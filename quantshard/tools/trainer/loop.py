@@ -8,6 +8,7 @@ ranks therefore reproduces the losses of an uninterrupted run bit for bit.
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
+from quantshard.tools.trainer.data.packing import IGNORED, split
 from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
@@ -81,7 +84,8 @@ class Trainer:
     ) -> None:
         run.follow(settings)
         self.settings, self.run, self.place, self.stop = settings, run, place, stop
-        self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
+        self.corpus = corpus
+        self.windows = Windows(corpus, settings.seq_length, settings.heldout, settings.packing, settings.global_batch)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
         # the ranks of a tensor-parallel group compute the same sequences, and are neighbours; the first one counts
@@ -199,13 +203,19 @@ class Trainer:
         return self._passes(self._seeded_batch(step))
 
     def _passes(self, batch: Tensor) -> Tensor:
-        """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64."""
-        settings = self.settings
+        """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64. If targets are
+        masked, it is the sum divided by the mean number of trained tokens per rank."""
+        settings, count = self.settings, None
         total = torch.zeros((), dtype=torch.float64, device=batch.device)
         parts = batch.chunk(settings.parts(self.axes))
+        if self.windows.is_masked:
+            # per micro-batch, so that each token of the global batch has the same weight
+            trained = self._sum(_num_trained(batch) * (self.tp_rank == 0))[0]
+            count = (trained.clamp(min=1) / (self.shares * len(parts))).float()
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            losses = models.losses(self.model, part[:, :-1], part[:, 1:], settings.z_loss)
+            tokens, targets, positions = split(part)
+            losses = models.losses(self.model, tokens, targets, settings.z_loss, positions, count)
             (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
             total += (losses.cross_entropy.detach() / len(parts)).double()
         return total
@@ -248,35 +258,47 @@ class Trainer:
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 
-    def evaluate_all(self) -> dict[str, float | None]:
-        """Evaluate the weights and their average (EMA), if there is one."""
-        losses = {"heldout_loss": self.evaluate()}
+    def evaluate_all(self) -> dict[str, float]:
+        """Evaluate the weights and their average (EMA), if there is one; also per source, if there are several."""
+        losses = self.evaluate("heldout_loss")
         if self.settings.ema:
             with averaged_weights(self.model, self.optimizer):
-                losses["heldout_loss_ema"] = self.evaluate()
+                losses |= self.evaluate("heldout_loss_ema")
         return losses
 
+    def evaluate(self, name: str) -> dict[str, float]:
+        """Return the mean loss per trained token of the held-out sequences as `name` and, of those of each source, as
+        "name/source"; empty if nothing is held out."""
+        sources: dict[str, list[Tensor]] = {}
+        for document, tokens in self.windows.heldout(self.settings.eval_sequences):
+            sources.setdefault(source_name(self.settings, document.path), []).append(tokens)
+        sums = {source: self._heldout_sums(torch.stack(sequences)) for source, sequences in sources.items()}
+        result = {name: (sum(loss for loss, _ in sums.values()), sum(count for _, count in sums.values()))}
+        if len(sums) > 1:
+            result |= {f"{name}/{source}": (loss, count) for source, (loss, count) in sums.items()}
+        return {key: loss / count for key, (loss, count) in result.items() if count}
+
     @torch.no_grad()
-    def evaluate(self) -> float | None:
-        """Mean loss over the held-out windows, or None if nothing is held out."""
+    def _heldout_sums(self, windows: Tensor) -> list[float]:
+        """Return the sum of the losses of sequences, and the number of their trained tokens. Collective."""
         count, index = self.shares, self.share
-        windows = self.windows.heldout(self.settings.eval_sequences)
-        if not len(windows):
-            return None
         micro_batch = self.settings.sequences_at_once(self.axes)
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         self.model.eval()
         for first in range(0, len(windows), count * micro_batch):
             local = windows[first + index * micro_batch : first + (index + 1) * micro_batch].to(self.place.device)
             # every rank must take part in the all-gathers of every forward, even a rank without a window
             inputs = local if len(local) else windows[:1].to(self.place.device)
             padding = -len(inputs) % getattr(self.model, "batch_multiple", 1)
-            padded = torch.cat([inputs, inputs[-1:].expand(padding, -1)])
-            logits = models.logits(self.model, padded[:, :-1])[: len(inputs)]
-            total += models.loss(logits, inputs[:, 1:]).double() * len(local)
+            tokens, _, positions = split(torch.cat([inputs, inputs[-1:].expand(padding, -1, -1)]))
+            logits = models.logits(self.model, tokens, positions)[: len(inputs)]
+            trained = _num_trained(local)
+            divisor = trained.clamp(min=1).float() if self.windows.is_masked else None
+            sums += torch.stack([models.loss(logits, inputs[:, 1], divisor).double() * trained, trained])
         self.model.train()
         models.reshard(self.model)
-        return float(self._sum(total * (self.tp_rank == 0))) / len(windows)
+        total: list[float] = self._sum(*(sums * (self.tp_rank == 0))).tolist()
+        return total
 
     def sample(self, step: int) -> None:
         """Generate, show and record a sample text, if the settings enable it. Collective."""
@@ -301,7 +323,7 @@ class Trainer:
 
     # Records and checkpoints -----------------------------------------------------------------------------------------
 
-    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: Mapping[str, float | None]) -> None:
+    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: Mapping[str, float]) -> None:
         """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""
         if self.place.rank:
             return
@@ -310,7 +332,7 @@ class Trainer:
         entry: dict[str, Any] = {
             "step": step,
             "loss": loss,
-            **{name: value for name, value in heldout.items() if value is not None},
+            **heldout,
             "lr": learning_rate(settings, step),
             "grad_norm": norm,
             "skipped_steps": self.optimizer.skipped_steps,
@@ -367,6 +389,19 @@ def _is_cut(grad: Tensor) -> bool:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _num_trained(batch: Tensor) -> Tensor:
+    """Count the targets of a batch that have a loss, float64."""
+    return (batch[:, 1] != IGNORED).sum(dtype=torch.float64)
+
+
+def source_name(settings: TrainSettings, file: Path) -> str:
+    """Return the name of the data source of a file: that of its path in the settings, without the key of tokens."""
+    for path in (*settings.heldout_data, *settings.data):
+        if file.is_relative_to(path):
+            return re.sub(r"-[0-9a-f]{16}$", "", Path(path).name)
+    return "text"
 
 
 def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:

@@ -31,12 +31,13 @@ from quantshard.tools.observe import explain
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
+from quantshard.tools.trainer.data.packing import describe_rows, padding_share
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings, check_applicable, from_mapping
-from quantshard.tools.trainer.settings.values import MeshSpec
+from quantshard.tools.trainer.settings.values import STREAM, MeshSpec
 
 _log = logging.getLogger(__name__)
 
@@ -115,12 +116,15 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     check_sampling(prepared.settings, prepared.described)
     spec = ModelSpec(prepared.settings, configuration)
     spec.check()
-    if (report := spec.converted()[1]) is not None:
+    model, report = spec.converted()
+    if report is not None:
         screen.say(*report.high_precision())
+    if configuration is not None and prepared.settings.packing != STREAM:
+        huggingface.check_documents(model, settings.model)
     settings, corpus = prepared.collected(run.tokens)
     if warning := corpus.leaks():
         screen.say(warning)
-    data.Windows(corpus, settings.seq_length, settings.heldout)
+    data.Windows(corpus, settings.seq_length, settings.heldout, settings.packing)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
 
@@ -344,6 +348,8 @@ def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Rest
         text = f"WARNING: from here on losses may differ from those of the run without a stop, because {reasons}"
         trainer.progress.note(text, logging.WARNING)
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}
+    if trainer.windows.rows:
+        start["padding"] = padding_share(trainer.windows.rows)
     if restored is not None and restored.requantized:
         start |= {"requantized": restored.requantized, "lossy": setup.lossy}
     run.append(run.starts, start | {"settings": restarts.recorded(setup.settings), "environment": now})
@@ -353,6 +359,8 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
     """Show what is trained and from where. `saves`: the loaded state will be saved again."""
     note = trainer.progress.note
     note(describe_run(setup.settings, trainer.corpus, trainer.place))
+    if trainer.windows.rows:
+        note(describe_rows(trainer.windows.rows))
     for text in setup.notes:
         note(text)
     if trainer.begun:

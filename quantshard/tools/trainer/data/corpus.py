@@ -25,6 +25,7 @@ import numpy as np
 from quantshard.checkpoints.disk.store import open_regular
 from quantshard.errors import ConfigurationError
 from quantshard.tools.terminal import screen
+from quantshard.tools.trainer.data.packing import MASKED, TOKEN
 from quantshard.tools.trainer.data.shards import (
     TOKEN_DTYPES,
     TOKENIZER,
@@ -54,7 +55,7 @@ from quantshard.tools.trainer.data.tokenizer import (
     load_tokenizer,
 )
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import shown_value
+from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM, shown_value
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
@@ -64,7 +65,7 @@ element at a time: 125 TFLOP/s on an H200, where large BF16 products reach 790 (
 _CHUNK_BYTES = 1 << 20
 _RESTORE = "restore it, or name the unchanged files with --data"
 
-_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
+_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|masked|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
 _SOURCE = re.compile(r"([1-9][0-9]{0,8}) files?, weight ([0-9]{1,20}(?:\.[0-9]{1,20})?(?:e-[0-9]{1,3})?)")
 
 
@@ -133,6 +134,11 @@ class Corpus:
             return [trained]
         ends = np.cumsum(self.counts).tolist()
         return [trained[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens have no loss."""
+        return any(document.dtype == MASKED for document in self.documents)
 
     @property
     def heldout(self) -> tuple[Document, ...]:
@@ -302,7 +308,10 @@ def _read(document: Document, vocabulary: int) -> Document:
             digest.update(file.read(document.header))
             while content := file.read(_CHUNK_BYTES):
                 digest.update(content)
-                if kind is not None and (largest := int(np.frombuffer(content, kind).max())) >= vocabulary:
+                if kind is None:
+                    continue
+                ids = np.frombuffer(content, kind)
+                if (largest := int((ids & TOKEN if document.dtype == MASKED else ids).max())) >= vocabulary:
                     raise ConfigurationError(
                         f"{path} has the token {largest}, but vocabulary = {vocabulary} (read as {document.dtype}); "
                         "name the right --tokenizer or --vocabulary"
@@ -350,7 +359,14 @@ class Preparation:
             pads = settings.is_by_sizes and not settings.init_from
             vocabulary = -(-tokens.vocabulary // _MULTIPLE) * _MULTIPLE if pads else tokens.vocabulary
         end = "" if self._tokenizer is None else end_text(self._tokenizer)
-        self.settings = replace(settings, tokenizer=path, end_of_document=end, vocabulary=vocabulary)
+        packing = settings.packing
+        if self._tokenizer is None and packing != STREAM:
+            where = f"{self._sources[0].path}: the token that ends documents is unknown without --tokenizer"
+            if packing == BEST_FIT:
+                raise ConfigurationError(f"{where}; give it, or --packing stream")
+            screen.say(f"{where}, so --packing is stream")
+            packing = STREAM
+        self.settings = replace(settings, tokenizer=path, end_of_document=end, vocabulary=vocabulary, packing=packing)
         weights, vocabulary = settings.weights, settings.vocabulary or tokens.vocabulary
         self.described = replace(tokens, weights=weights, vocabulary=vocabulary)
 

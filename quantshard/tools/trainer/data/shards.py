@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -30,14 +30,16 @@ from quantshard.checkpoints.disk.store import open_regular, regular_size
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FILE_BYTES
 from quantshard.tools.terminal import outputs, screen
-from quantshard.tools.trainer.data.sources import INDEX, DataSource, TextOptions, texts, unreadable
+from quantshard.tools.trainer.data.chats import ChatTokenizer
+from quantshard.tools.trainer.data.packing import MASKED
+from quantshard.tools.trainer.data.sources import INDEX, Chat, DataSource, Text, TextOptions, texts, unreadable
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer's copy."""
 
-TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""Little-endian dtypes of token files."""
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), MASKED: np.dtype("<u4")}
+"""Little-endian dtypes of token files, by layout; `packing.MASKED` has flags next to each token."""
 
 SHARD_BYTES = 100_000_000
 """Characters of text per shard."""
@@ -178,7 +180,7 @@ class ShardedSource:
         self, source: DataSource, tokenizer: Tokenizer, path: str, options: TextOptions, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.source, self.tokenizer, self.path = source, tokenizer, path
-        self.options, self.shard_bytes = options, shard_bytes
+        self.options, self.shard_bytes, self._chats = options, shard_bytes, ChatTokenizer(tokenizer, path)
         files = [(file.name, size, file.stat().st_mtime_ns) for file, size in source.files]
         inputs = [source.kind, files, tokenizer.digest, tokenizer.end_of_document, options, shard_bytes]
         self.key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
@@ -196,6 +198,8 @@ class ShardedSource:
         first = next(pieces, None)
         if first is None and not index.shards:
             raise ConfigurationError(f"there is no text in {self.source.path}")
+        if first is not None and isinstance(first[0], Chat):
+            index = replace(index, dtype=MASKED)
         outputs.make_folder(folder)
         try:
             lock = ownership.lock(folder)
@@ -206,7 +210,8 @@ class ShardedSource:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=self.source.size)
             while first is not None:
-                shard = self._write_shard(folder / f"{len(index.shards):05d}.bin", chain([first], pieces), bar, task)
+                path, pieces = folder / f"{len(index.shards):05d}.bin", chain([first], pieces)
+                shard = self._write_shard(path, index.dtype, pieces, bar, task)
                 index = replace(index, shards=(*index.shards, shard))
                 index.write(folder)
                 first = next(pieces, None)
@@ -240,26 +245,39 @@ class ShardedSource:
         end = tokenizer.end_of_document
         return ShardIndex(self.key, tokenizer.digest, vocabulary, end, end_text(tokenizer), token_dtype(vocabulary))
 
-    def _write_shard(self, path: Path, pieces: Iterator[tuple[str, bool]], bar: Progress, task: Any) -> ShardEntry:
-        tokenizer, kind = self.tokenizer, TOKEN_DTYPES[token_dtype(self.tokenizer.vocabulary)]
+    def _write_shard(
+        self, path: Path, dtype: str, pieces: Iterator[tuple[Text, bool]], bar: Progress, task: Any
+    ) -> ShardEntry:
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:
             while not is_end or characters < self.shard_bytes:
                 batch = list(_first(pieces, min(_AT_ONCE, self.shard_bytes - characters)))
                 if not batch:
                     break
-                for ids, (text, is_end) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
-                    values = np.empty(len(ids) + is_end, kind)
-                    values[: len(ids)] = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
-                    values[len(ids) :] = tokenizer.end_of_document
+                for values, (text, is_end) in zip(self._encoded(batch, dtype), batch, strict=True):
                     digest.update(values.data)
                     file.write(values.data)
                     characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
                 bar.advance(task, sum(len(text) for text, _ in batch))
         return ShardEntry(path.name, tokens, documents, digest.hexdigest())
 
+    def _encoded(self, batch: Sequence[tuple[Text, bool]], dtype: str) -> Iterator[np.ndarray]:
+        """Yield the tokens of texts or chats as they are stored."""
+        chats = [text for text, _ in batch if isinstance(text, Chat)]
+        if len(chats) not in (0, len(batch)) or bool(chats) != (dtype == MASKED):
+            raise ConfigurationError(f"{self.source.path} holds texts and chats; make shards of each by itself")
+        if chats:
+            yield from (self._chats.encode(chat).astype(TOKEN_DTYPES[dtype]) for chat in chats)
+            return
+        encoded = self.tokenizer.encode([str(text) for text, _ in batch])
+        for ids, (_, is_end) in zip(encoded, batch, strict=True):
+            values = np.empty(len(ids) + is_end, TOKEN_DTYPES[dtype])
+            values[: len(ids)] = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
+            values[len(ids) :] = self.tokenizer.end_of_document
+            yield values
 
-def _first(pieces: Iterator[tuple[str, bool]], characters: int) -> Iterator[tuple[str, bool]]:
+
+def _first(pieces: Iterator[tuple[Text, bool]], characters: int) -> Iterator[tuple[Text, bool]]:
     """Yield texts, at least one, until they have this number of characters."""
     for piece in pieces:
         yield piece

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from quantshard import foreign
 from quantshard.checkpoints.disk.store import open_regular
@@ -61,6 +61,22 @@ class TextOptions(NamedTuple):
 
     field: str = "text"
     split: str = "train"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A row with `messages`, or with `prompt` and `completion`; `where` names it in messages to the user."""
+
+    where: str
+    row: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(str(self.row))
+
+
+Text: TypeAlias = str | Chat
+
+_CHAT_COLUMNS = (("messages",), ("prompt", "completion"))
 
 
 @dataclass(frozen=True)
@@ -224,7 +240,7 @@ def library(name: str, what: str) -> Any:
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[str, bool]]:
+def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[Text, bool]]:
     """Yield the texts of a source, and whether a document ends after each; empty documents are skipped.
 
     A text file is one document, in pieces that end with a line if possible. Other documents are one text.
@@ -258,7 +274,7 @@ def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
             piece = following
 
 
-def _lines(path: Path, field: str) -> Iterator[str]:
+def _lines(path: Path, field: str) -> Iterator[Text]:
     # `datasets` cannot read lines whose other keys differ
     with open_regular(path, follow=True) as packed:
         file: Any = packed
@@ -273,12 +289,11 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 raise ConfigurationError(f"{where} has more than {LINE_BYTES} bytes")
             if line.strip():
                 record = foreign.json_object(line.removeprefix(codecs.BOM_UTF8), where)
-                _check_column(record, where, field)
-                yield _checked_text(record[field], where, field)
+                yield _text(record, where, field, _columns(record, where, field))
 
 
-def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
-    """Yield a column of parquet files or of a dataset that `save_to_disk` saved."""
+def _rows(source: DataSource, options: TextOptions) -> Iterator[Text]:
+    """Yield the texts of parquet files or of a dataset that `save_to_disk` saved."""
     datasets = library("datasets", f"the {source.kind} in {source.path}")
     with foreign.hub_offline():
         if source.kind == PARQUET:
@@ -290,22 +305,30 @@ def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
             if options.split not in data:
                 raise _no_split(source.path, options.split, map(shown, list(data)[:8]))
             data = data[options.split]
-        _check_column(data.column_names, str(source.path), options.field)
+        columns = _columns(data.column_names, str(source.path), options.field)
         # other columns, such as images, are not decoded
-        batches = (batch[options.field] for batch in data.select_columns(options.field).iter(_ROWS))
-        for row, value in enumerate(chain.from_iterable(batches)):
-            yield _checked_text(value, f"{source.path}, row {row}", options.field)
+        batches = data.select_columns(list(columns)).iter(_ROWS)
+        rows = chain.from_iterable(zip(*(batch[name] for name in columns), strict=True) for batch in batches)
+        for number, row in enumerate(rows):
+            record = dict(zip(columns, row, strict=True))
+            yield _text(record, f"{source.path}, row {number}", options.field, columns)
 
 
-def _check_column(names: Iterable[str], where: str, field: str) -> None:
+def _columns(names: Iterable[str], where: str, field: str) -> tuple[str, ...]:
+    """Choose the columns to read: the text, or those of a chat."""
     names = list(names)
-    if field not in names:
+    columns = next((columns for columns in ((field,), *_CHAT_COLUMNS) if set(columns) <= set(names)), None)
+    if columns is None:
         raise ConfigurationError(
             f"{where} has no {field!r}, only {', '.join(map(shown, names[:8]))}; name the text with --text-field"
         )
+    return columns
 
 
-def _checked_text(value: object, where: str, field: str) -> str:
+def _text(record: dict[str, Any], where: str, field: str, columns: tuple[str, ...]) -> Text:
+    value = record[columns[0]]
+    if len(columns) > 1 or columns == _CHAT_COLUMNS[0]:
+        return Chat(where, {name: record[name] for name in columns})
     if not isinstance(value, str):
         raise ConfigurationError(
             f"{where}: {field!r} is {'null' if value is None else shown(value)}, and must be a text; remove the row"

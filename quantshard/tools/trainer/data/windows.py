@@ -3,7 +3,8 @@
 The windows of a step are a pure function of (seed, step, index in the global batch): the counter-based generator gives
 the start of each. A rank computes its share of the indices, so any number of ranks sees the same global batch, and a
 resumed run continues the same sequence. With several weighted sources, the same generator first draws the source of
-each window.
+each window. With best-fit packing a row of documents takes the place of a window; the rows of a single source are
+shuffled in each epoch, so that each is trained on once.
 
 The end of each source is held out, or separate documents are. Training windows lie entirely before the boundary,
 evaluation windows entirely after it. Files are read instead of memory-mapped, because a file that became shorter then
@@ -17,6 +18,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -27,11 +29,20 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.data.corpus import Corpus, Document
+from quantshard.tools.trainer.data.packing import (
+    UNTRAINED,
+    PackedRows,
+    document_spans,
+    sequence,
+    starts_document,
+)
 from quantshard.tools.trainer.data.shards import TOKEN_DTYPES
 from quantshard.tools.trainer.data.sources import unreadable
+from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
 
-_ORDER_STREAM, _SOURCE_STREAM = 0, 2  # stream 1 is used by generated texts
+_ORDER_STREAM, _SOURCE_STREAM, _EPOCH_STREAM = 0, 2, 3  # stream 1 is used by generated texts
 _WORDS = 1 << 32
+_TOKENS_AT_ONCE = 1 << 22
 
 AHEAD = 2
 """The number of batches to prepare ahead."""
@@ -41,10 +52,13 @@ class TokenStream:
     """The concatenated documents of a source, in windows of `width` tokens; the end can be held out.
 
     `corpus`: properties of the tokens. `share`: share of the tokens to hold out. Training windows lie before
-    `boundary`, evaluation windows after it.
+    `boundary`, evaluation windows after it. `rows`, `heldout_rows`: what takes the place of windows in best-fit
+    packing, otherwise None.
     """
 
-    def __init__(self, documents: Sequence[Document], corpus: Corpus, width: int, share: float) -> None:
+    def __init__(
+        self, documents: Sequence[Document], corpus: Corpus, width: int, share: float, packing: str = STREAM
+    ) -> None:
         self.documents, self.corpus, self.width = documents, corpus, width
         self._ends = list(accumulate(document.tokens for document in documents))
         self.tokens = self._ends[-1]
@@ -57,8 +71,36 @@ class TokenStream:
                 f"the {what} has {self.tokens} tokens, too few for seq_length = {width - 1}{heldout}; give more data"
             )
 
+        self.packing, self.rows, self.heldout_rows = packing, None, None
+        if packing == BEST_FIT:
+            self.rows = self._packed(0, self.boundary)
+            self.heldout_rows = self._packed(self.boundary, self.tokens)
+
+    def _packed(self, first: int, end: int) -> PackedRows:
+        """Pack the documents among tokens [first, end)."""
+        spans = document_spans(*self._document_starts, first, max(first, end - 1))
+        return PackedRows(*spans, self.width - 1)
+
+    @cached_property
+    def _document_starts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The positions at which documents begin, and whether nothing is predicted from the position before."""
+        starts, separate = [np.zeros(1, np.int64)], [np.ones(1, np.bool_)]
+        for document, end in zip(self.documents, self._ends, strict=True):
+            if not document.dtype:
+                # its last token; the text itself holds none
+                starts.append(np.array([end - 1], np.int64))
+                separate.append(np.zeros(1, np.bool_))
+                continue
+            for offset in range(0, document.stored, _TOKENS_AT_ONCE):
+                ids = self._read(document, offset, min(_TOKENS_AT_ONCE, document.stored - offset))
+                found = starts_document(ids, self.corpus.end_of_document).nonzero()[:, 0]
+                starts.append(end - document.stored + offset + found.numpy())
+                separate.append((ids[found] & UNTRAINED != 0).numpy())
+        positions, first = np.unique(np.concatenate(starts), return_index=True)
+        return positions, np.concatenate(separate)[first]
+
     def window(self, start: int, width: int) -> Tensor:
-        """Return tokens [start, start + width) of the stream, int64."""
+        """Return tokens [start, start + width) of the stream, int64, with flags if the files have them."""
         pieces: list[Tensor] = []
         index, remaining = bisect_right(self._ends, start), width
         while remaining:
@@ -85,44 +127,82 @@ class TokenStream:
         return torch.from_numpy(ids.astype(np.int64))
 
     def training(self, word: int) -> Tensor:
-        """Return the window that a random 64-bit integer selects."""
-        return self.window(word % (self.boundary - self.width + 1), self.width)
+        """Return the sequence that a random 64-bit integer selects, as `packing.sequence`."""
+        if self.rows is not None:
+            return self._sequence(self.rows.rows[word % len(self.rows.rows)])
+        return self._sequence([(word % (self.boundary - self.width + 1), self.width - 1)])
 
-    def heldout(self, most: int) -> list[Tensor]:
-        """Return at most `most` windows, evenly spaced over the held-out part."""
+    def heldout(self, most: int) -> list[tuple[Document, Tensor]]:
+        """Return at most `most` sequences, evenly spaced over the held-out part, and the document that each begins
+        in."""
         span = self.tokens - self.boundary - self.width
-        if span < 0:
-            return []
-        count = min(most, span // self.width + 1)
-        starts = [self.boundary + (span * i // (count - 1) if count > 1 else 0) for i in range(count)]
-        return [self.window(start, self.width) for start in starts]
+        if self.heldout_rows is not None:
+            rows = self.heldout_rows.rows
+            count = min(most, len(rows))
+            chosen = [rows[len(rows) * i // count] for i in range(count)]
+        else:
+            count = min(most, span // self.width + 1) if span >= 0 else 0
+            starts = [self.boundary + (span * i // (count - 1) if count > 1 else 0) for i in range(count)]
+            chosen = [[(start, self.width - 1)] for start in starts]
+        return [(self.documents[bisect_right(self._ends, row[0][0])], self._sequence(row)) for row in chosen]
+
+    def _sequence(self, pieces: Sequence[tuple[int, int]]) -> Tensor:
+        """Read a sequence: `pieces` are the first input and the number of inputs of its parts."""
+        tokens = [self.window(start, length + 1) for start, length in pieces]
+        return sequence(tokens, self.width - 1, self.corpus.end_of_document, self.packing)
 
 
 class Windows:
-    """Windows of seq_length + 1 tokens: inputs, and the targets shifted by one.
+    """Sequences of seq_length tokens, their targets and, unless packing is "stream", positions in their documents.
 
     Args:
         corpus: the documents.
         seq_length: tokens per sequence of the model.
         heldout: share of each source, at its end, for evaluation; ignored if the corpus has held-out documents.
+        packing: one of `packing.PACKINGS`.
+        global_batch: sequences per step, for the epochs of best-fit packing.
+
+    `is_masked`: whether some targets may be IGNORED.
     """
 
-    def __init__(self, corpus: Corpus, seq_length: int, heldout: float) -> None:
-        self.width = seq_length + 1
-        share = 0.0 if corpus.heldout_files else heldout
-        self.sources = [TokenStream(documents, corpus, self.width, share) for documents in corpus.sources]
+    def __init__(
+        self, corpus: Corpus, seq_length: int, heldout: float, packing: str = STREAM, global_batch: int = 1
+    ) -> None:
+        width, share = seq_length + 1, 0.0 if corpus.heldout_files else heldout
+        self.packing, self.global_batch = packing, global_batch
+        self.is_masked = packing == BEST_FIT or corpus.is_masked
+        self.sources = [TokenStream(documents, corpus, width, share, packing) for documents in corpus.sources]
         self.weights = corpus.weights or (1.0,)
         self.tokens = sum(source.tokens for source in self.sources)
-        self.apart = TokenStream(corpus.heldout, corpus, self.width, 1.0) if corpus.heldout_files else None
+        self.apart = TokenStream(corpus.heldout, corpus, width, 1.0, packing) if corpus.heldout_files else None
+        # the rows of one source in the order of an epoch
+        self._epoch: tuple[tuple[int, int], list[int]] = (-1, -1), []
         total = math.fsum(self.weights)
         self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
-        """Return windows `first` to `first + count` of a step's global batch: int64 [count, seq_length + 1]."""
+        """Return sequences `first` to `first + count` of a step's global batch: int64 [count, 2 or 3, seq_length]."""
+        if self.rows and len(self.sources) == 1:
+            numbers = range((step - 1) * self.global_batch + first, (step - 1) * self.global_batch + first + count)
+            return torch.stack([self.sources[0].training(self._shuffled(seed, number)) for number in numbers])
         random_bits = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
         source_indices = self.chosen(seed, step, first, count)
         draws = zip(source_indices, random_bits.tolist(), strict=True)
         return torch.stack([self.sources[source].training(high << 32 | low) for source, (low, high) in draws])
+
+    @property
+    def rows(self) -> list[PackedRows]:
+        """The rows of all sources in best-fit packing."""
+        return [source.rows for source in self.sources if source.rows is not None]
+
+    def _shuffled(self, seed: int, number: int) -> int:
+        """Return the row that is trained on as the `number`-th, in an order that each epoch draws again."""
+        epoch, index = divmod(number, len(self.rows[0].rows))
+        if self._epoch[0] != (seed, epoch):
+            low, high = numerics.random_words(seed, epoch, _EPOCH_STREAM, (len(self.rows[0].rows), 2)).unbind(1)
+            order = (high << 31 | low >> 1).sort(stable=True).indices
+            self._epoch = (seed, epoch), order.tolist()
+        return self._epoch[1][index]
 
     def chosen(self, seed: int, step: int, first: int, count: int) -> list[int]:
         """Return the source index of each of these windows."""
@@ -131,15 +211,13 @@ class Windows:
         random_bits = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
         return [bisect_right(self._limits, word) for [word] in random_bits.tolist()]
 
-    def heldout(self, most: int) -> Tensor:
-        """Return at most `most` evenly spaced held-out windows, divided over sources by weight: int64 [n, seq_length +
-        1]."""
+    def heldout(self, most: int) -> list[tuple[Document, Tensor]]:
+        """Return at most `most` evenly spaced held-out sequences, divided over sources by weight, each with the
+        document that it begins in."""
         if self.apart is not None:
-            windows = self.apart.heldout(most)
-        else:
-            shares = _apportioned(most, self.weights)
-            windows = [w for source, share in zip(self.sources, shares, strict=True) for w in source.heldout(share)]
-        return torch.stack(windows) if windows else torch.empty(0, self.width, dtype=torch.int64, device="cpu")
+            return self.apart.heldout(most)
+        shares = _apportioned(most, self.weights)
+        return [pair for source, share in zip(self.sources, shares, strict=True) for pair in source.heldout(share)]
 
 
 def _apportioned(count: int, weights: Sequence[float]) -> list[int]:

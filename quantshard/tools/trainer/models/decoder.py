@@ -157,44 +157,66 @@ class LanguageModel(nn.Module):
         """The divisor that the number of sequences of a batch must have."""
         return self.tp.size if self.sequence_parallel else 1
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, z_loss: float = 0.0) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        z_loss: float = 0.0,
+        positions: Tensor | None = None,
+        count: Tensor | None = None,
+    ) -> Any:
         """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
 
         With `targets`, return the mean loss with z-loss, and the z-loss, without the logits of all tokens. All ranks of
-        a tensor-parallel group pass the same tokens and get the same results.
+        a tensor-parallel group pass the same tokens and get the same results. `positions`: int64 like `tokens`, 0 at
+        the start of each document; tokens attend within their document only. `count`: divisor instead of the number of
+        targets that are not ignored.
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
         angles = None if self.rotary is None else self.rotary(length, device=tokens.device)
+        attention: dict[str, Any] = {}
+        if positions is not None:
+            # of each token, [sequence, batch, 1, features]
+            angles = None if angles is None else angles[positions, 0].transpose(0, 1)
+            attention = {"attention_mask": other_documents(positions), "self_attn_mask_type": "arbitrary"}
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=tokens.device))
+            x = x + self.positions(torch.arange(length, device=tokens.device) if positions is None else positions)
         if self.sequence_parallel:
             x = tensor_parallel.split_rows(x, self.tp)
         # one outer autocast, so that its exit work runs once
         with autocast(recipe=self.recipes[0]):
             for number, layer in enumerate(self.layers):
-                x = self._through(number, layer, x, angles)
+                x = self._through(number, layer, x, rotary_pos_emb=angles, **attention)
         x = self.norm(x)
         if self.sequence_parallel:
             x = tensor_parallel.join_rows(x, self.tp)
         if targets is not None:
             weight = (self.embedding if self.head is None else self.head).table()
-            return linear_cross_entropy(x, weight, targets, z_loss=z_loss, return_z_loss=True)
+            return linear_cross_entropy(x, weight, targets, z_loss=z_loss, return_z_loss=True, num_items_in_batch=count)
         return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
 
-    def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
+    def _through(self, number: int, layer: nn.Module, x: Tensor, **attention: Any) -> Tensor:
         layer_recipe, settings = self.recipes[number], self.settings
         with nullcontext() if layer_recipe is self.recipes[0] else autocast(recipe=layer_recipe):
             if self.training and settings.recompute == "layer":
                 has_dropout = settings.dropout > 0
                 run = _by_recipe(layer, layer_recipe) if settings.compile else layer
-                out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=has_dropout)
+                out = checkpoint(run, x, **attention, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
-                out = layer(x, rotary_pos_emb=angles)
+                out = layer(x, **attention)
         if settings.experts:
             out, balance = out
             self.balance = balance / settings.layers + (self.balance if number else 0.0)
         return cast(Tensor, out)
+
+
+def other_documents(positions: Tensor) -> Tensor:
+    """Return where attention is masked out, bool [batch, 1, queries, keys]: later tokens, and those of other
+    documents."""
+    documents = (positions == 0).cumsum(1)
+    masked_out = documents[:, None, :, None] != documents[:, None, None, :]
+    return masked_out.logical_or_(torch.ones_like(masked_out[0, 0]).triu(1))
 
 
 def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
@@ -329,8 +351,19 @@ class MixtureLayer(nn.Module):
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
         self.mlp = ExpertMixture(settings, ep_mesh, **options)
 
-    def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router."""
-        x = x + F.dropout(self.self_attention(x, rotary_pos_emb=rotary_pos_emb), self.dropout, self.training)
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        self_attn_mask_type: str | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router.
+        Arguments are those of `TransformerLayer`."""
+        attention_out = self.self_attention(
+            x, attention_mask, attn_mask_type=self_attn_mask_type, rotary_pos_emb=rotary_pos_emb
+        )
+        x = x + F.dropout(attention_out, self.dropout, self.training)
         out, balance = self.mlp(self.norm(x))
         return x + F.dropout(out, self.dropout, self.training), balance

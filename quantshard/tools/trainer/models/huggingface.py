@@ -10,12 +10,15 @@ name. The model is therefore the same on any number of ranks, and no rank holds 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import itertools
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +43,9 @@ _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
+
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
+"""Types of layers whose state passes from token to token without attention."""
 
 
 # Configuration
@@ -155,6 +161,41 @@ def recompute_layers(model: nn.Module) -> None:
     old_name = "gradient_checkpointing_enable"
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
     enable({"use_reentrant": False})
+
+
+# Documents in packed sequences
+
+
+def check_documents(model: Any, where: str) -> None:
+    """Refuse models with layers that carry a state from one document of a sequence to the next."""
+    config = model.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    if mixing := sorted(kinds.intersection(_RECURRENT)):
+        raise _mixes(f"{where}: layers of type {mixing[0]}")
+
+
+def _mixes(what: str) -> ConfigurationError:
+    return ConfigurationError(f"{what} would mix the documents of a sequence; give --packing stream")
+
+
+def packed_logits(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Compute logits of sequences of several documents. The first call checks that transformers masks attention by
+    the positions."""
+    name = "_separates_documents"
+    options = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    if hasattr(model, name):
+        logits: Tensor = model(**options).logits
+        return logits
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise _mixes(type(model).__name__)
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    find = masks.find_packed_sequence_indices
+    with mock.patch.object(masks, find.__name__, side_effect=find) as called:
+        logits = model(**options).logits
+    if not called.call_count:
+        raise _mixes(f"attention of {type(model).__name__}")
+    setattr(model, name, True)
+    return logits
 
 
 # Values

@@ -26,6 +26,7 @@ from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
+from quantshard.tools.trainer.data.packing import IGNORED
 from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.decoder import LanguageModel, MixtureLayer, recipes_of
@@ -147,29 +148,43 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     return model
 
 
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Compute logits [batch, sequence, vocabulary] from tokens int64 [batch, sequence], for either kind of model."""
+def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Compute logits [batch, sequence, vocabulary] from tokens int64 [batch, sequence], for either kind of model.
+
+    `positions`: int64 [batch, sequence], 0 at the start of each document; tokens attend within their document only.
+    Default: a row is one document.
+    """
     if isinstance(model, LanguageModel):
-        return cast(Tensor, model(tokens))
+        return cast(Tensor, model(tokens, positions=positions))
+    if positions is not None:
+        return huggingface.packed_logits(model, tokens, positions)
     return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
 
 
-def losses(model: nn.Module, tokens: Tensor, targets: Tensor, z_loss: float = 0.0) -> TokenLosses:
-    """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`.
+def losses(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    z_loss: float = 0.0,
+    positions: Tensor | None = None,
+    count: Tensor | None = None,
+) -> TokenLosses:
+    """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`. `positions`: see
+    `logits`. `count`: see `token_losses`.
 
     The built-in decoder computes more logits than one chunk of `linear_cross_entropy` chunk by chunk. If there are
     fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
     """
     if isinstance(model, LanguageModel) and tokens.numel() * model.vocabulary > chunked_loss.LOGITS_AT_ONCE:
-        total, z_part = model(tokens, targets, z_loss)
+        total, z_part = model(tokens, targets, z_loss, positions, count)
         # the gradient of both comes through `total`
         return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
-    return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
+    return token_losses(logits(model, tokens, positions), targets, isinstance(model, LanguageModel), count)
 
 
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
+def loss(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
     """Mean cross-entropy in nats per token."""
-    return token_losses(logits, targets).cross_entropy
+    return token_losses(logits, targets, count=count).cross_entropy
 
 
 def trained_loss(model: nn.Module, losses: TokenLosses, settings: TrainSettings) -> Tensor:
@@ -243,7 +258,7 @@ class TokenLosses(NamedTuple):
     z_loss: Tensor
 
 
-def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> TokenLosses:
+def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False, count: Tensor | None = None) -> TokenLosses:
     """Return the mean cross-entropy and the mean z-loss of a batch of tokens.
 
     The z-loss is log(Z)^2, where Z is the denominator of the softmax; it keeps logits from drifting away (Chowdhery et
@@ -252,26 +267,34 @@ def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> T
 
     Args:
         logits: floating [..., vocabulary].
-        targets: int64 [...]; every target counts.
+        targets: int64 [...].
+        count: divisor of the sums over targets that are not IGNORED. Default: every target counts, and the mean is
+            over all.
         overwrites: let backward write the gradient over the logits, if they are contiguous, to save memory. Other
             operations must not need the logits' values then: if one saved them for backward, or on a second backward,
             PyTorch raises its error for tensors modified in place.
     """
-    return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), overwrites))
+    return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), overwrites, count))
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool, count: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        weights = None if count is None else (targets != IGNORED) / count
+        targets = targets if weights is None else targets.clamp(min=0)
         losses, log_z = kernel_dispatch.cross_entropy_of(logits).cross_entropies(logits, targets)
-        ctx.save_for_backward(logits, targets, log_z)
+        ctx.save_for_backward(logits, targets, log_z, weights)
         ctx.overwrites = overwrites and logits.is_contiguous()
-        return losses.mean(), log_z.square().mean()
+        if weights is None:
+            return losses.mean(), log_z.square().mean()
+        return (losses * weights).sum(), (log_z.square() * weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, log_z = ctx.saved_tensors
-        grad_entropy, grad_z = (grad / len(logits) for grad in grads)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, log_z, weights = ctx.saved_tensors
+        grad_entropy, grad_z = (grad / len(logits) if weights is None else grad * weights for grad in grads)
         # factor of each row's probabilities
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
@@ -282,4 +305,4 @@ class _TokenLosses(torch.autograd.Function):
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)
-        return grad_logits, None, None
+        return grad_logits, None, None, None

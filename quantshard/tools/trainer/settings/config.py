@@ -23,10 +23,13 @@ from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.values import (
     AUTO,
+    DOCUMENTS,
     FLOAT32_STATES,
     MASTER_DTYPES,
     MOMENT_DTYPES,
+    PACKINGS,
     STATE_SETTINGS,
+    STREAM,
     SWITCH,
     LayerRecipes,
     MeshSpec,
@@ -137,6 +140,11 @@ class TrainSettings:
     heldout: float = _data(0.02, "share of the text, at its end, held out for evaluation", 0, 1, less=True)
     heldout_data: tuple[str, ...] = _data(
         (), "file or folder for evaluation instead of a held-out share; repeatable", 1
+    )
+    packing: str = _data(
+        DOCUMENTS,
+        "documents: attention stays within a document; best-fit: also pack whole documents; stream: no boundaries",
+        choices=PACKINGS,
     )
     eval_sequences: int = _data(32, "sequences per evaluation", 1, SIZE)
 
@@ -471,6 +479,9 @@ TABLES = ("launch", "corpus")
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
     settings = {name: value for name, value in values.items() if name not in TABLES}
+    if "corpus" in values:
+        # a run of a release without this setting
+        settings.setdefault("packing", STREAM)
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = recipe_text(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")

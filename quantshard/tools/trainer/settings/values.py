@@ -109,6 +109,12 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
     return result
 
 
+# Data -----------------------------------------------------------------------------------------------------------------
+
+STREAM, DOCUMENTS, BEST_FIT = PACKINGS = ("stream", "documents", "best-fit")
+"""Ways to make sequences of documents; see `data.packing`."""
+
+
 # The mesh -------------------------------------------------------------------------------------------------------------
 
 EP, TP = "ep", "tp"

@@ -1,0 +1,131 @@
+"""Sequences of documents: tokens, targets and positions, and best-fit packing of whole documents.
+
+A document is predicted up to its last token, the end of a document. In files without flags that token is also the first
+input of the next document, as a beginning-of-sequence token would be. In files with flags (`MASKED`) every token has
+the bit FLAGGED, the first token of a document STARTS, and tokens without a loss UNTRAINED.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantshard.tools.trainer.settings.values import STREAM
+
+IGNORED: Final = -100
+"""Target without a loss, as in `torch.nn.functional.cross_entropy`."""
+
+MASKED: Final = "masked"
+"""Layout of token files with flags."""
+
+TOKEN: Final = (1 << 24) - 1
+"""Bits of a flagged token that are the token."""
+
+FLAGGED, STARTS, UNTRAINED = 1 << 29, 1 << 30, 1 << 31
+
+
+def starts_document(ids: Tensor, end_of_document: int) -> Tensor:
+    """Return which inputs begin a document."""
+    return (ids == end_of_document) | (ids & STARTS != 0)
+
+
+def sequence(pieces: Sequence[Tensor], length: int, end_of_document: int, packing: str) -> Tensor:
+    """Return a sequence as int64 [2 or 3, length]: tokens, targets and, unless `packing` is "stream", positions.
+
+    Positions restart at each document and each of `pieces`, which are read tokens: n + 1 of them give n inputs. The
+    sequence is padded with targets that are IGNORED.
+    """
+    inputs, targets = (torch.cat([piece[part] for piece in pieces]) for part in (slice(-1), slice(1, None)))
+    missing = length - len(inputs)
+    inputs, targets = F.pad(inputs, (0, missing), value=end_of_document), F.pad(targets, (0, missing), value=UNTRAINED)
+    rows = [inputs & TOKEN, torch.where(targets & UNTRAINED != 0, IGNORED, targets & TOKEN)]
+    if packing != STREAM:
+        starts, index = starts_document(inputs, end_of_document), torch.arange(length, device="cpu")
+        starts[[0, *accumulate(len(piece) - 1 for piece in pieces[:-1])]] = True
+        rows.append(index - (index * starts).cummax(0).values)
+    return torch.stack(rows)
+
+
+def split(batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Split a batch of `sequence`s into tokens, targets and positions; None if packing is "stream"."""
+    tokens, targets, *positions = batch.unbind(1)
+    return tokens, targets, positions[0] if positions else None
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items of these lengths, at most `capacity`, into rows: longest first, each into the fullest row with room.
+
+    Returns the indices of each row's items.
+    """
+    rows: list[list[int]] = []
+    # rows by their free space, and the spaces that some row has, ascending
+    by_space: defaultdict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fitting = bisect_left(spaces, lengths[item])
+        if fitting < len(spaces):
+            space = spaces[fitting]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[fitting]
+        else:
+            space, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        if space := space - lengths[item]:
+            if not by_space[space]:
+                insort(spaces, space)
+            by_space[space].append(row)
+    return rows
+
+
+class PackedRows:
+    """Rows of at most `capacity` inputs that hold whole documents; longer documents are cut into pieces.
+
+    Args:
+        starts, lengths: first input and number of inputs of each document in a stream of tokens.
+        capacity: inputs per row.
+    """
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], capacity: int) -> None:
+        documents = list(zip(starts, lengths, strict=True))
+        cuts = ((start, length, range(0, length, capacity)) for start, length in documents)
+        pieces = [(s + first, min(capacity, n - first)) for s, n, firsts in cuts for first in firsts]
+        packed = best_fit([length for _, length in pieces], capacity)
+        self.rows = [[pieces[index] for index in row] for row in packed]
+        self.num_rows, self.documents = len(self.rows), len(documents)
+        self.cut = sum(length > capacity for _, length in documents)
+        self.inputs, self.capacity = sum(lengths), capacity
+
+
+def describe_rows(packed: Sequence[PackedRows]) -> str:
+    """Return a line about rows: documents, cuts, and the share of padding."""
+    rows, documents, cut = (sum(getattr(p, name) for p in packed) for name in ("num_rows", "documents", "cut"))
+    padding = padding_share(packed)
+    return f"best-fit packing: {rows:,} rows hold {documents:,} documents ({cut:,} of them cut), {padding:.2%} padding"
+
+
+def padding_share(packed: Sequence[PackedRows]) -> float:
+    """Return the share of inputs that are padding."""
+    return 1 - sum(p.inputs for p in packed) / sum(p.num_rows * p.capacity for p in packed)
+
+
+def document_spans(starts: np.ndarray, separate: np.ndarray, first: int, last: int) -> tuple[list[int], list[int]]:
+    """Return the first input and the number of inputs of each document among the inputs [first, last) of a stream.
+
+    `starts`: inputs that begin documents, ascending. `separate`: whether the input before each of them has no target.
+    A document that crosses `first` or `last` is cut there, and empty ones are left out.
+    """
+    ends = np.append(starts[1:] - separate[1:], last)
+    is_empty = np.append((ends[:-1] - starts[:-1] == 1) & ~separate[1:] & (starts[:-1] > 0), False)
+    begins, ends = np.maximum(starts, first), np.minimum(ends, last)
+    kept = (ends > begins) & ~is_empty
+    return begins[kept].tolist(), (ends - begins)[kept].tolist()
