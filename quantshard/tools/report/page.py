@@ -128,7 +128,7 @@ def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
 def environment_of(run: history.RunHistory) -> dict[str, Any]:
     """Environment of the last start: processes, mesh, versions, device, environment variables."""
     start = run.starts[-1] if run.starts else {}
-    result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh", "padding") if name in start}
+    result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh", "packing") if name in start}
     environment = start.get("environment")
     for name, value in environment.items() if isinstance(environment, Mapping) else ():
         result |= value if isinstance(value, Mapping) else {name: value}

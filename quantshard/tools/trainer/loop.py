@@ -273,9 +273,9 @@ class Trainer:
         for document, tokens in self.windows.heldout(self.settings.eval_sequences):
             sources.setdefault(source_name(self.settings, document.path), []).append(tokens)
         sums = {source: self._heldout_sums(torch.stack(sequences)) for source, sequences in sources.items()}
-        result = {name: (sum(loss for loss, _ in sums.values()), sum(count for _, count in sums.values()))}
+        result = {name: [sum(values) for values in zip(*sums.values(), strict=True)]} if sums else {}
         if len(sums) > 1:
-            result |= {f"{name}/{source}": (loss, count) for source, (loss, count) in sums.items()}
+            result |= {f"{name}/{source}": pair for source, pair in sums.items()}
         return {key: loss / count for key, (loss, count) in result.items() if count}
 
     @torch.no_grad()
@@ -297,8 +297,7 @@ class Trainer:
             sums += torch.stack([models.loss(logits, inputs[:, 1], divisor).double() * trained, trained])
         self.model.train()
         models.reshard(self.model)
-        total: list[float] = self._sum(*(sums * (self.tp_rank == 0))).tolist()
-        return total
+        return self._sum(*(sums * (self.tp_rank == 0))).tolist()
 
     def sample(self, step: int) -> None:
         """Generate, show and record a sample text, if the settings enable it. Collective."""

@@ -31,7 +31,7 @@ from quantshard.tools.observe import explain
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
-from quantshard.tools.trainer.data.packing import describe_rows, padding_share
+from quantshard.tools.trainer.data.packing import describe_rows
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec
@@ -349,7 +349,7 @@ def _record_start(run: RunDir, setup: RunSetup, trainer: Trainer, restored: Rest
         trainer.progress.note(text, logging.WARNING)
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": setup.settings.recipe}
     if trainer.windows.rows:
-        start["padding"] = padding_share(trainer.windows.rows)
+        start["packing"] = describe_rows(trainer.windows.rows)
     if restored is not None and restored.requantized:
         start |= {"requantized": restored.requantized, "lossy": setup.lossy}
     run.append(run.starts, start | {"settings": restarts.recorded(setup.settings), "environment": now})

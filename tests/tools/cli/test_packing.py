@@ -274,7 +274,7 @@ def test_losses_of_trained_tokens() -> None:
     gradients = []
     for losses in (
         models.losses(model, tokens, targets, 1e-2, None, count),
-        models.TokenLosses(*split_z(model(tokens, targets, 1e-2, None, count))),
+        models.TokenLosses(*split_z(model(tokens, targets, z_loss=1e-2, num_items_in_batch=count))),
     ):
         logits = model(tokens).flatten(0, 1)
         expected = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum") / 11

@@ -26,10 +26,7 @@ IGNORED: Final = -100
 MASKED: Final = "masked"
 """Layout of token files with flags."""
 
-TOKEN: Final = (1 << 24) - 1
-"""Bits of a flagged token that are the token."""
-
-FLAGGED, STARTS, UNTRAINED = 1 << 29, 1 << 30, 1 << 31
+TOKEN, FLAGGED, STARTS, UNTRAINED = (1 << 24) - 1, 1 << 29, 1 << 30, 1 << 31
 
 
 def starts_document(ids: Tensor, end_of_document: int) -> Tensor:
@@ -95,27 +92,23 @@ class PackedRows:
         capacity: inputs per row.
     """
 
+    COUNTS = ("num_rows", "documents", "cut", "inputs")
+
     def __init__(self, starts: Sequence[int], lengths: Sequence[int], capacity: int) -> None:
         documents = list(zip(starts, lengths, strict=True))
         cuts = ((start, length, range(0, length, capacity)) for start, length in documents)
         pieces = [(s + first, min(capacity, n - first)) for s, n, firsts in cuts for first in firsts]
         packed = best_fit([length for _, length in pieces], capacity)
         self.rows = [[pieces[index] for index in row] for row in packed]
-        self.num_rows, self.documents = len(self.rows), len(documents)
-        self.cut = sum(length > capacity for _, length in documents)
-        self.inputs, self.capacity = sum(lengths), capacity
+        self.num_rows, self.documents, self.inputs, self.capacity = len(packed), len(documents), sum(lengths), capacity
+        self.cut = sum(length > capacity for length in lengths)
 
 
 def describe_rows(packed: Sequence[PackedRows]) -> str:
-    """Return a line about rows: documents, cuts, and the share of padding."""
-    rows, documents, cut = (sum(getattr(p, name) for p in packed) for name in ("num_rows", "documents", "cut"))
-    padding = padding_share(packed)
+    """Return a line about rows: documents, cuts, and the share of inputs that are padding."""
+    rows, documents, cut, inputs = (sum(getattr(p, name) for p in packed) for name in PackedRows.COUNTS)
+    padding = 1 - inputs / (rows * packed[0].capacity)
     return f"best-fit packing: {rows:,} rows hold {documents:,} documents ({cut:,} of them cut), {padding:.2%} padding"
-
-
-def padding_share(packed: Sequence[PackedRows]) -> float:
-    """Return the share of inputs that are padding."""
-    return 1 - sum(p.inputs for p in packed) / sum(p.num_rows * p.capacity for p in packed)
 
 
 def document_spans(starts: np.ndarray, separate: np.ndarray, first: int, last: int) -> tuple[list[int], list[int]]:

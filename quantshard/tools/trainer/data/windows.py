@@ -18,8 +18,8 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.data.corpus import Corpus, Document
-from quantshard.tools.trainer.data.packing import (
-    UNTRAINED,
-    PackedRows,
-    document_spans,
-    sequence,
-    starts_document,
-)
+from quantshard.tools.trainer.data.packing import UNTRAINED, PackedRows, document_spans, sequence, starts_document
 from quantshard.tools.trainer.data.shards import TOKEN_DTYPES
 from quantshard.tools.trainer.data.sources import unreadable
 from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
@@ -73,15 +67,10 @@ class TokenStream:
 
         self.packing, self.rows, self.heldout_rows = packing, None, None
         if packing == BEST_FIT:
-            self.rows = self._packed(0, self.boundary)
-            self.heldout_rows = self._packed(self.boundary, self.tokens)
+            starts, ends = self._document_starts(), (0, self.boundary, self.tokens)
+            spans = [document_spans(*starts, first, max(first, end - 1)) for first, end in pairwise(ends)]
+            self.rows, self.heldout_rows = (PackedRows(*span, width - 1) for span in spans)
 
-    def _packed(self, first: int, end: int) -> PackedRows:
-        """Pack the documents among tokens [first, end)."""
-        spans = document_spans(*self._document_starts, first, max(first, end - 1))
-        return PackedRows(*spans, self.width - 1)
-
-    @cached_property
     def _document_starts(self) -> tuple[np.ndarray, np.ndarray]:
         """The positions at which documents begin, and whether nothing is predicted from the position before."""
         starts, separate = [np.zeros(1, np.int64)], [np.ones(1, np.bool_)]
@@ -175,16 +164,15 @@ class Windows:
         self.weights = corpus.weights or (1.0,)
         self.tokens = sum(source.tokens for source in self.sources)
         self.apart = TokenStream(corpus.heldout, corpus, width, 1.0, packing) if corpus.heldout_files else None
-        # the rows of one source in the order of an epoch
-        self._epoch: tuple[tuple[int, int], list[int]] = (-1, -1), []
         total = math.fsum(self.weights)
         self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
         """Return sequences `first` to `first + count` of a step's global batch: int64 [count, 2 or 3, seq_length]."""
         if self.rows and len(self.sources) == 1:
-            numbers = range((step - 1) * self.global_batch + first, (step - 1) * self.global_batch + first + count)
-            return torch.stack([self.sources[0].training(self._shuffled(seed, number)) for number in numbers])
+            begin, size = (step - 1) * self.global_batch + first, self.rows[0].num_rows
+            places = [divmod(number, size) for number in range(begin, begin + count)]
+            return torch.stack([self.sources[0].training(_epoch_order(seed, epoch, size)[n]) for epoch, n in places])
         random_bits = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
         source_indices = self.chosen(seed, step, first, count)
         draws = zip(source_indices, random_bits.tolist(), strict=True)
@@ -194,15 +182,6 @@ class Windows:
     def rows(self) -> list[PackedRows]:
         """The rows of all sources in best-fit packing."""
         return [source.rows for source in self.sources if source.rows is not None]
-
-    def _shuffled(self, seed: int, number: int) -> int:
-        """Return the row that is trained on as the `number`-th, in an order that each epoch draws again."""
-        epoch, index = divmod(number, len(self.rows[0].rows))
-        if self._epoch[0] != (seed, epoch):
-            low, high = numerics.random_words(seed, epoch, _EPOCH_STREAM, (len(self.rows[0].rows), 2)).unbind(1)
-            order = (high << 31 | low >> 1).sort(stable=True).indices
-            self._epoch = (seed, epoch), order.tolist()
-        return self._epoch[1][index]
 
     def chosen(self, seed: int, step: int, first: int, count: int) -> list[int]:
         """Return the source index of each of these windows."""
@@ -218,6 +197,13 @@ class Windows:
             return self.apart.heldout(most)
         shares = _apportioned(most, self.weights)
         return [pair for source, share in zip(self.sources, shares, strict=True) for pair in source.heldout(share)]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, rows: int) -> list[int]:
+    """Return the rows in the order of an epoch."""
+    low, high = numerics.random_words(seed, epoch, _EPOCH_STREAM, (rows, 2)).unbind(1)
+    return (high << 31 | low >> 1).sort(stable=True).indices.tolist()
 
 
 def _apportioned(count: int, weights: Sequence[float]) -> list[int]:

@@ -158,19 +158,13 @@ class LanguageModel(nn.Module):
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        z_loss: float = 0.0,
-        positions: Tensor | None = None,
-        count: Tensor | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, **loss: Any
     ) -> Any:
         """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
 
         With `targets`, return the mean loss with z-loss, and the z-loss, without the logits of all tokens. All ranks of
         a tensor-parallel group pass the same tokens and get the same results. `positions`: int64 like `tokens`, 0 at
-        the start of each document; tokens attend within their document only. `count`: divisor instead of the number of
-        targets that are not ignored.
+        the start of each document; tokens attend within their document only. `loss`: see `linear_cross_entropy`.
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
@@ -193,7 +187,7 @@ class LanguageModel(nn.Module):
             x = tensor_parallel.join_rows(x, self.tp)
         if targets is not None:
             weight = (self.embedding if self.head is None else self.head).table()
-            return linear_cross_entropy(x, weight, targets, z_loss=z_loss, return_z_loss=True, num_items_in_batch=count)
+            return linear_cross_entropy(x, weight, targets, return_z_loss=True, **loss)
         return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, **attention: Any) -> Tensor:
@@ -351,19 +345,10 @@ class MixtureLayer(nn.Module):
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
         self.mlp = ExpertMixture(settings, ep_mesh, **options)
 
-    def forward(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        self_attn_mask_type: str | None = None,
-        *,
-        rotary_pos_emb: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, self_attn_mask_type: str | None = None, **attention: Any) -> tuple[Tensor, Tensor]:
         """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router.
         Arguments are those of `TransformerLayer`."""
-        attention_out = self.self_attention(
-            x, attention_mask, attn_mask_type=self_attn_mask_type, rotary_pos_emb=rotary_pos_emb
-        )
+        attention_out = self.self_attention(x, attn_mask_type=self_attn_mask_type, **attention)
         x = x + F.dropout(attention_out, self.dropout, self.training)
         out, balance = self.mlp(self.norm(x))
         return x + F.dropout(out, self.dropout, self.training), balance

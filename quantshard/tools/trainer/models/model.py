@@ -176,7 +176,7 @@ def losses(
     fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
     """
     if isinstance(model, LanguageModel) and tokens.numel() * model.vocabulary > chunked_loss.LOGITS_AT_ONCE:
-        total, z_part = model(tokens, targets, z_loss, positions, count)
+        total, z_part = model(tokens, targets, positions, z_loss=z_loss, num_items_in_batch=count)
         # the gradient of both comes through `total`
         return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
     return token_losses(logits(model, tokens, positions), targets, isinstance(model, LanguageModel), count)
