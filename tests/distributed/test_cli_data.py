@@ -87,6 +87,48 @@ def test_moved_and_resumed_is_bitwise(trained, folder, tmp_path):
             assert now["loss"] == pytest.approx(then["loss"], abs=0.02)  # bf16 activations, other order of sums
 
 
+TEMPLATE = "{% for m in messages %}<|other|>{{ m.role }} {{ m.content }}{% endfor %}"
+
+
+def chats(path, count, seed):
+    """Chats of one turn each."""
+    pairs = zip(sources.texts(count, seed=seed), sources.texts(count, seed=seed + 50), strict=True)
+    turns = [
+        [{"role": "user", "content": a[:40]}, {"role": "assistant", "content": b[: 9 + 7 * (i % 9)]}]
+        for i, (a, b) in enumerate(pairs)
+    ]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    return path
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_packed_chats_resumed_are_bitwise(folder, tmp_path, processes):
+    """Rows of whole chats, of which the assistant's tokens are trained; evaluated on two sources."""
+    tokenizer = sources.tokenizer_folder(tmp_path / "tokenizer", eos_token=sources.END, chat_template=TEMPLATE)
+    heldout = [chats(tmp_path / "kept.jsonl", 12, 3000), folder / "kept.jsonl"]
+    shutil.copy(heldout[1], tmp_path / "texts.jsonl")
+    run, stopped = tmp_path / "run", tmp_path / "stopped"
+    result = quantshard(
+        "train", "--run", run, "--data", chats(tmp_path / "chats.jsonl", 70, 0), "--tokenizer", tokenizer,
+        "--heldout-data", heldout[0], "--heldout-data", tmp_path / "texts.jsonl", "--packing", "best-fit", *SIZES[:6],
+        "--seq-length", 48, "--global-batch", 6, "--warmup", 1, "--nproc-per-node", processes, "--steps", 3,
+        "--save-every", 2, "--eval-every", 1,
+    )  # fmt: skip
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert " rows hold 70 documents (" in result.stdout and "% padding" in result.stdout
+    shutil.copytree(run, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-000003")
+    again = quantshard("resume", stopped, "--nproc-per-node", processes)
+    assert again.returncode == 0 and "resumed after step 2" in again.stdout, again.stderr
+    assert losses(stopped) == losses(run)
+    last, resumed = metrics(run)[-1], metrics(stopped)[-1]
+    names = [f"heldout_loss/{name}" for name in ("kept.jsonl", "texts.jsonl")]
+    assert [last[name] for name in names] == [resumed[name] for name in names]
+    assert min(last[name] for name in names) < last["heldout_loss"] < max(last[name] for name in names)
+    starts = [json.loads(line) for line in (stopped / "starts.jsonl").read_text().splitlines()]
+    assert [start["packing"] for start in starts] == [starts[0]["packing"]] * 2 and "padding" in starts[0]["packing"]
+
+
 def one_line(result, says):
     lines = result.stderr.splitlines()
     assert result.returncode == 1 and len(lines) == 1 and says in lines[0], (says, result.stderr)
