@@ -260,16 +260,16 @@ class Training:
     def evaluate(self) -> float:
         """Return the mean held-out loss, in nats per token."""
         self.model.eval()
-        total, windows = 0.0, self.windows.heldout(self.settings.eval_sequences)
+        total, windows = 0.0, torch.stack([rows for _, rows in self.windows.heldout(self.settings.eval_sequences)])
         for inputs, targets in map(self._split, windows.split(EVAL_BATCH)):
             total += float(token_losses(self.model(inputs), targets).cross_entropy) * len(inputs)
         self.model.train()
         return total / len(windows)
 
-    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens [windows, seq_length + 1] into inputs and targets [windows, seq_length] on the device."""
-        tokens = tokens.to(self.device)
-        return tokens[:, :-1], tokens[:, 1:]
+    def _split(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Split windows [windows, 2, seq_length] into tokens and targets [windows, seq_length] on the device."""
+        tokens, targets = batch.to(self.device).unbind(1)
+        return tokens, targets
 
     def save(self, folder: Path) -> None:
         extra = {"losses": self.losses, "seconds": self.seconds, "times": self.times, "peak": self.peak_gib()}

@@ -360,7 +360,7 @@ def first_losses(folder, recipe):
     ).resolved()
     place = ProcessInfo(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(settings, collect([folder]), RunDir(Path(folder)), place, StopFlag())
-    return [trainer.step(step)[0] for step in (1, 2)], trainer.evaluate()
+    return [trainer.step(step)[0] for step in (1, 2)], trainer.evaluate("heldout_loss")["heldout_loss"]
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.exhaustive), "mxfp8"])
@@ -418,7 +418,10 @@ def born_and_resumed(folder, born, mesh):
         return []
     with trainer.manager:
         trainer.restore(2)
-    return [[*trainer.step(step)[:2], trainer.evaluate() if step == 4 else None] for step in (3, 4)]
+    return [
+        [*trainer.step(step)[:2], trainer.evaluate("heldout_loss")["heldout_loss"] if step == 4 else None]
+        for step in (3, 4)
+    ]
 
 
 def test_born_as_in_one_process_and_resumed_bitwise(tensor_parallel, tmp_path):
@@ -454,7 +457,7 @@ def figures(folder, cases, mesh):
         steps = [value for step in (1, 2) for value in trainer.step(step)[:2]]
         text = generate(trainer.model, trainer.settings, b"def", 3)
         assert trainer.model.sequence_parallel == (mesh in ("tp=2", MESH) and case != "rows stay")
-        found[case] = [*steps, trainer.evaluate()], text
+        found[case] = [*steps, trainer.evaluate("heldout_loss")["heldout_loss"]], text
     return found
 
 
