@@ -34,6 +34,7 @@ from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import Corpus
 from quantshard.tools.trainer.data.corpus import Preparation
+from quantshard.tools.trainer.data.packing import IGNORED, split
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.decoder import LanguageModel, linear_names, recipes_of
@@ -143,7 +144,8 @@ def batch_of(source: DebugSource, paths: Sequence[str], count: int) -> Tensor:
         if paths:
             changed_settings = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
             corpus = Preparation(changed_settings).collected(Path(folder))[1]
-        return data.Windows(corpus, settings.seq_length, settings.heldout).batch(settings.seed, 1, 0, count)
+        windows = data.Windows(corpus, settings.seq_length, settings.heldout, settings.packing)
+        return windows.batch(settings.seed, 1, 0, count)
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,10 @@ class ModelPair:
                     buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
 
     def _pass(self, model: nn.Module) -> float:
-        loss = models.loss(models.logits(model, self.batch[:, :-1]), self.batch[:, 1:])
+        tokens, targets, positions = split(self.batch)
+        trained = (targets != IGNORED).sum()
+        count = None if trained == targets.numel() else trained.clamp(min=1)
+        loss = models.loss(models.logits(model, tokens, positions), targets, count)
         loss.backward()
         return float(loss.detach())
 
