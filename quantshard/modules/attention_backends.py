@@ -216,9 +216,13 @@ def _sdpa(
     mask, bias = dense.visible, _bias(call, dense, bias)
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+    keys, values, sharing = dense.k, dense.v, q.shape[-2] // k.shape[-2]
+    if sharing > 1 and mask is not None and q.device.type == "cuda":
+        # of PyTorch's backends with masks, only "math" lets query heads share key heads
+        keys, values = (x.repeat_interleave(sharing, dim=1) for x in (keys, values))
     out = attend(
-        call.order, dense.q, dense.k, dense.v, attn_mask=mask, dropout_p=call.dropout, is_causal=is_causal,
-        scale=call.scale, enable_gqa=q.shape[-2] != k.shape[-2],
+        call.order, dense.q, keys, values, attn_mask=mask, dropout_p=call.dropout, is_causal=is_causal,
+        scale=call.scale, enable_gqa=dense.q.shape[1] != keys.shape[1],
     )  # fmt: skip
     return _to_layout(call, out, q.shape[0])
 

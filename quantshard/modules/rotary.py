@@ -97,8 +97,8 @@ def apply_rotary_pos_emb(
     Args:
         t: queries or keys, [s, b, h, d], [b, s, h, d] with `tensor_format="bshd"`, or [tokens, h, d] with "thd".
         freqs: angles [positions, 1, 1, at most d], from `RotaryPositionEmbedding`, for as many positions as a sequence
-            has; or of each token, [s, b, 1, at most d]. Their cosines and sines are cached until the angles change; writes
-            through `.data` or by a collective are not noticed.
+            has; or of each token, [s, b, 1, at most d]. Their cosines and sines are cached until the angles change;
+            writes through `.data` or by a collective are not noticed.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: position of the first token of each sequence, int [sequences]. Default: 0.
         interleaved: layout of the planes; must match `freqs`.
