@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules.attention_masks import AttentionMask, Diagonals, Packing, keep_where
+from quantshard.modules.attention_masks import UNLIMITED, AttentionMask, Diagonals, Packing, keep_where
 
 AUTO = "auto"
 _KINDS = {
@@ -310,14 +310,17 @@ _compiled = cache(torch.compile)
 def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: Tensor | None) -> Tensor:
     tokens, packings = _as_packed(call, q, k, v)
     (q_doc, q_pos, q_in), (k_doc, k_pos, k_in) = (p.documents(len(x)) for p, x in zip(packings, tokens, strict=False))
-    # positions of queries, such that a window is a range of differences
     shift = call.diagonals.shift(*(packing.lengths for packing in packings))
     q_pos = q_pos + (shift[q_doc] if isinstance(shift, Tensor) else shift)
+    # tensors, because Inductor of torch 2.11 cannot compile a mask that reads a number which varies between calls
+    first = q_pos - call.diagonals.left if call.diagonals.left != UNLIMITED else None
+    last = q_pos + call.diagonals.right if call.diagonals.right != UNLIMITED else None
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        together = (q_doc[query] == k_doc[key]) & q_in[query] & k_in[key]
-        allowed = call.diagonals.allow(k_pos[key] - q_pos[query])
-        return together if allowed is None else together & allowed
+        visible = (q_doc[query] == k_doc[key]) & q_in[query] & k_in[key]
+        if first is not None:
+            visible = visible & (k_pos[key] >= first[query])
+        return visible if last is None else visible & (k_pos[key] <= last[query])
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         return call.softcap * torch.tanh(score / call.softcap)

@@ -247,8 +247,8 @@ class LayerNormLinear(_NormedModule):
         return_layernorm_output_gathered: under sequence parallelism, gather the returned normalized input.
         parallel_mode: "column" or None; see `Linear`.
         zero_centered_gamma: multiply by 1 + layer_norm_weight, with a weight initialized to 0.
-        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name,
-            fuse_wgrad_accumulation, delay_wgrad_compute: see `Linear`.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs: see `Linear`.
+        device, name, fuse_wgrad_accumulation, delay_wgrad_compute: see `Linear`.
         tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 

@@ -336,8 +336,9 @@ class ParameterOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:
-                if getattr(param, MAIN_GRAD, None) is not None:
-                    param.main_grad.zero_()
+                main_grad = vars(param).get(MAIN_GRAD)
+                if main_grad is not None:
+                    main_grad.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
         raise UnsupportedOperationError(

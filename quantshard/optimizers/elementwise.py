@@ -24,7 +24,14 @@ from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import base, checks
 from quantshard.optimizers.base import COUNTERS
-from quantshard.optimizers.guards import DECOUPLED_GRAD, FlagLayout, GradientFlags, gradient_of, wrong_rates
+from quantshard.optimizers.guards import (
+    DECOUPLED_GRAD,
+    MAIN_GRAD,
+    FlagLayout,
+    GradientFlags,
+    gradient_of,
+    wrong_rates,
+)
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
 from quantshard.optimizers.state import OptimizerState, make_average, make_states, rounded_roles
 from quantshard.optimizers.state_access import StateAccess
@@ -213,7 +220,9 @@ class ElementwiseOptimizer(StateAccess, ABC):
                 self._raise_for_frozen(param)
         for item in plan.items:
             param = item.param
-            grad = getattr(param, attribute, None) if self._use_decoupled_grad else gradient_of(param, decoupled=False)
+            grad: Tensor | None = getattr(param, attribute, None)
+            if attribute == "grad" and MAIN_GRAD in vars(param):
+                grad = gradient_of(param, decoupled=False)
             if grad is not None:
                 base.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
             has_master = item.source is not item.weight
