@@ -76,16 +76,16 @@ class FieldReader:
 
     def integer(self, name: str, least: int, most: int) -> int | None:
         """Return an integer in a range."""
-        value = self._typed(name, (int,), wanted := f"an integer from {least} to {most}")
+        value = self._typed(name, (int,), expected := f"an integer from {least} to {most}")
         if value is not None and not least <= value <= most:
-            raise self.wrong(name, wanted)
+            raise self.wrong(name, expected)
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:
         """Return an integer or float in a range."""
-        value = self._typed(name, (int, float), wanted := f"a number from {least:g} to {most:g}")
+        value = self._typed(name, (int, float), expected := f"a number from {least:g} to {most:g}")
         if value is not None and not least <= value <= most:
-            raise self.wrong(name, wanted)
+            raise self.wrong(name, expected)
         return None if value is None else float(value)
 
     def flag(self, name: str) -> bool:
@@ -100,15 +100,15 @@ class FieldReader:
         """Return a mapping."""
         return self._typed(name, (dict,), "an object")
 
-    def _typed(self, name: str, types: tuple[type, ...], wanted: str) -> Any:
+    def _typed(self, name: str, types: tuple[type, ...], expected: str) -> Any:
         value = self.content.get(name)
         if value is not None and type(value) not in types:
-            raise self.wrong(name, wanted)
+            raise self.wrong(name, expected)
         return value
 
-    def wrong(self, name: str, wanted: str) -> ConfigurationError:
+    def wrong(self, name: str, expected: str) -> ConfigurationError:
         """Return the error for a field: its value and what it must be."""
-        return ConfigurationError(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
+        return ConfigurationError(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {expected}")
 
 
 def read_toml(path: Path_, limit: int, *, follow: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ QUESTIONS = {"torch.cuda.is_available", "torch.cuda.device_count"}
 """What a test calls that does something else where there is a GPU."""
 
 ONLY_WITHOUT = {
+    "tests/modules/test_weight_gradients.py": "its tensors are on the CPU, and kernels are interpreted",
     "tests/modules/test_graphs.py": "its tensors are on the CPU, and skipped where kernels are compiled",
     "tests/test_benchmarks.py": "it counts the host's work on a machine without a GPU",
     "tests/distributed/test_on_kernels.py": "its ranks are on the CPU, and skipped where kernels are compiled",

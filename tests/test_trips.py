@@ -17,9 +17,9 @@ PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 
 LIMITS = {
     "forward": (14, 74),
-    "backward": (10, 66),
+    "backward": (11, 66),
     "forward, mxfp8": (18, 90),
-    "backward, mxfp8": (18, 108),
+    "backward, mxfp8": (18, 109),
     "step": (17, 195),
     "save": (12, 295),
     "load": (16, 980),

@@ -129,9 +129,9 @@ def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: 
     name = choose(backend, needs, device, dtype, head_size)
     if name not in ("sdpa", "masked sdpa"):
         return name
-    first, *others = backend_order(backend, device, dtype, head_size, not needs) or ("PyTorch's own choice",)
+    first, *fallbacks = backend_order(backend, device, dtype, head_size, not needs) or ("PyTorch's own choice",)
     mask = " with a mask" if name == "masked sdpa" else ""
-    return first + (f", else {', '.join(others)}" if others else "") + mask
+    return first + (f", else {', '.join(fallbacks)}" if fallbacks else "") + mask
 
 
 def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -201,7 +201,7 @@ def used_mask(kind: str, mask: AttentionMask | None, has_lengths: bool) -> Atten
     masks = mask if isinstance(mask, tuple | list) else (mask,)
     if kind == "arbitrary" and len(masks) > 1:
         raise ConfigurationError("attention_mask of 'arbitrary' is one mask [b, h, queries, keys]; combine both by |")
-    for each in masks:
-        if each.dtype != torch.bool:
-            raise ConfigurationError(f"attention_mask is {each.dtype}; use bool, True where masked out")
+    for item in masks:
+        if item.dtype != torch.bool:
+            raise ConfigurationError(f"attention_mask is {item.dtype}; use bool, True where masked out")
     return mask

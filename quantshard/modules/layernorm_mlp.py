@@ -390,8 +390,8 @@ class LayerNormMLP(_NormedModule):
         delay_wgrad_compute: bool = False,
     ) -> None:
         if activation not in (*ACTIVATIONS, CLAMPED):
-            known = ", ".join((*ACTIVATIONS, CLAMPED))
-            raise ConfigurationError(f"LayerNormMLP(activation={activation!r}) is not known; use one of: {known}")
+            names = ", ".join((*ACTIVATIONS, CLAMPED))
+            raise ConfigurationError(f"LayerNormMLP(activation={activation!r}) is not known; use one of: {names}")
         if set(activation_params or ()) - set(ClampedSwiGLU._fields if activation == CLAMPED else ()):
             raise ConfigurationError(
                 f"LayerNormMLP(activation_params={activation_params}): only {CLAMPED!r} has some: "

@@ -261,11 +261,11 @@ class TransformerLayer(CompositeModule):
         layout = self.self_attention.qkv_format
         if layout == "thd":
             raise ConfigurationError("TransformerLayer: drop_path_rate needs batch entries, which 'thd' does not have")
-        kept = torch.ones(block.shape[layout.index("b")], 1, dtype=block.dtype, device=block.device)
-        kept = tensor_parallel.dropout(
-            kept, self.drop_path_rate, replace(tp, sequence_parallel=tp.sequence_parallel and layout == "bshd")
+        mask = torch.ones(block.shape[layout.index("b")], 1, dtype=block.dtype, device=block.device)
+        mask = tensor_parallel.dropout(
+            mask, self.drop_path_rate, replace(tp, sequence_parallel=tp.sequence_parallel and layout == "bshd")
         )
-        return block * (kept if layout == "sbhd" else kept[:, None])
+        return block * (mask if layout == "sbhd" else mask[:, None])
 
     def extra_repr(self) -> str:
         number = f"layer_number={self.layer_number}, " if self.layer_number is not None else ""

@@ -54,7 +54,7 @@ def forward_hooks(module: nn.Module) -> list[Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """True if a call of a module runs the result of its `compile()`, or the module is a result of torch.compile."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+    return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

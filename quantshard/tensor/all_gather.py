@@ -99,7 +99,7 @@ def _padded(shard: QuantizedStorage, slot: GatherSlot) -> Tensor:
 def unsharded_storage(metadata: GatherMetadata, outputs: tuple[Tensor, ...]) -> QuantizedStorage:
     """The gathered weight. Gathered components alias FSDP2's buffers."""
     local = metadata.local_storage
-    lasts_one_pass = _fsdp_plan(local, metadata.mesh).settings.frees_now()
+    lasts_one_pass = private_torch.in_backward() and _fsdp_plan(local, metadata.mesh).settings.frees_now()
     # draws are counted in the shard itself, not in a copy that CPU offload moved
     source = ref(local.sharded_source)
     return QuantizedStorage(

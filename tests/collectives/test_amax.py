@@ -477,7 +477,7 @@ def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
     """What another one has launched may not have run."""
     pending, kept = PendingAmaxes(), [history(1), history(2)]
     for queue, expected in (("one", [1, 1]), ("other", [2, 2])):
-        monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device, queue=queue: (device, queue, False))
+        monkeypatch.setitem(globals(), "launch_queue", lambda device, queue=queue: (device, queue, False))
         assert read(pending, kept) == [1, 2] and len(pending._past) == 2 * (1 + (queue == "other"))
         note(pending, key(1), 0, kept[0], torch.tensor(float(expected[0])), None)
     assert len(pending._slots) == 2
@@ -488,7 +488,7 @@ def test_each_stream_reads_and_notes_for_itself(launches, monkeypatch):
 def test_a_captured_graph_reads_each_history_by_itself(launches, monkeypatch):
     """It may be replayed without what was captured or launched before."""
     pending, kept = PendingAmaxes(), [history(1), history(2)]
-    monkeypatch.setattr(kernel_dispatch, "launch_queue", lambda device: (device, 0, True))
+    monkeypatch.setitem(globals(), "launch_queue", lambda device: (device, 0, True))
     assert read(pending, kept) == [1, 2] and not launches and not pending._past
 
 

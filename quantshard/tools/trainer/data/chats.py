@@ -59,8 +59,8 @@ class ChatTokenizer:
         try:
             if _GENERATION.search(str(tokenizer.chat_template)):
                 options = {"return_dict": True, "return_assistant_tokens_mask": True}
-                made = tokenizer.apply_chat_template(messages, **options)
-                return made["input_ids"], [bool(flag) for flag in made["assistant_masks"]]
+                encoded = tokenizer.apply_chat_template(messages, **options)
+                return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             spans = []
             for turn in turns:
@@ -72,14 +72,14 @@ class ChatTokenizer:
                         "{% generation %}"
                     )
                 spans.append(range(len(before), len(upto)))
-            made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except ConfigurationError:
             raise
         # a template can raise anything
         except Exception as error:
             line = " ".join(str(error).split())[:200]
             raise ConfigurationError(f"{chat.where}: the chat template fails: {line}") from None
-        return made["input_ids"], [any(first in span for span in spans) for first, _ in made["offset_mapping"]]
+        return encoded["input_ids"], [any(first in span for span in spans) for first, _ in encoded["offset_mapping"]]
 
     def _with_template(self) -> Any:
         if self._loaded is None:

@@ -120,5 +120,5 @@ def document_spans(starts: np.ndarray, separate: np.ndarray, first: int, last: i
     ends = np.append(starts[1:] - separate[1:], last)
     is_empty = np.append((ends[:-1] - starts[:-1] == 1) & ~separate[1:] & (starts[:-1] > 0), False)
     begins, ends = np.maximum(starts, first), np.minimum(ends, last)
-    kept = (ends > begins) & ~is_empty
-    return begins[kept].tolist(), (ends - begins)[kept].tolist()
+    has_tokens = (ends > begins) & ~is_empty
+    return begins[has_tokens].tolist(), (ends - begins)[has_tokens].tolist()

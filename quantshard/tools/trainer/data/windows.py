@@ -82,9 +82,9 @@ class TokenStream:
                 continue
             for offset in range(0, document.stored, _TOKENS_AT_ONCE):
                 ids = self._read(document, offset, min(_TOKENS_AT_ONCE, document.stored - offset))
-                found = starts_document(ids, self.corpus.end_of_document).nonzero()[:, 0]
-                starts.append(end - document.stored + offset + found.numpy())
-                separate.append((ids[found] & UNTRAINED != 0).numpy())
+                begins = starts_document(ids, self.corpus.end_of_document).nonzero()[:, 0]
+                starts.append(end - document.stored + offset + begins.numpy())
+                separate.append((ids[begins] & UNTRAINED != 0).numpy())
         positions, first = np.unique(np.concatenate(starts), return_index=True)
         return positions, np.concatenate(separate)[first]
 
@@ -128,12 +128,12 @@ class TokenStream:
         if self.heldout_rows is not None:
             rows = self.heldout_rows.rows
             count = min(most, len(rows))
-            chosen = [rows[len(rows) * i // count] for i in range(count)]
+            selected = [rows[len(rows) * i // count] for i in range(count)]
         else:
             count = min(most, span // self.width + 1) if span >= 0 else 0
             starts = [self.boundary + (span * i // (count - 1) if count > 1 else 0) for i in range(count)]
-            chosen = [[(start, self.width - 1)] for start in starts]
-        return [(self.documents[bisect_right(self._ends, row[0][0])], self._sequence(row)) for row in chosen]
+            selected = [[(start, self.width - 1)] for start in starts]
+        return [(self.documents[bisect_right(self._ends, row[0][0])], self._sequence(row)) for row in selected]
 
     def _sequence(self, pieces: Sequence[tuple[int, int]]) -> Tensor:
         """Read a sequence: `pieces` are the first input and the number of inputs of its parts."""
