@@ -17,7 +17,7 @@ PACKAGE = str(Path(__file__).parents[1] / "quantshard") + os.sep
 
 LIMITS = {
     "forward": (14, 74),
-    "backward": (11, 66),
+    "backward": (10, 66),
     "forward, mxfp8": (18, 90),
     "backward, mxfp8": (18, 109),
     "step": (17, 195),

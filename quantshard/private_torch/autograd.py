@@ -208,16 +208,21 @@ def may_be_checkpointed() -> bool:
     return type(top_saved_tensor_hooks) is not MissingName and top_saved_tensor_hooks(True) is not None
 
 
+will_execute: Callable[[Any], bool] = _executes if type(_executes) is not MissingName else lambda node: True
+"""Whether the running backward passes on a gradient to a node. RuntimeError: `torch.autograd.grad` returns that of a
+leaf."""
+
+
 def gradients_in_pass(ctx: Any) -> list[bool | None]:
     """For each tensor argument of an autograd function, whether the running backward passes on its gradient.
 
     None: it requires no gradient. The context's `needs_input_grad` is the same in all passes.
     """
     edges: list[bool | None] = []
-    for node, _ in ctx.next_functions if type(_executes) is not MissingName else ():
+    for node, _ in ctx.next_functions:
         try:
-            edges.append(None if node is None else _executes(node))
-        except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
+            edges.append(None if node is None else will_execute(node))
+        except RuntimeError:
             edges.append(True)
     return edges
 

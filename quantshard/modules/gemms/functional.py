@@ -146,8 +146,11 @@ def in_step_of_forward(backward: _Backward) -> _Backward:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         if ctx.step is None:
-            one_pass = False not in private_torch.gradients_in_pass(ctx)
-            return backward(ctx, *grads) if one_pass else eager(ctx, *grads)
+            try:
+                is_whole = all([node is None or private_torch.will_execute(node) for node, _ in ctx.next_functions])
+            except RuntimeError:  # of a leaf
+                is_whole = False
+            return backward(ctx, *grads) if is_whole else eager(ctx, *grads)
         if ctx.step is BETWEEN_GRAPHS:
             return outside(ctx, *grads)
         with ctx.step.backward(grads):
