@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import quantshard as qs
 from quantshard.errors import ConfigurationError
+from quantshard.modules import chunked_loss
 from quantshard.tools.trainer.data import Corpus, Windows, collect
 from quantshard.tools.trainer.data import packing as packs
 from quantshard.tools.trainer.data.chats import ChatTokenizer
@@ -307,9 +309,33 @@ def test_models_that_mix_documents_are_refused() -> None:
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
     for model in (opt, mamba):
         with pytest.raises(ConfigurationError, match=r"would mix the documents of a sequence; give --packing stream"):
-            huggingface.packed_logits(model, tokens, positions)
+            huggingface.run_model(model, tokens, positions)
     config = transformers.Lfm2Config(
         **sizes, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, layer_types=["conv"] * 2
     )
     with pytest.raises(ConfigurationError, match=r"layers of type conv would mix"):
         huggingface.check_documents(transformers.Lfm2ForCausalLM(config), "x")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_transformers_models_compute_their_loss_in_chunks(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a divisor of the whole step and ignored targets: loss and gradients are those of all logits at once."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    qs.convert(model, "mxfp8")
+    tokens = torch.randint(0, 64, (2, 8))
+    targets = torch.where(torch.rand(2, 8) < 0.4, IGNORED, tokens.roll(-1, 1))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1) if is_packed else None
+    results = []
+    for logits_at_once in (1 << 20, 64 * 4):
+        monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", logits_at_once)
+        model.zero_grad()
+        losses = models.losses(model, tokens, targets, 0.0, positions, torch.tensor(11.0))
+        losses.cross_entropy.backward()
+        results.append([losses.cross_entropy, *(param.grad for param in model.parameters())])
+    assert huggingface.chunked_vocabulary(model) == 64 and huggingface.chunked_vocabulary(model.eval()) == 0
+    torch.testing.assert_close(results[1], results[0])

@@ -28,6 +28,7 @@ from quantshard import checkpoints, foreign, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
 from quantshard.interop.conversion.convert import ConversionReport, convert
+from quantshard.interop.conversion.head_loss import ChunkedLoss
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
@@ -178,24 +179,32 @@ def _mixes(what: str) -> ConfigurationError:
     return ConfigurationError(f"{what} would mix the documents of a sequence; give --packing stream")
 
 
-def packed_logits(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Compute logits of sequences of several documents. The first call checks that transformers masks attention by
-    the positions."""
+def run_model(model: Any, tokens: Tensor, positions: Tensor | None = None, **labels: Any) -> Any:
+    """Run a model. `positions`: see `model.logits`; the first call with them checks that transformers masks attention
+    by them. `labels`: arguments of its loss."""
+    options = {"input_ids": tokens, "use_cache": False, **labels}
     name = "_separates_documents"
-    options = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    if positions is None:
+        return model(**options)
+    options["position_ids"] = positions
     if hasattr(model, name):
-        logits: Tensor = model(**options).logits
-        return logits
+        return model(**options)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _mixes(type(model).__name__)
     masks: Any = importlib.import_module("transformers.masking_utils")
     find = masks.find_packed_sequence_indices
     with mock.patch.object(masks, find.__name__, side_effect=find) as called:
-        logits = model(**options).logits
+        result = model(**options)
     if not called.call_count:
         raise _mixes(f"attention of {type(model).__name__}")
     setattr(model, name, True)
-    return logits
+    return result
+
+
+def chunked_vocabulary(model: Any) -> int:
+    """Number of logits per token that a training pass of a converted model computes in chunks; 0 if all at once."""
+    is_chunked = model.training and isinstance(getattr(model, "loss_function", None), ChunkedLoss)
+    return model.get_output_embeddings().weight.shape[0] if is_chunked else 0
 
 
 # Values

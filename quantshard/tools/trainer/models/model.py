@@ -156,9 +156,7 @@ def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) ->
     """
     if isinstance(model, LanguageModel):
         return cast(Tensor, model(tokens, positions=positions))
-    if positions is not None:
-        return huggingface.packed_logits(model, tokens, positions)
-    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
+    return cast(Tensor, huggingface.run_model(model, tokens, positions).logits)
 
 
 def losses(
@@ -172,14 +170,20 @@ def losses(
     """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`. `positions`: see
     `logits`. `count`: see `token_losses`.
 
-    The built-in decoder computes more logits than one chunk of `linear_cross_entropy` chunk by chunk. If there are
-    fewer, nothing else uses them, so backward overwrites them with their gradient to save memory.
+    More logits than one chunk of `linear_cross_entropy` are computed chunk by chunk (for transformers models without
+    z-loss only). Nothing else uses those of the built-in decoder, so backward overwrites them with their gradient.
     """
-    if isinstance(model, LanguageModel) and tokens.numel() * model.vocabulary > chunked_loss.LOGITS_AT_ONCE:
-        total, z_part = model(tokens, targets, positions, z_loss=z_loss, num_items_in_batch=count)
-        # the gradient of both comes through `total`
-        return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
-    return token_losses(logits(model, tokens, positions), targets, isinstance(model, LanguageModel), count)
+    is_decoder = isinstance(model, LanguageModel)
+    vocabulary = model.vocabulary if isinstance(model, LanguageModel) else huggingface.chunked_vocabulary(model)
+    if tokens.numel() * vocabulary <= chunked_loss.LOGITS_AT_ONCE or (z_loss and not is_decoder):
+        return token_losses(logits(model, tokens, positions), targets, is_decoder, count)
+    if not is_decoder:
+        labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
+        total = huggingface.run_model(model, tokens, positions, **labels).loss
+        return TokenLosses(total, torch.zeros_like(total))
+    total, z_part = model(tokens, targets, positions, z_loss=z_loss, num_items_in_batch=count)
+    # the gradient of both comes through `total`
+    return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
 
 
 def loss(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
