@@ -28,6 +28,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Orientation, Scaling
 from quantshard.gemm import predictions
 from quantshard.modules.gemms import graph_state
+from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from quantshard.tensor import observation
 from tests.covering import exhaustive
@@ -204,6 +205,47 @@ def test_layers_compiled_one_by_one_share_a_graph(recipe: str, recorded: list[st
     found = [results(model, model, recipe, data(16, 48), data(16, 48)) for model in (layers, again)]
     assert all(map(torch.equal, *found))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def trained_twice(module: nn.Module, call: Any, optimizer: FusedAdam, recipes: Sequence[str]) -> list[Tensor]:
+    """Outputs of a step by each recipe, and the state after them."""
+    outputs = []
+    for recipe in recipes:
+        outputs += results(module, call, recipe, data(16, 48))[:2]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*outputs, *module.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    ("stored", "recipes"), [("current", ("current",) * 3), (None, ("current", "block", "current"))]
+)
+def test_an_optimizer_built_before_and_recipes_that_change(
+    stored: str | None, recipes: Sequence[str], recorded: list[str]
+) -> None:
+    """Compiled steps have the bits of eager ones. Weights in high precision follow the recipe of each step."""
+    outcomes = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        with qs.quantized_model_init(enabled=stored is not None, recipe=stored or "current"):
+            module = qs.Linear(48, 48, **OPTIONS)
+        optimizer = FusedAdam(module.named_parameters(), lr=1e-2)
+        if is_compiled:
+            module.compile(fullgraph=True, backend="aot_eager")
+        outcomes.append(trained_twice(module, module, optimizer, recipes))
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_hooks_run_inside_a_compiled_function(recorded: list[str]) -> None:
+    outcomes = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe="current"):
+            module = nn.Sequential(qs.Linear(48, 48, **OPTIONS), qs.Linear(48, 48, **OPTIONS))
+        module[0].register_forward_hook(lambda layer, inputs, output: 2 * output)
+        call = torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module
+        outcomes.append(results(module, call, "current", data(16, 48)))
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_weights_of_another_recipe_are_refused(recorded: list[str]) -> None:
