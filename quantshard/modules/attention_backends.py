@@ -178,7 +178,11 @@ def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
     visible = distance = None
     if call.packings is not None:
         of_q, of_k = call.packings
-        visible = (of_q.slots()[1][:, :, None] & of_k.slots()[1][:, None, :])[:, None]
+        in_q, in_k = of_q.slots()[1], of_k.slots()[1]
+        visible = (in_q[:, :, None] & in_k[:, None, :])[:, None]
+        if call.layout != "thd":
+            # NaN in padding would reach other tokens
+            q, k, v = (torch.where(x_in[:, None, :, None], x, 0) for x, x_in in ((q, in_q), (k, in_k), (v, in_k)))
         sizes = of_q.lengths[:, None, None, None], of_k.lengths[:, None, None, None]
     elif isinstance(call.mask, Tensor):
         visible = ~call.mask

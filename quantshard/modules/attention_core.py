@@ -251,6 +251,11 @@ class DotProductAttention(QuantizedModule):
         heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
         size, ndim = self.kv_channels, len(layout)
         fits = query.ndim == ndim and key.ndim == ndim and key.shape == value.shape
+        batch = layout.find("b")
+        if fits and batch >= 0 and query.shape[batch] != key.shape[batch]:
+            raise ConfigurationError(
+                f"DotProductAttention: queries have a batch of {query.shape[batch]}, keys one of {key.shape[batch]}"
+            )
         if not fits or tuple(query.shape[-2:]) != (heads, size) or tuple(key.shape[-2:]) != (groups, size):
             raise ConfigurationError(
                 f"DotProductAttention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
@@ -279,10 +284,11 @@ def _packings(
 ) -> tuple[Packing, Packing]:
     """Return the sequences of queries and of keys: the same object if both have the same boundaries."""
     cumulative, padded, longest = of_q
-    if cumulative is None or "padding" not in kind:
+    if cumulative is None:
+        raise ConfigurationError(f"qkv_format={layout!r} needs cu_seqlens_q, the cumulative lengths of the sequences")
+    if "padding" not in kind:
         raise ConfigurationError(
-            f"qkv_format={layout!r} needs cu_seqlens_q and a padding mask type, not {kind!r}; for causal attention "
-            "use 'padding_causal'"
+            f"qkv_format={layout!r} needs a padding mask type, not {kind!r}; for causal attention use 'padding_causal'"
         )
     queries = masks.packing("q", cumulative, padded, longest, tokens[0], layout)
     has_same = of_kv[0] is None or (of_kv[0] is cumulative and of_kv[1] is padded)

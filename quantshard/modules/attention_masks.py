@@ -15,6 +15,7 @@ MASK_TYPES = (
     "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "padding_causal_bottom_right", "arbitrary",
 )  # fmt: skip
 _OTHER_NAMES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
+_INTEGERS = (torch.int32, torch.int64)
 UNLIMITED = -1
 
 AttentionMask = Tensor | tuple[Tensor, Tensor]
@@ -47,6 +48,11 @@ class Diagonals(NamedTuple):
     @classmethod
     def of(cls, owner: str, kind: str, window: WindowSize | None, bottom_right: bool | None) -> Diagonals:
         """Combine a mask type, a window and `bottom_right_diagonal`."""
+        if (
+            window is not None
+            and [type(size) for size in (window if isinstance(window, tuple | list) else ())] != [int] * 2
+        ):
+            raise ConfigurationError(f"{owner}(window_size={window!r}) must be two integers (left, right)")
         left, right = (UNLIMITED, UNLIMITED) if window is None else window
         if min(left, right) < UNLIMITED or ((left, right) == (UNLIMITED, 0) and "causal" not in kind):
             raise ConfigurationError(
@@ -104,9 +110,9 @@ class Packing(NamedTuple):
 
     def unpack(self, x: Tensor) -> Tensor:
         """Copy tokens [tokens, heads, features] into a padded batch [sequences, heads, longest, features]."""
-        slots, _ = self.slots()
+        slots, belongs = self.slots()
         rows = x.index_select(0, slots.flatten().clamp(max=x.shape[0] - 1))
-        return rows.unflatten(0, slots.shape).transpose(1, 2)
+        return keep_where(belongs.flatten(), rows).unflatten(0, slots.shape).transpose(1, 2)
 
     def pack(self, x: Tensor, tokens: int) -> Tensor:
         """Do the opposite of `unpack`; tokens that belong to no sequence get zeros."""
@@ -145,8 +151,9 @@ def packing(
         longest: at least the largest length, if known.
         tokens: [tokens, ...], or for other layouts padded sequences.
     """
-    if any(x.ndim != 1 or x.dtype not in (torch.int32, torch.int64) for x in (cumulative, padded) if x is not None):
-        raise ConfigurationError(f"cu_seqlens_{name} must be int32 [sequences + 1]")
+    for x in (cumulative, padded):
+        if x is not None and not (isinstance(x, Tensor) and x.ndim == 1 and len(x) > 1 and x.dtype in _INTEGERS):
+            raise ConfigurationError(f"cu_seqlens_{name} must be int32 [sequences + 1]")
     cumulative = cumulative.to(torch.int32)
     lengths = cumulative.diff()
     if layout != "thd":
@@ -173,7 +180,9 @@ def packing(
 def _checked_longest(name: str, packing: Packing, end: int) -> int:
     """Return the largest length, after a check of all boundaries; reads them on the host."""
     starts, lengths = torch.stack((packing.starts, packing.lengths)).tolist()
-    if lengths and min(lengths) < 0:
+    if starts[0] != 0:
+        raise ConfigurationError(f"cu_seqlens_{name} must start at 0, not at {starts[0]}")
+    if min(lengths) < 0:
         raise ConfigurationError(f"cu_seqlens_{name} must not decrease")
     for start, length, limit in zip(starts, lengths, [*starts[1:], end], strict=True):
         if start + length > limit or (start + length < limit and not packing.has_gaps):

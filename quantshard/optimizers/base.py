@@ -124,6 +124,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     """Group entries that must be in their range (`RANGES`)."""
 
     _capturable = False
+    reads_main_grad = True
 
     def _set_up(self, max_skipped_in_a_row: int) -> None:
         """Set up what `add_param_group` needs; call it before PyTorch's constructor."""

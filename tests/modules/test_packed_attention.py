@@ -369,3 +369,22 @@ def test_refused_rotary_positions():
         apply_rotary_pos_emb(packed()[0], freqs, "thd")
     with pytest.raises(ConfigurationError, match="attention_backend='flash' does not support packed sequences and att"):
         backends.choose("flash", ("packed", "sinks"), GPU, HALF, 64)
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_nan_in_unused_tokens_stays_there(layout: str) -> None:
+    tokens = [torch.randn(15, 4, 8) if layout == "thd" else torch.randn(2, 8, 4, 8) for _ in range(3)]
+    for x in tokens:
+        (x if layout == "thd" else x[0])[5:8] = float("nan")
+    core = DotProductAttention(4, 8, qkv_format=layout, attn_mask_type="padding_causal")
+    padded = {"cu_seqlens_q_padded": torch.tensor([0, 8, 15])} if layout == "thd" else {}
+    out = core(*tokens, cu_seqlens_q=torch.tensor([0, 5, 12]), **padded)
+    unused = out[5:8] if layout == "thd" else out[0, 5:8]
+    assert out.isfinite().all() and not unused.any()
+
+
+@pytest.mark.parametrize("boundaries", [[2, 5, 12], [-1, 5, 12], [12]])
+def test_boundaries_start_at_zero(boundaries: list[int]) -> None:
+    core = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    with pytest.raises(ConfigurationError, match="cu_seqlens_q must"):
+        core(*[torch.randn(12, 4, 8)] * 3, cu_seqlens_q=torch.tensor(boundaries))

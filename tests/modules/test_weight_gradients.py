@@ -278,7 +278,7 @@ def test_optimizers_step_by_main_grad(number: int) -> None:
 def test_refusals() -> None:
     module = build("linear", "current", fuse_wgrad_accumulation=True)
     module.weight.main_grad = torch.zeros(3)
-    with pytest.raises(ConfigurationError, match=r"Linear\.weight: main_grad is \[3\]; make it \[64, 64\]"):
+    with pytest.raises(ConfigurationError, match=r"main_grad is torch\.float32 \[3\]; make it float32 \[64, 64\]"):
         forward(module, "current")
     del module.weight.main_grad
     with pytest.raises(ConfigurationError, match="set it"):
@@ -327,3 +327,17 @@ def test_on_kernels(kind: str) -> None:
         assert not torch.equal(param.main_grad, other.grad.float())
     for module in (delayed, split):
         assert all(torch.equal(p.main_grad, q.main_grad) for p, q in zip(weights(module), weights(fused), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("delay_wgrad_compute", "call backward_dw"), ("fuse_wgrad_accumulation", "SGD does not read main_grad")],
+)
+def test_a_step_that_misses_weight_gradients_warns(option: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantshard.errors._warned_topics", set())
+    layer = qs.Linear(16, 16, device="cpu", **{option: True})
+    if option == "fuse_wgrad_accumulation":
+        layer.weight.main_grad = torch.zeros(16, 16)
+    layer(torch.ones(2, 16)).sum().backward()
+    with pytest.warns(UserWarning, match=message):
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()

@@ -12,13 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quantshard import private_torch
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_once
 from quantshard.gemm import backend
 
 
@@ -228,6 +230,10 @@ class WgradModule(nn.Module):
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.has_wgrad_options = fuse_wgrad_accumulation or delay_wgrad_compute
         self._delayed: dict[str, deque[Callable[[], None]]] = {}
+        if self.has_wgrad_options:
+            _watch_steps()
+        if delay_wgrad_compute:
+            _delaying.add(self)
 
     def _weight_gradients(self, names: Sequence[str], weights: Sequence[Tensor]) -> WeightGradients | None:
         """Where gradients of these weights go in this call; None: to autograd. `weights`: their local parts."""
@@ -256,8 +262,10 @@ class WgradModule(nn.Module):
                 f"{label}: fuse_wgrad_accumulation=True needs main_grad; set it, or under FSDP2 of torch 2.15 "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
-        if main_grad is not None and main_grad.shape != weight.shape:
-            raise ConfigurationError(f"{label}: main_grad is {list(main_grad.shape)}; make it {list(weight.shape)}")
+        if main_grad is not None and (main_grad.shape != weight.shape or not main_grad.is_floating_point()):
+            raise ConfigurationError(
+                f"{label}: main_grad is {main_grad.dtype} {list(main_grad.shape)}; make it float32 {list(weight.shape)}"
+            )
 
     def need_backward_dw(self) -> bool:
         """Return whether weight gradients wait for `backward_dw`."""
@@ -269,3 +277,30 @@ class WgradModule(nn.Module):
         for delayed in self._delayed.values() if self.delay_wgrad_compute else ():
             if delayed:
                 delayed.popleft()()
+
+
+# Steps of optimizers that would miss gradients ------------------------------------------------------------------------
+
+_delaying: WeakSet[WgradModule] = WeakSet()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_warn_before_step)
+
+
+def _warn_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once if weight gradients wait, or if the optimizer does not read `main_grad`: weights would not train."""
+    waiting = [module for module in _delaying if any(module._delayed.values())]
+    if waiting:
+        warn_once(
+            "backward_dw", f"{type(waiting[0]).__name__}: weight gradients wait; call backward_dw() before each step"
+        )
+    if getattr(optimizer, "reads_main_grad", False):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.grad is None and main_grad_of(param) is not None for param in params):
+        kind = type(optimizer).__name__
+        warn_once(
+            "main_grad", f"{kind} does not read main_grad; use quantshard.optimizers, or set grad from it before a step"
+        )

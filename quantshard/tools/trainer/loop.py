@@ -397,9 +397,12 @@ def _num_trained(batch: Tensor) -> Tensor:
 
 def source_name(settings: TrainSettings, file: Path) -> str:
     """Return the name of the data source of a file: that of its path in the settings, without the key of tokens."""
-    for path in (*settings.heldout_data, *settings.data):
+    paths = settings.heldout_data or settings.data
+    names = [re.sub(r"-[0-9a-f]{16}$", "", Path(path).name) for path in paths]
+    for number, (path, name) in enumerate(zip(paths, names, strict=True)):
         if file.is_relative_to(path):
-            return re.sub(r"-[0-9a-f]{16}$", "", Path(path).name)
+            # numbers, because files of one name can lie in several folders
+            return name if names.count(name) == 1 else f"{name}-{names[:number].count(name) + 1}"
     return "text"
 
 
