@@ -76,11 +76,25 @@ PyTorch's return float32. `quantshard.autocast` nests with it in any order.
 - Recomputation, `torch.compile` and FSDP2's `MixedPrecisionPolicy` keep the bits. In a backward inside
   `torch.autocast`, PyTorch's attention rounds differently.
 
+## Attention
+
+| option | meaning |
+|---|---|
+| `qkv_format="thd"`, `cu_seqlens_q`, `max_seqlen_q` | packed sequences, with a `padding` mask type |
+| `window_size=(left, right)` | sliding window; -1: no limit |
+| `softmax_type="learnable"` | attention sinks |
+| `softcap` | limit of scores (not in TransformerEngine) |
+| `layer_type="decoder"` | cross-attention to `encoder_output` |
+
+Without `max_seqlen_q` the host waits for the GPU. `explain` shows the backend: for packed sequences and windows on GPUs
+PyTorch's `varlen_attn` or FlashAttention, for sinks `flex_attention`.
+
 ## Weight gradients
 
 - `fuse_wgrad_accumulation=True` adds gradients, unrounded, to the float32 `weight.main_grad` that you set; `grad` stays
   None (zeros with `grad_added_to_main_grad`). `overwrite_main_grad` and `is_first_microbatch=True`
-  replace. Optimizers and `clip_grad_norm_` use `main_grad` plus `grad`.
+  replace. quantshard's optimizers and `clip_grad_norm_` use `main_grad` plus `grad`; their `zero_grad` clears both.
+  PyTorch's optimizers and `GradScaler.unscale_` do not see `main_grad`.
 - `delay_wgrad_compute=True`: call `backward_dw()` once per backward.
 - FSDP2 and DDP raise; FSDP2 of torch 2.15 with `reduce_dtype=torch.float32` gets unrounded gradients.
 - BF16 experts round first.
@@ -95,8 +109,7 @@ All arguments of quantshard's [modules](api.md) work. These arguments of Transfo
 |---|---|"""
 
 REFUSED_HEAD = """
-These are accepted with TransformerEngine's default or None; other values raise. A sliding `window_size` raises too: use
-`attn_mask_type="arbitrary"` with a mask.
+These are accepted with TransformerEngine's default or None; other values raise.
 
 | argument | of | instead |
 |---|---|---|"""
