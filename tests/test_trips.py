@@ -19,7 +19,7 @@ LIMITS = {
     "forward": (14, 74),
     "backward": (10, 66),
     "forward, mxfp8": (18, 90),
-    "backward, mxfp8": (18, 109),
+    "backward, mxfp8": (18, 108),
     "step": (17, 195),
     "save": (12, 295),
     "load": (16, 980),

@@ -367,7 +367,7 @@ class WeightOperands:
                 (len(operands) > 1 and not transpose_b)
                 or first.spec.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
             )
-            and all(isinstance(operand, QuantizedStorage) for operand in operands)
+            and all([isinstance(operand, QuantizedStorage) for operand in operands])
         )
         self._storages = cast(Sequence[QuantizedStorage], operands)
 
@@ -424,7 +424,7 @@ class WeightOperands:
             if product is None or not (product.right.is_transposed or product.right.is_swizzled):
                 return []
             readers.append(product.right)
-        return readers if all(reader.copy is readers[0].copy for reader in readers) else []
+        return readers if all([reader.copy is readers[0].copy for reader in readers]) else []
 
 
 def _swizzled_scales(operand: Operand) -> Tensor | None:

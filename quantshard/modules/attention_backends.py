@@ -113,13 +113,13 @@ def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: to
     """
     rows = {"sdpa", "masked sdpa"} if backend in _KINDS else set(TABLE) if backend == AUTO else {backend}
     for name, row in TABLE.items():
-        if name in rows and row.needs.issuperset(needs) and row.fits(device, dtype, head_size):
+        if name in rows and row.needs.issuperset(needs) and (not row.module or row.fits(device, dtype, head_size)):
             return name
-    what = " and ".join(NEEDS[need] for need in needs) or "this call"
-    raise ConfigurationError(
-        f"attention_backend={backend!r} does not support {what} ({dtype} on {device.type}, {head_size} features); "
-        "use attention_backend='auto'"
-    )
+    if any(TABLE[name].needs.issuperset(needs) for name in rows):
+        what = f"{dtype} on {device.type} with {head_size} features, or its package is missing"
+    else:
+        what = " and ".join(NEEDS[need] for need in needs)
+    raise ConfigurationError(f"attention_backend={backend!r} does not support {what}; use attention_backend='auto'")
 
 
 def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
@@ -172,7 +172,8 @@ def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
         of_q, of_k = call.packings
         q, k, v = of_q.unpack(q), of_k.unpack(k), of_k.unpack(v)
     else:
-        q, k, v = (x.permute((1, 2, 0, 3) if call.layout == "sbhd" else (0, 2, 1, 3)) for x in (q, k, v))
+        order = (1, 2, 0, 3) if call.layout == "sbhd" else (0, 2, 1, 3)
+        q, k, v = [x.permute(order) for x in (q, k, v)]
     queries, keys = q.shape[-2], k.shape[-2]
     sizes: tuple[Any, Any] = (queries, keys)
     visible = distance = None
@@ -198,10 +199,9 @@ def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
     return _Dense(q, k, v, visible, distance)
 
 
-def _bias(call: AttentionCall, dense: _Dense, bias: Tensor | None) -> Tensor | None:
-    if call.slopes is None or dense.distance is None:
-        return bias
-    return dense.distance.abs() * -call.slopes[..., None, None]
+def _alibi_bias(slopes: Tensor, dense: _Dense) -> Tensor:
+    assert dense.distance is not None
+    return dense.distance.abs() * -slopes[..., None, None]
 
 
 def _to_layout(call: AttentionCall, out: Tensor, tokens: int) -> Tensor:
@@ -217,7 +217,7 @@ def _sdpa(
     has_mask = masked or call.mask is not None or bias is not None or call.slopes is not None
     is_causal = not has_mask and call.diagonals.right == 0
     dense = _dense(call, q, k, v, is_causal)
-    mask, bias = dense.visible, _bias(call, dense, bias)
+    mask, bias = dense.visible, bias if call.slopes is None else _alibi_bias(call.slopes, dense)
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
     keys, values, sharing = dense.k, dense.v, q.shape[-2] // k.shape[-2]
@@ -239,7 +239,7 @@ def _unfused(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
     scores = queries @ keys.mT * (call.scale or q.shape[-1] ** -0.5)
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    added = _bias(call, dense, bias)
+    added = bias if call.slopes is None else _alibi_bias(call.slopes, dense)
     if added is not None:
         scores = scores + added
     if dense.visible is not None:
@@ -359,9 +359,7 @@ class Backend(NamedTuple):
     module: str = ""
 
     def fits(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-        """Return True if the row runs on a device, with a dtype and a head size."""
-        if not self.module:
-            return True
+        """Return True if the module of the row is there, and runs on a device, with a dtype and a head size."""
         is_half, has_size = dtype in (torch.bfloat16, torch.float16), head_size % 8 == 0 and 16 <= head_size <= 256
         is_cuda = device.type == "cuda" and torch.version.hip is None
         return is_cuda and is_half and has_size and _load(self.module)

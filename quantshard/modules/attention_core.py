@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
 from quantshard.distributed.module_meshes import TensorParallelConfig
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules import attention_backends as backends
 from quantshard.modules import attention_masks as masks
 from quantshard.modules.attention_backends import AUTO, BACKENDS, AttentionCall
@@ -174,9 +174,11 @@ class DotProductAttention(QuantizedModule):
             pad_between_seqs: True requires `cu_seqlens_q_padded`.
         """
         owner = "DotProductAttention.forward"
-        layout, kind = qkv_format or self.qkv_format, mask_type(owner, attn_mask_type or self.attn_mask_type)
-        check_choice(owner, "qkv_format", layout, QKV_FORMATS)
-        check_choice(owner, "core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
+        layout, kind = self.qkv_format, self.attn_mask_type
+        if qkv_format is not None:
+            check_choice(owner, "qkv_format", layout := qkv_format, QKV_FORMATS)
+        if attn_mask_type is not None:
+            kind = mask_type(owner, attn_mask_type)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         q, k, v = [autocast_input(x) for x in (query_layer, key_layer, value_layer)]
         window = self.window_size if window_size is None else window_size
@@ -188,19 +190,24 @@ class DotProductAttention(QuantizedModule):
             of_q = cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q
             of_kv = cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv
             packings = _packings(layout, kind, (q, k), of_q, of_kv)
+        elif cu_seqlens_q is not None:
+            warn_user(f"cu_seqlens_q is ignored: attn_mask_type={kind!r} is for sequences of full length")
         call = AttentionCall(
             layout, Diagonals.of(owner, kind, window, corner), self.softmax_scale,
             self.attention_dropout if self.training else 0.0, self.softcap,
             masks.used_mask(kind, attention_mask, packings is not None), packings,
         )  # fmt: skip
-        bias = self._bias(call, core_attention_bias_type, core_attention_bias, alibi_slopes, q.device)
+        bias = core_attention_bias
+        if core_attention_bias_type != "no_bias" or bias is not None or alibi_slopes is not None:
+            bias = self._bias(call, core_attention_bias_type, bias, alibi_slopes, q.device)
         needs = _needs(call, q, k, bias is not None, self.softmax_type)
         backend = backends.choose(self.attention_backend, needs, q.device, q.dtype, self.kv_channels)
         unmasked = not {"mask", "bias", "dropout"}.intersection(needs) and backend == "sdpa"
         sdpa_choice = self.attention_backend if backend in ("sdpa", "masked sdpa") else AUTO
         call.order = backends.backend_order(sdpa_choice, q.device, q.dtype, self.kv_channels, unmasked)
         run = backends.TABLE[backend].run
-        arguments = call, q, k, v, bias, self._sinks(q.device)
+        sinks = None if self.softmax_type == "vanilla" else self._sinks(q.device)
+        arguments = call, q, k, v, bias, sinks
         if checkpoint_core_attention:
             out = checkpoint(run, *arguments, use_reentrant=False)
             private_torch.mark_recomputed(out)
@@ -212,12 +219,13 @@ class DotProductAttention(QuantizedModule):
         """Return what the softmax of each head of this rank adds to its sum, as a logarithm."""
         if self.softmax_type == "off-by-one":
             return torch.zeros(self.num_attention_heads // self.tp_size, dtype=torch.float32, device=device)
-        return self._locals(("softmax_offset",))[0] if self.softmax_type == "learnable" else None
+        return self._locals(("softmax_offset",))[0]
 
     def _bias(
         self, call: AttentionCall, kind: str, bias: Tensor | None, slopes: Tensor | None, device: torch.device
     ) -> Tensor | None:
         """Return the bias of scores, and put the slopes of ALiBi into `call`."""
+        check_choice("DotProductAttention.forward", "core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is not None) != kind.endswith("scale_bias") or (slopes is not None and kind != "alibi"):
             raise ConfigurationError(
                 f"core_attention_bias_type={kind!r} needs core_attention_bias for '..._scale_bias' only, and "
@@ -248,8 +256,8 @@ class DotProductAttention(QuantizedModule):
         return backends.describe(self.attention_backend, tuple(needs), device, dtype, self.kv_channels)
 
     def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        heads, groups = self.num_attention_heads // self.tp_size, self.num_gqa_groups // self.tp_size
-        size, ndim = self.kv_channels, len(layout)
+        ranks, size, ndim = self.tp_size, self.kv_channels, len(layout)
+        heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
         fits = query.ndim == ndim and key.ndim == ndim and key.shape == value.shape
         batch = layout.find("b")
         if fits and batch >= 0 and query.shape[batch] != key.shape[batch]:
@@ -322,7 +330,7 @@ def _needs(call: AttentionCall, q: Tensor, k: Tensor, has_bias: bool, softmax_ty
         "softcap": call.softcap > 0,
         "dropout": call.dropout > 0,
     }
-    return tuple([name for name, is_needed in needs.items() if is_needed])
+    return tuple(filter(needs.get, needs))
 
 
 def key_groups(owner: str, heads: int, groups: int | None) -> int:

@@ -209,7 +209,9 @@ class TransformerLayer(CompositeModule):
         """
         hidden_states = autocast_input(hidden_states)
         core |= {"checkpoint_core_attention": checkpoint_core_attention, "rotary_pos_emb": rotary_pos_emb}
-        of_self = {name: value for name, value in core.items() if name not in _OF_ENCODER}
+        of_self = core
+        if self.layer_type == "decoder":
+            of_self = {name: value for name, value in core.items() if name not in _OF_ENCODER}
         attention_out = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal, **of_self,

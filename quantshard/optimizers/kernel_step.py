@@ -22,7 +22,7 @@ from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError
-from quantshard.kernels.optimizer.stored import Algorithm, SettingsRow, StepParameter
+from quantshard.kernels.optimizer.stored import Algorithm, StepParameter
 from quantshard.numerics import adam
 from quantshard.numerics.adam import Bound, Hyperparameters
 from quantshard.numerics.lion import LionSettings
@@ -35,7 +35,7 @@ from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY, WEIGHT_STREAM
 from quantshard.tensor.requantize import Requantization
 
 if kernels.USABLE:
-    from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
+    from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan, settings_row
 
 Update = tuple[Tensor, Mapping[str, Tensor]]
 """New values of a master, and new values of its states by role."""
@@ -208,7 +208,7 @@ class KernelStep:
         if not self._rows:
             return False
         rows = [
-            SettingsRow.of(item.group.settings, item.group.step, item.group.ema_decay, shape)
+            settings_row(item.group.settings, item.group.step, item.group.ema_decay, shape)
             for (_, shape), item in self._rows.items()
         ]
         self._directions = {}

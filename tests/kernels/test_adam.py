@@ -20,8 +20,8 @@ from quantshard.formats import Scaling
 from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.formulas import quotient_by_root
 from quantshard.kernels.optimizer.parameters import StepPasses, passes_of
-from quantshard.kernels.optimizer.plan import StepLaunchPlan
-from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, SettingsRow, StepParameter
+from quantshard.kernels.optimizer.plan import StepLaunchPlan, settings_row
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter
 from quantshard.numerics.adam import Bound, Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers.state import round_to
@@ -252,7 +252,7 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
 def step(plan, cases, groups, skip=None, others=None):
     plan.take(
         [c.grad for c in cases],
-        [SettingsRow.of(group, group.step, 0.0) for group in groups],
+        [settings_row(group, group.step, 0.0) for group in groups],
         SEED,
         [DRAW] * len(cases),
     )

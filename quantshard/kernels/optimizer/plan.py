@@ -50,7 +50,7 @@ from quantshard.kernels.optimizer.stored import (
     StepParameter,
 )
 from quantshard.kernels.tables import device_table
-from quantshard.numerics import adam
+from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
@@ -402,6 +402,28 @@ def launch_options(config: ks.StepKernelConfig) -> dict[str, Any]:
     if not (config.high and not config.rereads) and not (draws and not config.aligned):
         options["maxnreg"] = 128 if draws or config.rows > 16 or not config.aligned else 80
     return options
+
+
+def settings_row(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
+    """Return a group's settings as kernels read them. `shape`: global shape of the matrices, for Muon."""
+    if isinstance(settings, muon.MuonSettings):
+        columns = {**_weights(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
+        return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
+    betas = adam.float32(settings.beta1), adam.float32(settings.beta2)
+    if isinstance(settings, lion.LionSettings):
+        columns = {**_weights(*betas), "decay": settings.weight_decay}
+        return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
+    assert isinstance(settings, adam.Hyperparameters)
+    l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
+    columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
+    if not isinstance(step, Tensor):
+        corrected = (*settings.corrections, settings.largest_update)
+        columns |= dict(zip(("correction1", "correction2", "most"), map(float, corrected), strict=True))
+    return SettingsRow(step, settings.lr, columns, 1.0, betas, settings.bias_correction, ema_decay)
+
+
+def _weights(beta1: float, beta2: float) -> dict[str, float]:
+    return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
 
 
 def _settings_table(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:

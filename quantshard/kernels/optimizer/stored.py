@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -136,25 +136,3 @@ class SettingsRow:
     betas: tuple[float, float] = (0.0, 0.0)
     corrects: bool = False
     ema_decay: float = 0.0
-
-    @staticmethod
-    def of(settings: Any, step: int | Tensor, ema_decay: float, shape: tuple[int, ...] = ()) -> SettingsRow:
-        """Return a group's settings as kernels read them. `shape`: global shape of the matrices, for Muon."""
-        if isinstance(settings, muon.MuonSettings):
-            columns = {**_weights(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
-            return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
-        betas = adam.float32(settings.beta1), adam.float32(settings.beta2)
-        if isinstance(settings, lion.LionSettings):
-            columns = {**_weights(*betas), "decay": settings.weight_decay}
-            return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
-        assert isinstance(settings, adam.Hyperparameters)
-        l2, decay = (0.0, settings.weight_decay) if settings.decoupled else (settings.weight_decay, 0.0)
-        columns = {**_weights(*betas), "eps": settings.eps, "l2": l2, "decay": decay, "ratio": settings.largest_ratio}
-        if not isinstance(step, Tensor):
-            corrected = (*settings.corrections, settings.largest_update)
-            columns |= dict(zip(("correction1", "correction2", "most"), map(float, corrected), strict=True))
-        return SettingsRow(step, settings.lr, columns, 1.0, betas, settings.bias_correction, ema_decay)
-
-
-def _weights(beta1: float, beta2: float) -> dict[str, float]:
-    return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}

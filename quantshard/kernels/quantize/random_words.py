@@ -170,7 +170,7 @@ def random_arguments_of(
 
     They are separate arguments, because Triton recompiles a kernel if an integer in a tuple is 1 or a multiple of 16.
     """
-    if not any(request is not None and request.words is not None for outputs in requests for request in outputs[:2]):
+    if not any([request is not None and request.words is not None for outputs in requests for request in outputs[:2]]):
         return NO_KEY * KEYS, NO_STREAMS, [None, None]
     assert len(requests) <= KEYS, "more matrices than a launch has random words for"
     arguments = [random_arguments(outputs.rowwise, outputs.columnwise) for outputs in requests]

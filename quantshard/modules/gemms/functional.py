@@ -147,10 +147,12 @@ def in_step_of_forward(backward: _Backward) -> _Backward:
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         if ctx.step is None:
             try:
-                is_whole = all([node is None or private_torch.will_execute(node) for node, _ in ctx.next_functions])
+                for node, _ in ctx.next_functions:
+                    if node is not None and not private_torch.will_execute(node):
+                        return eager(ctx, *grads)
             except RuntimeError:  # of a leaf
-                is_whole = False
-            return backward(ctx, *grads) if is_whole else eager(ctx, *grads)
+                return eager(ctx, *grads)
+            return backward(ctx, *grads)
         if ctx.step is BETWEEN_GRAPHS:
             return outside(ctx, *grads)
         with ctx.step.backward(grads):
