@@ -87,7 +87,7 @@ PyTorch's return float32. `quantshard.autocast` nests with it in any order.
 | `layer_type="decoder"` | cross-attention to `encoder_output` |
 
 Without `max_seqlen_q` the host waits for the GPU. `explain` shows the backend: for packed sequences and windows on GPUs
-PyTorch's `varlen_attn` or FlashAttention, for sinks `flex_attention`.
+PyTorch's `varlen_attn` (FlashAttention), for sinks `flex_attention`.
 
 ## Weight gradients
 

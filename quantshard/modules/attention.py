@@ -16,7 +16,7 @@ from quantshard.modules import norm as norms
 from quantshard.modules import rotary
 from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.attention_core import DotProductAttention, key_groups
-from quantshard.modules.attention_masks import AttentionMask, check_choice
+from quantshard.modules.attention_masks import AttentionMask, WindowSize, check_choice
 from quantshard.modules.base.composite import CompositeModule, child_name
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.layernorm_mlp import LayerNormLinear
@@ -50,7 +50,7 @@ class MultiheadAttention(CompositeModule):
         attention_type: "self", or "cross" for keys and values of another sequence, `encoder_output`.
         qkv_format: "sbhd" (input [s, b, hidden_size]), "bshd" ([b, s, hidden_size]) or "thd" ([tokens, hidden_size]).
         attention_dropout, layer_number, attn_mask_type, attention_backend: see `DotProductAttention`.
-        core: its arguments `window_size`, `bottom_right_diagonal`, `softmax_type` and `softcap`.
+        window_size, bottom_right_diagonal, softmax_type, softcap: see `DotProductAttention`.
         qk_norm_type, qk_norm_eps, qk_norm_before_rope: normalize the heads of queries and keys; see
             `norm.head_norm`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
@@ -97,7 +97,10 @@ class MultiheadAttention(CompositeModule):
         qk_norm_before_rope: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        **core: Any,
+        window_size: WindowSize | None = None,
+        bottom_right_diagonal: bool | None = None,
+        softmax_type: str = "vanilla",
+        softcap: float = 0.0,
     ) -> None:
         owner = "MultiheadAttention"
         check_choice(owner, "attention_type", attention_type, ("self", "cross"))
@@ -136,7 +139,8 @@ class MultiheadAttention(CompositeModule):
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             layer_number=layer_number, name=child_name(name, "core_attention"),
             attention_backend=attention_backend, attention_type=attention_type, params_dtype=params_dtype,
-            device=device, **(mesh if set_parallel_mode else {}), **core,
+            device=device, **(mesh if set_parallel_mode else {}), window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal, softmax_type=softmax_type, softcap=softcap,
         )  # fmt: skip
         self.proj = Linear(
             num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,

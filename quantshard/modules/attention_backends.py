@@ -46,7 +46,7 @@ NEEDS = {
     "softcap": "softcap",
     "dropout": "dropout",
 }
-"""What a call can need of a backend, besides plain causal attention."""
+"""Features that a call can need in addition to plain causal attention, with their names in messages."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class AttentionCall:
     order: tuple[str, ...] = ()
 
 
-_VARLEN, _FLEX, _FLASH = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn"
+_VARLEN, _FLEX = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention"
 _LOADED: dict[str, Any] = {}
 """Modules of backends by name, and whether `varlen_attn` has the argument enable_gqa."""
 
@@ -155,8 +155,11 @@ def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options
 
 
 class _Dense(NamedTuple):
-    """Queries, keys and values as [batch, heads, length, features]. `visible`: where a query sees a key (None:
-    everywhere). `distance`: positions of keys minus those of queries, if anything depends on them."""
+    """Queries, keys and values as [batch, heads, length, features].
+
+    `visible`: where a query sees a key; None for everywhere. `distance`: key position - query position, if the call
+    has diagonals or ALiBi slopes.
+    """
 
     q: Tensor
     k: Tensor
@@ -282,30 +285,17 @@ def _in_sequences(packing: Packing, x: Tensor) -> Tensor:
     return keep_where(packing.documents(x.shape[0])[2], x) if packing.has_gaps else x
 
 
-def _by_kernel(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any, kernel: Callable[..., Tensor]) -> Tensor:
+def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     (q_tokens, *kv_tokens), (of_q, of_k) = _as_packed(call, q, k, v)
-    inputs = [_in_sequences(of_q, q_tokens), *(_in_sequences(of_k, x) for x in kv_tokens)]
-    boundaries = of_q.boundaries(len(q_tokens)), of_k.boundaries(len(kv_tokens[0]))
-    out = kernel(call, *inputs, *boundaries, of_q.longest, of_k.longest)
-    return _from_packed(call, _in_sequences(of_q, out), q)
-
-
-def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
+    q_tokens, (k, v) = _in_sequences(of_q, q_tokens), [_in_sequences(of_k, x) for x in kv_tokens]
+    boundaries = of_q.boundaries(len(q_tokens)), of_k.boundaries(len(k)), of_q.longest, of_k.longest
     options: dict[str, Any] = {"scale": call.scale, "window_size": tuple(call.diagonals[:2])}
-    if q.shape[1] != k.shape[1] and _LOADED["enable_gqa"]:
+    if q_tokens.shape[1] != k.shape[1] and _LOADED["enable_gqa"]:
         options["enable_gqa"] = True
-    elif q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out: Tensor = _LOADED[_VARLEN].varlen_attn(q, k, v, *boundaries, **options)
-    return out
-
-
-def _flash_attn(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *boundaries: Any) -> Tensor:
-    out: Tensor = _LOADED[_FLASH].flash_attn_varlen_func(
-        q, k, v, *boundaries, dropout_p=call.dropout, softmax_scale=call.scale, window_size=tuple(call.diagonals[:2]),
-        softcap=call.softcap, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return out
+    elif q_tokens.shape[1] != k.shape[1]:
+        k, v = [x.repeat_interleave(q_tokens.shape[1] // x.shape[1], dim=1) for x in (k, v)]
+    out = _LOADED[_VARLEN].varlen_attn(q_tokens, k, v, *boundaries, **options)
+    return _from_packed(call, _in_sequences(of_q, out), q)
 
 
 _compiled = cache(torch.compile)
@@ -381,18 +371,14 @@ def _load(name: str) -> bool:
 
 _MASKS = {"mask", "bias", "dropout"}
 _BOTH_CORNERS = {"packed", "window", "top left", "bottom right"}
-_KERNEL = {"packed", "window", "bottom right"}
 
 TABLE = {
     "sdpa": Backend(frozenset({"top left", *_MASKS}), _sdpa),
-    "varlen": Backend(frozenset(_KERNEL), partial(_by_kernel, kernel=_varlen), _VARLEN),
-    "flash_attn": Backend(
-        frozenset({*_KERNEL, "softcap", "dropout"}), partial(_by_kernel, kernel=_flash_attn), _FLASH
-    ),
+    "varlen": Backend(frozenset({"packed", "window", "bottom right"}), _varlen, _VARLEN),
     "flex": Backend(frozenset({*_BOTH_CORNERS, "sinks", "softcap"}), _flex, _FLEX),
     "masked sdpa": Backend(frozenset({*_BOTH_CORNERS, *_MASKS}), partial(_sdpa, masked=True)),
     "unfused": Backend(frozenset(NEEDS), _unfused),
 }  # fmt: skip
 """Backends in the order in which "auto" tries them."""
 
-BACKENDS = (AUTO, *_KINDS, "varlen", "flash_attn", "flex", "unfused")
+BACKENDS = (AUTO, *_KINDS, "varlen", "flex", "unfused")

@@ -161,7 +161,8 @@ class DotProductAttention(QuantizedModule):
                 [b, 1, 1, keys], or a pair of masks, of queries and of keys.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: override the module's values.
             cu_seqlens_q, cu_seqlens_kv: cumulative lengths of the sequences, int32 [sequences + 1], for "thd" and
-                the padding mask types. An empty sequence has two equal entries. Default for keys: those of queries.
+                the padding mask types. An empty sequence repeats an entry. By default keys have the lengths of queries.
+                The lengths are checked on the CPU, or if `max_seqlen_q` is missing, but not in compiled code.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for "thd", cumulative lengths with the unused tokens after each
                 sequence. Outputs of these tokens are 0.
             max_seqlen_q, max_seqlen_kv: at least the largest lengths. Without them, "thd" reads lengths on the host, so
@@ -259,15 +260,12 @@ class DotProductAttention(QuantizedModule):
         ranks, size, ndim = self.tp_size, self.kv_channels, len(layout)
         heads, groups = self.num_attention_heads // ranks, self.num_gqa_groups // ranks
         fits = query.ndim == ndim and key.ndim == ndim and key.shape == value.shape
-        batch = layout.find("b")
-        if fits and batch >= 0 and query.shape[batch] != key.shape[batch]:
-            raise ConfigurationError(
-                f"DotProductAttention: queries have a batch of {query.shape[batch]}, keys one of {key.shape[batch]}"
-            )
+        fits = fits and (layout == "thd" or query.shape[layout.index("b")] == key.shape[layout.index("b")])
         if not fits or tuple(query.shape[-2:]) != (heads, size) or tuple(key.shape[-2:]) != (groups, size):
             raise ConfigurationError(
                 f"DotProductAttention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-                f"in {layout!r} the last dims must be ({heads}, {size}) for queries, ({groups}, {size}) for others"
+                f"in {layout!r} the last dims must be ({heads}, {size}) for queries, ({groups}, {size}) for others, and "
+                "batches equal"
             )
 
     def extra_repr(self) -> str:

@@ -48,12 +48,10 @@ class Diagonals(NamedTuple):
     @classmethod
     def of(cls, owner: str, kind: str, window: WindowSize | None, bottom_right: bool | None) -> Diagonals:
         """Combine a mask type, a window and `bottom_right_diagonal`."""
-        if (
-            window is not None
-            and [type(size) for size in (window if isinstance(window, tuple | list) else ())] != [int] * 2
-        ):
+        window = (UNLIMITED, UNLIMITED) if window is None else window
+        if not isinstance(window, tuple | list) or [type(size) for size in window] != [int, int]:
             raise ConfigurationError(f"{owner}(window_size={window!r}) must be two integers (left, right)")
-        left, right = (UNLIMITED, UNLIMITED) if window is None else window
+        left, right = window
         if min(left, right) < UNLIMITED or ((left, right) == (UNLIMITED, 0) and "causal" not in kind):
             raise ConfigurationError(
                 f"{owner}(window_size={window}) is no sliding window of attn_mask_type={kind!r}; use sizes >= 0, -1 "

@@ -348,7 +348,7 @@ class ChunkedHead(NamedTuple):
         return tanh
 
     def _backpropagate(self, grad: Tensor, tanh: Tensor | None, factors: Tensor) -> None:
-        """Change the gradient of transformed logits, without label smoothing, to that of the product, in place."""
+        """Turn the gradient of scaled, capped and smoothed logits into the gradient of the product, in place."""
         if self.label_smoothing:
             grad.sub_((factors * (self.label_smoothing / self.vocabulary))[:, None])
         if tanh is not None:

@@ -70,7 +70,7 @@ class ClampedSwiGLU(NamedTuple):
         return x * torch.sigmoid(self.alpha * x)
 
     def gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the gate from that of `value`."""
+        """Return the gradient of the gate x. `dy`: gradient of `value`."""
         gate = x.clamp(max=self.limit)
         s = torch.sigmoid(self.alpha * gate)
         return dy * (s + self.alpha * gate * s * (1 - s)) * (x <= self.limit)

@@ -61,13 +61,13 @@ class TransformerLayer(CompositeModule):
         set_parallel_mode: let tensor parallelism shard the heads and the features of the MLP.
         attn_input_format: "sbhd" (input [s, b, hidden_size]), "bshd" ([b, s, hidden_size]) or "thd"
             ([tokens, hidden_size]).
-        core: `softmax_type` and `softcap` of `DotProductAttention`.
+        softmax_type, softcap: see `DotProductAttention`.
 
     Other arguments are passed to `MultiheadAttention` (heads, dropout, rotary positions, `qk_norm_type`, ...),
     `LayerNormMLP` (`activation`, `activation_params`, `recompute_activation`, `activation_storage`), `LayerNormLinear`
     (`layernorm_epsilon` as `eps`, `normalization`, `zero_centered_gamma`) and `Linear` (`bias`, `params_dtype`,
-    `device`, `name`, `fuse_wgrad_accumulation`, `delay_wgrad_compute`); those of tensor parallelism are described in
-    `module_meshes.TensorParallelConfig`.
+    `device`, `name`, `fuse_wgrad_accumulation`, `delay_wgrad_compute`). `module_meshes.TensorParallelConfig` describes
+    the arguments of tensor parallelism.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class TransformerLayer(CompositeModule):
         qk_norm_before_rope: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
-        **core: Any,
+        softmax_type: str = "vanilla",
+        softcap: float = 0.0,
     ) -> None:
         check_choice("TransformerLayer", "layer_type", layer_type, ("encoder", "decoder"))
         post_layernorm, is_decoder = apply_residual_connection_post_layernorm, layer_type == "decoder"
@@ -153,7 +154,7 @@ class TransformerLayer(CompositeModule):
             fuse_qkv_params=fuse_qkv_params, qkv_weight_interleaved=qkv_weight_interleaved,
             rotary_pos_interleaved=rotary_pos_interleaved, qkv_format=attn_input_format,
             attention_backend=attention_backend, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope, **common, **core,
+            qk_norm_before_rope=qk_norm_before_rope, softmax_type=softmax_type, softcap=softcap, **common,
         )  # fmt: skip
         self.self_attention = attention(
             attn_mask_type=self_attn_mask_type, window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
@@ -204,8 +205,8 @@ class TransformerLayer(CompositeModule):
                 the cross-attention.
             checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
             rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
-            core: other arguments of `DotProductAttention.forward`, such as `cu_seqlens_q`. Those of keys
-                (`cu_seqlens_kv`, ...) are for the cross-attention only.
+            core: other arguments of `DotProductAttention.forward`, such as `cu_seqlens_q`. In a decoder those of keys
+                (`cu_seqlens_kv`, ...) are for the cross-attention.
         """
         hidden_states = autocast_input(hidden_states)
         core |= {"checkpoint_core_attention": checkpoint_core_attention, "rotary_pos_emb": rotary_pos_emb}

@@ -309,7 +309,7 @@ GPU, HALF = torch.device("cuda", 0), torch.bfloat16
     ],
 )  # fmt: skip
 def test_choice_on_a_gpu(needs, chosen, monkeypatch):
-    monkeypatch.setattr(backends, "_LOADED", {backends._VARLEN: varlen_attn, backends._FLASH: None})
+    monkeypatch.setattr(backends, "_LOADED", {backends._VARLEN: varlen_attn})
     assert backends.choose("auto", needs, GPU, HALF, 128) == chosen
     elsewhere = (
         chosen if chosen in ("sdpa", "unfused") else "unfused" if {"sinks", "softcap"} & {*needs} else "masked sdpa"
@@ -388,3 +388,15 @@ def test_boundaries_start_at_zero(boundaries: list[int]) -> None:
     core = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
     with pytest.raises(ConfigurationError, match="cu_seqlens_q must"):
         core(*[torch.randn(12, 4, 8)] * 3, cu_seqlens_q=torch.tensor(boundaries))
+
+
+def test_ignored_lengths_warn() -> None:
+    core = DotProductAttention(4, 8, qkv_format="bshd", attn_mask_type="causal")
+    with pytest.warns(UserWarning, match="cu_seqlens_q is ignored"):
+        core(*[torch.randn(2, 6, 4, 8)] * 3, cu_seqlens_q=torch.tensor([0, 3, 9]))
+
+
+def test_batches_of_queries_and_keys_are_equal() -> None:
+    core = DotProductAttention(4, 8, qkv_format="bshd")
+    with pytest.raises(ConfigurationError, match="batches equal"):
+        core(torch.randn(2, 6, 4, 8), *[torch.randn(1, 6, 4, 8)] * 2)

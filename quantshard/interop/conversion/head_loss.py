@@ -131,7 +131,7 @@ def _source_of_forward(model: Any) -> str:
 
 
 class DeferringHead(nn.Module):
-    """Base class placed before that of an output head. `defers`: whether the next call returns `DeferredLogits`."""
+    """Mixin for the class of an output head. `defers`: whether the next call returns `DeferredLogits`."""
 
     defers: bool = False
 

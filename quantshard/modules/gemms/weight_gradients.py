@@ -221,7 +221,7 @@ class WeightGradients(NamedTuple):
 class WgradModule(nn.Module):
     """Base of modules with the options `fuse_wgrad_accumulation` and `delay_wgrad_compute`.
 
-    `overwrites_main_grad`: gradients of the next forward replace `main_grad`, as those of a first micro-batch.
+    `overwrites_main_grad`: whether gradients of the next forward replace `main_grad`, as in a first micro-batch.
     """
 
     fuse_wgrad_accumulation = delay_wgrad_compute = has_wgrad_options = overwrites_main_grad = False

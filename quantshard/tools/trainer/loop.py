@@ -341,6 +341,8 @@ class Trainer:
         }
         if self._flops is not None and self._peak is not None:
             entry["mfu"] = tokens_per_s * self._flops / (self._peak * self.place.ranks)
+        if self.windows.is_masked and loss == 0:
+            self.progress.note(f"step {step} trained no token: all its targets are prompts or padding")
         self.run.append(self.run.metrics, entry)
         self.progress.step(entry)
         for tracker in self.trackers:

@@ -22,6 +22,7 @@ from quantshard.tools.trainer.data.packing import FLAGGED, IGNORED, STARTS, TOKE
 from quantshard.tools.trainer.data.shards import ShardedSource, read_index
 from quantshard.tools.trainer.data.sources import Chat, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import ByteTokenizer, load_tokenizer
+from quantshard.tools.trainer.loop import source_name
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
@@ -339,3 +340,9 @@ def test_transformers_models_compute_their_loss_in_chunks(is_packed: bool, monke
         results.append([losses.cross_entropy, *(param.grad for param in model.parameters())])
     assert huggingface.chunked_vocabulary(model) == 64 and huggingface.chunked_vocabulary(model.eval()) == 0
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_sources_of_one_name_have_numbers() -> None:
+    settings = replace(TrainSettings(), data=("/a/train.jsonl", "/b/train.jsonl", "/c/web"))
+    names = [source_name(settings, Path(path)) for path in (*settings.data[:2], "/c/web/part-1", "/d")]
+    assert names == ["train.jsonl-1", "train.jsonl-2", "web", "text"]
