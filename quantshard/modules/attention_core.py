@@ -264,8 +264,8 @@ class DotProductAttention(QuantizedModule):
         if not fits or tuple(query.shape[-2:]) != (heads, size) or tuple(key.shape[-2:]) != (groups, size):
             raise ConfigurationError(
                 f"DotProductAttention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-                f"in {layout!r} the last dims must be ({heads}, {size}) for queries, ({groups}, {size}) for others, and "
-                "batches equal"
+                f"in {layout!r} the last dims must be ({heads}, {size}) for queries, ({groups}, {size}) for others, "
+                "and batches equal"
             )
 
     def extra_repr(self) -> str:
