@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -252,7 +252,8 @@ def live_module(handle: Tensor, weights: Sequence[str]) -> LinearModule:
 
 def _live_state(module: LinearModule, structure: LayerStructure) -> LinearState:
     state = module._linear_state(structure.weights, structure.recipe, structure.prefix)
-    return replace(state, record=structure.record)
+    state.record = structure.record
+    return state
 
 
 def _backward_call(structure: LayerStructure) -> LinearContext:
