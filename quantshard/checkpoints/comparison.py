@@ -90,7 +90,6 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
 
 
 def _difference(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
-    """The difference of one entry of two checkpoints, or None."""
     for side, reader, other in (("A", a, b), ("B", b, a)):
         if key not in other.entries:
             return Difference(key, f"only in {reader.path}, not in {other.path}", only_in=side)

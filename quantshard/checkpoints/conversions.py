@@ -100,7 +100,6 @@ class ParameterConversion:
         return stored_values(param, key, dtype, spec, tensors)
 
     def problem(self, value: Tensor) -> str:
-        """The reason why the values cannot be quantized, or ""."""
         if components.quantized_local(self.param) is None or not self.requantizes:
             return ""
         problem = requantize.non_finite(value, components.storage_of(self.param).shard.origin)
@@ -296,11 +295,9 @@ class StateConversion:
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
     def add_tensors(self, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
-        """See `ParameterConversion`."""
         return stored_values(self.param, self.key, *self.stored_kind, tensors)
 
     def problem(self, value: Tensor) -> str:
-        """See `ParameterConversion`."""
         count = int(value.isfinite().logical_not().sum())
         return f"{count} values of {self.key} are infinite or NaN, and would spoil their blocks" if count else ""
 

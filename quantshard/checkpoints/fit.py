@@ -69,7 +69,6 @@ def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) ->
 
 
 def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
-    """Check that all weights are stored in their live format. `formats`: see `weight_formats`."""
     for weight, (old, new) in formats.items():
         if old != new:
             raise CheckpointError(

@@ -41,7 +41,6 @@ _PREFIXES = {"optimizer.": STATE, f"{EXTRA}.": EXTRA, f"{RANKS}.": RANK}
 _SUFFIXES = {f"_{RNG_KEY}": RANDOM, f"_{RNG_DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
 
 _AT_ONCE = 1 << 20
-"""Elements processed at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class TensorSummary:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape or (0,))
 
 
@@ -99,7 +97,6 @@ class Inspection:
 
     @property
     def totals(self) -> tuple[FormatTotal, ...]:
-        """Totals of weights by format, then of states by name and format."""
         rows_by_kind: dict[tuple[str, str], list[TensorSummary]] = {}
         for row in self.rows:
             kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
@@ -111,7 +108,6 @@ class Inspection:
         )
 
     def to_json(self) -> str:
-        """The inspection with its totals, as JSON."""
         totals = [asdict(total) | {"bytes_per_element": total.bytes_per_element} for total in self.totals]
         rows = [asdict(row) for row in self.rows]
         whole = {"path": self.path, "run": self.run, "rows": rows, "totals": totals, "others": self.others}
@@ -248,7 +244,6 @@ class TensorGroup:
 
 
 def groups(reader: SafeReader) -> list[TensorGroup]:
-    """The tensors of a checkpoint, sorted by name."""
     entries = reader.entries
     group_by_name: dict[str, TensorGroup] = {}
     for key, entry in entries.items():
@@ -327,7 +322,6 @@ def _with_parts(
 
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
-    """The total size of the values of a group's entries, in bytes."""
     entries, total = reader.entries, 0
     for key in (*group.parts.values(), *group.others):
         entry = entries[key]

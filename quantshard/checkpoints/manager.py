@@ -324,7 +324,6 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save on all ranks, then close."""
         try:
             if kind is None:  # after an error the other ranks might not call `wait`
                 self.wait()
@@ -381,7 +380,6 @@ class PendingSave:
     running: tuple[int, ...] = ()
 
     def end(self, _: object) -> None:
-        """Record the end of the save; the callback of `future`."""
         self.ended, self.owner = time.perf_counter(), None
 
     def failures(self) -> list[agreement.Failure | None]:
@@ -405,7 +403,6 @@ class PendingSave:
 
 
 def _remove_incomplete(paths: Iterable[str]) -> None:
-    """Remove incomplete checkpoints at `paths`, in stores without renames."""
     for path in paths:
         store, store_path = locate(path)
         if store.renames:

@@ -28,7 +28,6 @@ class RandomGenerators:
     """The random generators of this process: torch's on the CPU and its GPU, Python's and NumPy's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The RNG states, in plain types."""
         name, keys, *rest = np.random.get_state(legacy=True)
         state = {
             "torch": torch.get_rng_state(),
@@ -60,7 +59,6 @@ def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
 
 
 def rank_states(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    """The states of this rank's objects, as entries of a checkpoint."""
     return {str(agreement.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
 
 
@@ -104,7 +102,6 @@ def states_to_load(reader: SafeReader, names: Iterable[str]) -> dict[str, tuple[
 
 
 def load_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
-    """Load the states of `states_to_load` into this rank's objects."""
     for name, (key, state) in states.items():
         try:
             objects[name].load_state_dict(state)

@@ -227,7 +227,6 @@ class SafeReader(FileSystemReader):
         return values
 
     def value(self, key: str) -> Any:
-        """Read one entry; see `read`."""
         return self.read([key])[key]
 
     def chunks(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Any]]:

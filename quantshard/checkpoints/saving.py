@@ -29,7 +29,6 @@ from quantshard.errors import CheckpointError, ConfigurationError, LostRankError
 from quantshard.tensor import components
 
 EXTRA = "extra"
-"""Prefix of the keys of the caller's entries."""
 
 
 def save(
@@ -129,7 +128,6 @@ def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_equal(digests: Sequence[Mapping[str, bytes]]) -> None:
-    """Check that the digests of all ranks' entries are equal."""
     for rank, rank_digests in enumerate(digests):
         differing = [key for key, _ in sorted({*digests[0].items()} ^ {*rank_digests.items()})]
         if differing:
@@ -162,7 +160,6 @@ class ExtraSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """See DCP's planner."""
         without_extra = {key: value for key, value in state_dict.items() if key != EXTRA}
         super().set_up_planner(without_extra, storage_meta, is_coordinator)
         for key, value in state_dict.get(EXTRA, {}).items():

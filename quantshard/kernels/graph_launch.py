@@ -44,12 +44,10 @@ def writes(kernel: Any, *paths: str) -> None:
 
 
 def writes_fields(kind: type, *fields: str) -> None:
-    """Declare the fields of a named tuple that kernels write."""
     _WRITTEN_FIELDS[kind] = frozenset(fields)
 
 
 def written_paths(kernel: Any) -> list[list[str]]:
-    """The paths that `writes` declared for a kernel."""
     return _WRITTEN[kernel.fn.__module__, kernel.fn.__name__]
 
 
@@ -145,7 +143,6 @@ class LaunchArguments:
 
 
 def record(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
-    """Add a launch to the graph that is being traced."""
     key = kernel.fn.__module__, kernel.fn.__name__
     arguments = LaunchArguments(written_paths(kernel))
     templates = [arguments.template(value, (name,)) for name, value in zip(kernel.arg_names, args, strict=False)]
@@ -179,7 +176,6 @@ ArgumentsOf = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
 
 
 def _decoded(program: str) -> tuple[Any, tuple[int, ...], ArgumentsOf, dict[str, Any]]:
-    """The kernel, grid, arguments and options of a program."""
     (module, name), grid, templates, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
     constants: list[Any] = []
     # compiled: a call for each argument would take the host longer than the launch
@@ -208,8 +204,6 @@ def _expression(template: Any, constants: list[Any]) -> str:
 
 
 def register(launch_of: Callable[..., Callable[[list[Tensor], list[Tensor]], None]]) -> None:
-    """Register the operator. `launch_of` returns the launch of a kernel, grid, arguments and options."""
-
     @lru_cache(MOST_PROGRAMS)
     def decoded(program: str) -> Callable[[list[Tensor], list[Tensor]], None]:
         return launch_of(*_decoded(program))

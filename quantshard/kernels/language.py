@@ -304,7 +304,6 @@ def row_order(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
-    """The maximum, or NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -156,7 +156,6 @@ class RepeatedLaunch:
         self.variants: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-        """Launch on the device of the tensors."""
         tensors = (*written, *read)
         device = tensors[0].device
         key = None

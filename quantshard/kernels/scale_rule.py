@@ -52,7 +52,6 @@ class ScaleRule(NamedTuple):
 
 
 def scale_rule(copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
-    """Return the rule of one copy of a format, for values of `dtype`."""
     kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
     return ScaleRule(
         kind,

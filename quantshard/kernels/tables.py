@@ -78,6 +78,5 @@ def lasting_table(rows: Rows, device: torch.device) -> DeviceTable:
 
 
 def discard(device: torch.device) -> None:
-    """Drop the cached tables of a device."""
     for key in [key for key in _TABLES if key[1] == device]:
         _TABLES.pop(key, None)

@@ -17,7 +17,6 @@ LaunchQueue = tuple[torch.device, int, bool]
 """A device, one of its streams, and whether a CUDA graph is being captured."""
 
 SCALARS: Final = 64
-"""Scalars in one allocation."""
 APART: Final = 4
 """Distance between scalars, in float32: kernels are compiled for addresses that are multiples of 16 bytes."""
 

@@ -109,7 +109,6 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
 
 @torch.no_grad()
 def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
-    """Round the averages to the nearest values that the parameters can represent."""
     values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in copies}
     quantized = [copy.param for copy in copies if copy.weight.storage is not None]
     names = [optimizer._names[param] for param in quantized]
@@ -127,7 +126,6 @@ def _reshard(model: nn.Module) -> None:
 
 
 def check_begins(optimizer: ParameterOptimizer, decay: float) -> None:
-    """Check that an optimizer can start averages with this decay."""
     where = f"{type(optimizer).__name__}.begin_average({decay})"
     check_ranges(where, {EMA_DECAY: decay}, (EMA_DECAY,))
     if optimizer._is_averaging or not decay:

@@ -40,10 +40,8 @@ RANGES: Final = {
     "momentum": (0.0, _BELOW_ONE),
     EMA_DECAY: (0.0, _BELOW_ONE),
 }
-"""The range of each number in a parameter group."""
 
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
-"""Group entries that count steps."""
 
 
 def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -102,7 +100,6 @@ def weight_version(param: Tensor) -> int:
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Check that a parameter and its gradient or state have the same shape and placements."""
     same = param.shape == other.shape and isinstance(param, DTensor) is isinstance(other, DTensor)
     if same and isinstance(param, DTensor) and isinstance(other, DTensor):
         local_shapes = [private_torch.local_tensor(tensor).shape for tensor in (param, other)]

@@ -36,7 +36,6 @@ def layout(value: Any) -> str:
 
 
 def check_group_options(where: str, group: Mapping[str, Any], allowed: Container[str], is_averaging: bool) -> None:
-    """Check that a group sets no option of the whole optimizer, except those in `allowed`."""
     invalid = [name for name in STATE_ARGUMENTS if name in group and name not in allowed]
     invalid += [name for name in SWITCHES if group.get(name) and name not in allowed]
     if group.get(EMA_DECAY) and not is_averaging:
@@ -46,7 +45,6 @@ def check_group_options(where: str, group: Mapping[str, Any], allowed: Container
 
 
 def check_trainable(where: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that a parameter has values and is quantized or of one of the given dtypes."""
     if param.is_meta:
         raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")
     if components.quantized_local(param) is None and param.dtype not in dtypes:
@@ -77,7 +75,6 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
 
 
 def warn_of_replaced_parameters(optimizer: str, names: Mapping[Tensor, str]) -> None:
-    """Warn if `convert` or `revert` replaced parameters in the model after this optimizer was built."""
     # A parameter with a gradient is in another model, too.
     replaced = [name for param, name in names.items() if param.grad is None and getattr(param, REPLACED, False)]
     if replaced:

@@ -317,7 +317,6 @@ class ElementwiseOptimizer(StateAccess, ABC):
         self._check_parameters()
 
     def _add_states(self, group: dict[str, Any]) -> None:
-        """Make the names and states of a group's parameters."""
         self._add_names(group)
         for param in group["params"]:
             if param.requires_grad:
@@ -367,14 +366,12 @@ class AdamOptimizer(ElementwiseOptimizer):
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
-        """Apply `numerics.adam.adam` to one parameter."""
         new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, settings.bound(param))
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 
     kernel_formula = update
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """Return the hyperparameters of a group for this step."""
         beta1, beta2 = map(float, group["betas"])
         return Hyperparameters(
             step=group["step"] + 1,
@@ -389,7 +386,6 @@ class AdamOptimizer(ElementwiseOptimizer):
         )
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values, and whether updates that need a bound have one."""
         super().check_group(where, group)
         if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
             raise ConfigurationError(

@@ -49,7 +49,6 @@ def gradient_parts(param: Tensor, decoupled: bool = True) -> list[Tensor]:
 
 
 def gradient_of(param: Tensor, decoupled: bool = True) -> Tensor | None:
-    """Return the sum of `gradient_parts`, or None."""
     parts = gradient_parts(param, decoupled)
     return parts[0] + parts[1] if len(parts) > 1 else parts[0] if parts else None
 
@@ -62,7 +61,6 @@ def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:
 
 
 def too_large(name: str) -> str:
-    """Describe a parameter whose gradient is finite but too large, for messages."""
     return (
         f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g}, so its square overflows; scale the loss "
         "down, or call quantshard.optimizers.clip_grad_norm_ before the step"

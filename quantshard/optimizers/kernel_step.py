@@ -51,7 +51,6 @@ class GroupSettings:
 
     @cached_property
     def average_share(self) -> float | Tensor:
-        """Share of the new values in the averages."""
         return adam.average_share(self.ema_decay, self.step)
 
 
@@ -100,13 +99,11 @@ class ParameterStep:
         self.requantizations: dict[str, Requantization | None] = {}
 
     def version(self) -> int:
-        """See `base.weight_version`."""
         if self.storage is None:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
 
     def record_kernel_write(self) -> None:
-        """Record that kernels wrote the parameter, if they did."""
         if self.grad is None or not self.in_kernels:
             return
         torch.autograd.graph.increment_version(self.local)
@@ -273,7 +270,6 @@ class KernelStep:
         return in_order(parts, len(self._work), self._work[0].local.device)
 
     def _remaining(self) -> list[int]:
-        """Indices of the parameters that PyTorch updates in this step."""
         return [index for index, item in enumerate(self._work) if not item.in_kernels]
 
     def make_directions(self) -> dict[int, Tensor]:
@@ -283,7 +279,6 @@ class KernelStep:
         return self._directions
 
     def set_directions(self, parts: Sequence[Tensor]) -> None:
-        """Store the orthogonalized shards, one per parameter of the work."""
         for index, direction in self._directions.items():
             direction.copy_(parts[index])
 
@@ -322,11 +317,9 @@ class StepPlan:
 
     @property
     def is_captured(self) -> bool:
-        """See `KernelStep.is_captured`."""
         return self.kernels.is_captured
 
     def is_current(self) -> bool:
-        """Return whether all parameters still have their local tensors and storages."""
         for item in self.items:
             local = private_torch.local_tensor(item.param)
             if local is not item.local or getattr(local, "quantized_storage", None) is not item.storage:

@@ -60,14 +60,12 @@ class Lion(ElementwiseOptimizer):
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
     ) -> Update:
-        """Apply `numerics.lion.lion` to one parameter."""
         new_master, exp_avg = lion(grad, master, states[EXP_AVG], settings)
         return new_master, {EXP_AVG: exp_avg}
 
     kernel_formula = update
 
     def settings(self, group: dict[str, Any]) -> LionSettings:
-        """Return the hyperparameters of a group for this step."""
         beta1, beta2 = map(float, group["betas"])
         lr = group["lr"] if self._capturable else float(group["lr"])
         return LionSettings(lr, beta1, beta2, float(group["weight_decay"]))

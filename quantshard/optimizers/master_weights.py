@@ -106,7 +106,6 @@ class MasterWeights(ParameterOptimizer):
 
     @property
     def group_entries(self) -> tuple[str, ...]:
-        """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
 
     def _has_updates(self) -> bool:
@@ -126,7 +125,6 @@ class MasterWeights(ParameterOptimizer):
         self._check_parameters()
 
     def _add_masters(self, group: dict[str, Any]) -> None:
-        """Record the names of a group's parameters and create their masters."""
         self._add_names(group)
         self._masters |= {param: self._new_master(param) for param in group["params"] if param.requires_grad}
 
@@ -164,7 +162,6 @@ class MasterWeights(ParameterOptimizer):
         self.state[param] = self._blank_state(param, group)
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """Build an inner optimizer for one tensor with a group's settings."""
         settings = {k: v for k, v in group.items() if k not in (*loading.PARAMETER_ENTRIES, *self._own_entries)}
         return self._make([{**settings, "params": [tensor]}])
 
@@ -210,7 +207,6 @@ class MasterWeights(ParameterOptimizer):
                 entries.pop(name, None)
 
     def _move_averages(self) -> None:
-        """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
             share = adam.average_share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
@@ -231,7 +227,6 @@ class MasterWeights(ParameterOptimizer):
             self._versions[param] = weight_version(param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states; see `ParameterOptimizer.load_state_dict`."""
         self._overflown = None
         super().load_state_dict(state_dict)
 
@@ -321,7 +316,6 @@ class MasterWeights(ParameterOptimizer):
         return [param for param in params if param in self._masters and gradient_parts(param, decoupled=False)]
 
     def _write_weights(self) -> None:
-        """Round the masters to the nearest values that the parameters can represent."""
         reduction, pending = FlatMax(), []
         for param in self._updated(self._masters):
             values = private_torch.local_tensor(self._masters[param])

@@ -38,7 +38,6 @@ class MatrixLayout:
 
     @staticmethod
     def of(param: Tensor) -> MatrixLayout:
-        """Return the layout of a 2-D parameter."""
         rows, columns = param.shape
         if not isinstance(param, DTensor):
             return MatrixLayout((rows, columns), (), {(): ((0, rows), (0, columns))})

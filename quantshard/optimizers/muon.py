@@ -42,10 +42,8 @@ SMALLEST_EPS = 2.0**-126
 
 
 ALGORITHM = "algorithm"
-"""Group entry that chooses the algorithm: `MUON` or `ADAMW`."""
 
 ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
-"""Default entries of "adamw" groups, except lr."""
 
 MUON_ENTRIES = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 ADAMW_ENTRIES = ("betas", "bias_correction", "adam_w_mode")
@@ -125,16 +123,13 @@ class Muon(AdamOptimizer):
         super().__init__(params, defaults, **storage_arguments(type(self).__name__, state_dtypes, common))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a "muon" or "adamw" group; see `ElementwiseOptimizer.add_param_group`."""
         group = _completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
         super().add_param_group(group)
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
-        """Return the states of a group's parameters: momentum, or Adam's moments."""
         return muon.STATES if group[ALGORITHM] == MUON else adam.STATES
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """Return the hyperparameters of a group for this step: MuonSettings or Adam's Hyperparameters."""
         if group[ALGORITHM] != MUON:
             return super().settings(group)
         a, b, c = map(float, group["ns_coefficients"])
@@ -150,7 +145,6 @@ class Muon(AdamOptimizer):
         )
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
-        """Validate a group's values."""
         if group[ALGORITHM] != MUON:
             super().check_group(where, group)
             return
@@ -228,7 +222,6 @@ class Muon(AdamOptimizer):
         self._directions = {}
 
     def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> MatrixPlan:
-        """Divide the parameters into buckets of matrices, and the others."""
         matrices = [index for index, item in enumerate(items) if item.specs is muon.STATES]
         others = [index for index, item in enumerate(items) if item.specs is not muon.STATES]
         layouts = [MatrixLayout.of(items[index].param) for index in matrices]
@@ -261,7 +254,6 @@ class MatrixPlan(StepPlan):
 
     @property
     def is_captured(self) -> bool:
-        """See `StepPlan`."""
         return any(kernels.is_captured for kernels in (self.kernels, *(bucket.kernels for bucket in self.buckets)))
 
 
@@ -323,7 +315,6 @@ def muon_groups(
 
 
 def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
-    """Return the ids of the parameters of the layer that computes the logits."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(output, nn.Module):
         return {id(param) for param in output.parameters(recurse=False)}

@@ -43,7 +43,6 @@ class TensorRegion(NamedTuple):
 
     @staticmethod
     def of_local(param: Tensor) -> TensorRegion:
-        """Return the region of a parameter's local shard."""
         quantized = components.quantized_local(param)
         if quantized is not None:
             shard = quantized.quantized_storage.shard
@@ -283,7 +282,6 @@ class LowBytesState(OptimizerState):
 
     @property
     def low(self) -> Tensor:
-        """The bytes of this rank's shard."""
         return private_torch.local_tensor(self.bytes)
 
     def tensors(self, name: str) -> dict[str, Tensor]:

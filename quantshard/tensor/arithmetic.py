@@ -201,7 +201,6 @@ def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], ope
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
-    """The `members` that get new values on any rank."""
     highest, complement, *change = flags.tolist()
     if not rank_checks.was_alike(highest, complement):
         raise RankMismatchError(

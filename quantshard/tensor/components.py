@@ -34,7 +34,6 @@ def quantized_local(tensor: object) -> QuantizedTensor | None:
 
 
 def storage_of(param: Tensor) -> QuantizedStorage:
-    """The (local) storage of a quantized parameter."""
     local = quantized_local(param)
     assert local is not None
     return local.quantized_storage
@@ -53,7 +52,6 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The quantized parameters among `named_parameters`."""
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 

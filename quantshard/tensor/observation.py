@@ -32,7 +32,6 @@ class Observer(ABC):
 
 
 active: Observer | None = None
-"""The current observer; None outside of sampled steps."""
 
 
 class OperandWatch(NamedTuple):

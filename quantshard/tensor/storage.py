@@ -94,7 +94,6 @@ class QuantizedStorage:
         return self.high_precision
 
     def keep_initial_values(self, values: Tensor | None) -> None:
-        """Set the values that `initial_values` returns until the next write."""
         self.seen_version()
         self.high_precision = values
 
@@ -122,7 +121,6 @@ class QuantizedStorage:
 
     @property
     def device(self) -> torch.device:
-        """Device of the components."""
         return next(iter(self.components.values())).device
 
     def has(self, which: Orientation) -> bool:
@@ -244,7 +242,6 @@ class QuantizedStorage:
 def empty(
     spec: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
 ) -> QuantizedStorage:
-    """A storage with uninitialized components."""
     components = {
         c.name: torch.empty(shard.component_shape(c), dtype=c.encoding.storage, device=device)
         for c in spec.format.components

@@ -19,12 +19,10 @@ Failure = tuple[type[QuantshardError], str]
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def rank_count() -> int:
-    """The number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -32,7 +32,6 @@ class ChecksumStore:
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """Open a file for writing, for the duration of the context."""
         file: ChecksumFile | None = None
         try:
             with self.store.create_stream(path, mode) as stream:
@@ -52,7 +51,6 @@ class ChecksumStore:
         self.digests[os.path.basename(path)] = FileEntry(file.length, file.digest.hexdigest())
 
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file and its checksum entry."""
         self.store.rename(path, new_path)
         self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
 
@@ -68,7 +66,6 @@ class ChecksumFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all bytes."""
         try:
             self.stream.write(data)
         except OSError as error:

@@ -52,7 +52,6 @@ class SaveTarget:
 
     @property
     def store(self) -> Store:
-        """The store that holds `path`."""
         return locate(self.path)[0]
 
     def hidden(self, kind: str) -> str:
@@ -229,7 +228,6 @@ class CommitWriter(FileSystemWriter):
 
 
 def commit(target: SaveTarget, manifest: Manifest) -> None:
-    """Write the manifest, and make the checkpoint visible."""
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in

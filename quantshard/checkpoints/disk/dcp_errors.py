@@ -31,7 +31,6 @@ def raise_interrupt(error: BaseException, group_rank: int) -> None:
 
 
 def interrupted(number: int, error: BaseException) -> str:
-    """Describe the interrupt of a rank."""
     return f"rank {number} was interrupted ({type(error).__name__})"
 
 

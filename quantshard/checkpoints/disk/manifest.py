@@ -38,7 +38,6 @@ from quantshard.errors import CheckpointError, QuantshardError, printable
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
-"""The version of manifests that are written and read."""
 
 MANIFEST_BYTES, METADATA_BYTES = 16 << 20, 256 << 20
 """Maximum bytes of the two files: they have about 90 bytes per file, and 140 per chunk of a tensor."""
@@ -82,7 +81,6 @@ class Manifest:
     zero_centered: list[str] | None = None
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
         content = {"quantshard": VERSION, **asdict(self)}
         content["files"] = {name: asdict(entry) for name, entry in sorted(self.files.items())}
         return json.dumps(content, indent=1) + "\n"
@@ -144,7 +142,6 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
 
 
 def digest(content: bytes) -> tuple[int, str]:
-    """The length and the checksum of a file's content."""
     return len(content), xxhash.xxh3_128(content).hexdigest()
 
 
@@ -174,7 +171,6 @@ def read_manifest(path: Path_) -> Manifest | None:
 
 
 def exists(path: Path_) -> bool:
-    """Whether the checkpoint in directory `path` has a manifest, readable or not."""
     store, folder = locate(path)
     return store.is_file(store.join(folder, MANIFEST))
 
@@ -284,7 +280,6 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _factory(kind: type) -> type:
-    """A class whose calls create instances of `kind`."""
     return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
 
 

@@ -73,7 +73,6 @@ class Ownership:
         store.write(store.join(folder, OWNER_FILE), json.dumps(owner).encode())
 
     def release(self) -> None:
-        """Let another run take the directory."""
         if self._lock is not None:
             self._lock.release()
 

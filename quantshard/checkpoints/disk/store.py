@@ -49,7 +49,6 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
 
 
 def regular_size(path: Path_) -> int:
-    """Return the length of a regular file; see `open_regular`."""
     return _regular(path, follow=False)[1]
 
 
@@ -89,16 +88,13 @@ class LocalStore(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """Open a file for the duration of the context."""
         with open_regular(path) if mode == "rb" else super().create_stream(path, mode) as stream:
             yield cast(io.IOBase, stream)
 
     def join(self, path: Path_, name: str) -> str:
-        """The path of entry `name` of a folder."""
         return os.path.join(os.fspath(path), name)
 
     def parent(self, path: Path_) -> str:
-        """The folder that contains a path."""
         return os.path.dirname(os.path.abspath(os.fspath(path)))
 
     def names(self, path: Path_) -> list[str]:
@@ -109,23 +105,19 @@ class LocalStore(FileSystem):
             return []
 
     def is_file(self, path: Path_) -> bool:
-        """Whether a path is a regular file."""
         try:
             return regular_size(path) >= 0
         except OSError:
             return False
 
     def size(self, path: Path_) -> int:
-        """The length of a regular file in bytes."""
         return regular_size(path)
 
     def read(self, path: Path_, limit: int) -> bytes:
-        """The content of a regular file of at most `limit` bytes."""
         with open_regular(path, limit=limit) as file:
             return file.read(limit)
 
     def read_range(self, path: Path_, start: int, stop: int) -> bytes:
-        """The bytes of a regular file from `start` up to `stop`, or to its end."""
         with open_regular(path) as file:
             file.seek(start)
             return file.read(stop - start)
@@ -311,7 +303,6 @@ Store = LocalStore | FsspecStore
 
 
 def locate(path: Path_) -> tuple[Store, str]:
-    """The store of a path or URL, and the path within that store."""
     local_path = _local_path(path)
     if local_path is not None:
         return LocalStore(), local_path
@@ -373,12 +364,10 @@ def watch_transfers(watch: Any) -> Iterator[None]:
 
 
 def expect_transfer(count: int) -> None:
-    """Report bytes that are about to be moved."""
     for watch in _watches:
         watch.expect(count)
 
 
 def report_transfer(count: int) -> None:
-    """Report bytes that were moved."""
     for watch in _watches:
         watch.moved(count)

@@ -49,7 +49,6 @@ from quantshard.tensor import components
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
 
 WHERE = ("linear", "fused")
-"""Values of `modules=`."""
 
 Places = dict[int, list[Callable[[nn.Module], None]]]
 """Module identity -> functions that put another module into each of its places."""
@@ -248,7 +247,6 @@ def show_linears(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_modules(function: str, modules: object) -> None:
-    """Check that `modules` is one of `WHERE`."""
     if modules not in WHERE:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 

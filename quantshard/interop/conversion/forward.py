@@ -58,7 +58,6 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
 
 
 def leave_recipe(model: nn.Module) -> None:
-    """Undo `enter_recipe`."""
     for module in model.modules():
         plain = getattr(type(module), _PLAIN, None)
         if plain is not None:

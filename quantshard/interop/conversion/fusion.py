@@ -34,7 +34,6 @@ from quantshard.modules.layernorm_mlp import activate_stored
 from quantshard.recipe import Recipe
 
 GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
-"""Names of the linear layers."""
 
 FAMILIES = {
     "LlamaMLP": "llama",
@@ -89,7 +88,6 @@ class GatedMLPChoice:
 
 
 def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLPChoice]:
-    """List all gated MLPs of a model, before its layers are replaced."""
     by_module = {id(choice.module): choice for choice in chosen}
     return [
         GatedMLPChoice(name, module, unknown(module) or _mismatch(module, by_module))
@@ -167,8 +165,6 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
 
 
 class _GatedLayers(Protocol):
-    """Children of a gated MLP."""
-
     gate_proj: ConvertedLinear
     up_proj: ConvertedLinear
     down_proj: ConvertedLinear
@@ -211,7 +207,6 @@ def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> Non
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undo `fuse` for all modules of a model."""
     for module in model.modules():
         plain = getattr(type(module), _PLAIN, None)
         if plain is not None:

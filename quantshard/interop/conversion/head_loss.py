@@ -30,7 +30,6 @@ AUTO, CHUNKED, MODEL = LOSSES = ("auto", "chunked", "model")
 """Values of `loss=`: chunked where possible, chunked or an error, and the model's own loss."""
 
 OPTIONS: Final = frozenset(("label_smoothing", "z_loss"))
-"""Keys of a mapping as `loss=`."""
 
 _LOSS_FUNCTION: Final = "_loss_function"
 """Attribute of transformers models that their property `loss_function` sets."""
@@ -39,7 +38,6 @@ Loss = str | Mapping[str, float]
 
 
 def check_loss(function: str, loss: Loss) -> None:
-    """Check an argument `loss=`."""
     is_known = loss.keys() <= OPTIONS if isinstance(loss, Mapping) else loss in LOSSES
     if not is_known:
         raise ConfigurationError(
@@ -68,7 +66,6 @@ def set_loss(model: nn.Module, loss: Loss) -> str:
 
 
 def unset_loss(model: nn.Module) -> None:
-    """Undo `set_loss`."""
     for module in model.modules():
         if isinstance(getattr(module, _LOSS_FUNCTION, None), ChunkedLoss):
             delattr(module, _LOSS_FUNCTION)
@@ -161,7 +158,6 @@ class LossConverted(DeferringHead, ConvertedLinear):
     """A quantized head. Each chunk of tokens is a checkpointed call of the layer."""
 
     def forward(self, inp: Tensor, labels: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """Compute logits; with `labels`, the loss."""
         if labels is None:
             return super().forward(inp)
         labels, count = labels.flatten(), options.pop("num_items_in_batch")
@@ -215,16 +211,13 @@ class DeferredLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
         return self._dtype or self._cast or self._head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the logits."""
         return self._hidden.device
 
     def contiguous(self) -> DeferredLogits:
-        """Return these logits, which will be contiguous."""
         return self
 
     def tensor(self) -> Tensor:

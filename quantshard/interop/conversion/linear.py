@@ -47,7 +47,6 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         return self._prepare(self._layer, x_shape, device)
 
     def state_by(self, recipe: Recipe) -> LinearState:
-        """Return the layer's state under a recipe."""
         return self._linear_state(self._layer.weights, recipe)
 
     @property

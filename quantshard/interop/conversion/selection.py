@@ -184,7 +184,6 @@ def check_model(model: nn.Module, what: str) -> None:
 
 
 def check_unsharded(model: nn.Module, what: str) -> None:
-    """Check that no parameter is sharded."""
     name = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
     if name is not None:
         raise ConfigurationError(f"{what}: {name} is sharded; call {what} before fully_shard")

@@ -33,7 +33,6 @@ class RowRun:
 
 
 def whole_run(rows: int) -> list[RowRun]:
-    """Return one run of all rows in order."""
     return [RowRun(0, 0, rows)]
 
 

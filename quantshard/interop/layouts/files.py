@@ -52,12 +52,10 @@ class TensorBatch:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the tensors in bytes."""
         return sum(nbytes(*spec) for spec in self.tensors.values())
 
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the size of a tensor in bytes."""
     return dtype.itemsize * math.prod(shape)
 
 
@@ -101,12 +99,10 @@ def companions(folder: Path, *names: str) -> list[Path]:
 
 
 def copied_lines(copied: Sequence[Path]) -> list[str]:
-    """Format a report line about copied files."""
     return [f"copied: {', '.join(path.name for path in copied)}"] if copied else []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -186,5 +182,4 @@ class SafetensorsFiles:
         return values
 
     def nbytes(self) -> int:
-        """Return the total size of all tensors in bytes."""
         return sum(nbytes(dtype, shape) for dtype, shape in self.tensors.values())

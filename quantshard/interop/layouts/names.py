@@ -157,7 +157,6 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def check_distinct(found: Iterable[str]) -> None:
-    """Check that no two weights map to the same name."""
     names: set[str] = set()
     for name in found:
         if name in names:

@@ -46,14 +46,11 @@ class CheckpointWeight:
 
     @property
     def format(self) -> Format:
-        """Format of a quantized weight."""
         assert self.tag is not None
         return spec_of_tag(self.tag).format
 
 
 class CheckpointModel:
-    """The model stored in a checkpoint."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self._reader = SafeReader(path)
@@ -126,7 +123,6 @@ class CheckpointModel:
         return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
 
     def master(self, weight: CheckpointWeight) -> Tensor:
-        """Return the float32 master; see `has_master`."""
         start = self._masters[weight.name]
         if start not in self._stored and weight.tag is not None:
             # the weight's codes are the high bytes
@@ -147,7 +143,6 @@ class CheckpointModel:
         return state.read().float()
 
     def average(self, weight: CheckpointWeight) -> Tensor:
-        """Return the float32 average; see `has_average`."""
         return self._expected(self._states[weight.name] + AVERAGE, weight.shape).float()
 
     def input_amax(self, name: str) -> float | None:

@@ -28,8 +28,6 @@ Config = Mapping[str, Any]
 
 
 class ScaleShape(str, Enum):
-    """The shape of a tensor of scales."""
-
     GRID = "grid"  # [blocks along rows, blocks along columns]
     SCALAR = "scalar"  # []
     ONE = "one"  # [1]
@@ -202,7 +200,6 @@ def refines(theirs: int, ours: int) -> bool:
 
 
 def said(block: tuple[int, int]) -> str:
-    """Format a block size for messages."""
     if block == (ALL, ALL):
         return "the whole tensor"
     return "x".join("row" if size == ALL else str(size) for size in block)

@@ -36,7 +36,6 @@ LINEAR: Final = re.compile(r"_proj\.weight$")
 the output head stay in high precision."""
 
 MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
-"""Values of `export(values=...)`."""
 
 NOTED_AMAX: Final = "quantshard.amax."
 """Prefix of the header entries that record weights' amaxes in hexadecimal, hence exactly. The second scale is rounded;
@@ -55,7 +54,6 @@ _CENTERED_FAMILIES: Final = frozenset(
 """Families (model_type) of transformers with norms that multiply by 1 + weight."""
 
 _GAMMA: Final = re.compile(r"norm\d*[._]weight$")
-"""Matches the names of norm weights."""
 
 
 @dataclass
@@ -174,7 +172,6 @@ def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face configuration ties the output head to the embedding."""
     return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
 
 

@@ -120,7 +120,6 @@ class _CheckpointConverter:
         self.state_paths: dict[str, tuple[str | int, ...]] = {}
 
     def run(self) -> dict[str, Any]:
-        """Return the nested state dict of the new checkpoint."""
         self._check_same_model()
         for name, group in self.like.groups.items():
             if name.startswith(_MODEL):

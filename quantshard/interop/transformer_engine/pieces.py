@@ -111,7 +111,6 @@ class _TensorClass:
 
     @property
     def call(self) -> str:
-        """Full name of the function in this class's pickle."""
         return f"{_PACKAGE}tensor.{self.module}._make_{self.module}_in_reduce_ex"
 
 
@@ -332,7 +331,6 @@ def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, 
 
 
 def _check_equal(what: str, values: Sequence[Tensor]) -> None:
-    """Check that all shards agree on a value that the whole weight has only once."""
     if any(not torch.equal(value, values[0]) for value in values):
         raise InexactConversionError(f"its shards have different values of the one {what}")
 

@@ -71,7 +71,6 @@ class TransformerEngineCheckpoint:
         self.names = [part for name in self.names for part in halves.get(name, [name])]
 
     def _stored_name(self, name: str) -> str:
-        """Return TransformerEngine's name for one of our parameters."""
         return self._halves.get(self.model + name, (self.model + name, 0))[0].removeprefix(self.model)
 
     def pieces(self, key: str) -> list[WeightPiece | PlainPiece]:
@@ -97,7 +96,6 @@ class TransformerEngineCheckpoint:
         return pieces
 
     def size(self, key: str) -> torch.Size:
-        """Return a tensor's shape."""
         if key in self._halves:
             rows, *dims = self.size(self._halves[key][0])
             return torch.Size((rows // 2, *dims))
@@ -116,7 +114,6 @@ class TransformerEngineCheckpoint:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        """Whether the checkpoint contains optimizer states."""
         return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)
 
     def states(self, own: list[str]) -> dict[str, dict[str, str]]:
@@ -211,7 +208,6 @@ class TargetCheckpoint:
             raise CheckpointError(f"{path} cannot serve as --like: {problems[0]}")
 
     def value(self, key: str) -> Any:
-        """Return an unsharded plain tensor, or an object."""
         if key not in self.entries:
             raise CheckpointError(f"{self.path}: it has no entry {key}")
         return self.reader.value(key)

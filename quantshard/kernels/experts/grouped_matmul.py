@@ -201,7 +201,6 @@ class EncodedRows(NamedTuple):
     nan_flag: Tensor | None = None
 
     def element(self) -> ql.KernelEncoding:
-        """Return the encoding as a kernel constant."""
         return ql.element(self.encoding, self.codes.device)
 
 
@@ -213,7 +212,6 @@ class ExpertBias(NamedTuple):
 
     @staticmethod
     def of(biases: Sequence[Tensor]) -> ExpertBias:
-        """Make the table for biases of one dtype and device."""
         return ExpertBias(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
 
 
@@ -287,7 +285,6 @@ def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
 
 
 def scale_type(dtype: torch.dtype) -> Any:
-    """Return the element type of a pointer to scales stored in this dtype."""
     return tl.uint8 if dtype is torch.uint8 else tl.float32
 
 

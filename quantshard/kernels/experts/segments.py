@@ -79,7 +79,6 @@ class ExpertSegments:
         return ExpertSegments(rows, values, total, table[:experts], table[experts:])
 
     def __len__(self) -> int:
-        """Number of experts."""
         return self.spans.shape[0]
 
 

@@ -97,7 +97,6 @@ def logit(x, KIND: tl.constexpr):
 
 @triton.jit
 def value(x, KIND: tl.constexpr):
-    """act(x)."""
     if KIND == "relu" or KIND == "srelu":
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive if KIND == "relu" else positive * positive

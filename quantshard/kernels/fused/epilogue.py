@@ -108,7 +108,6 @@ TILE: Final = TileShape(32, 256)
 """The tile of a kernel that does not quantize."""
 
 _MOST_REGISTERS: Final = 255
-"""The most registers of a thread."""
 
 
 class EpilogueLaunch(NamedTuple):

@@ -59,7 +59,6 @@ The number is fixed, so that the order of sums, and with it their bits, depends 
 PROGRAMS_IN_PIECES: Final = 132
 """The most programs of backward for rows in pieces: few enough to keep the sums that they update in the L2 cache."""
 PER_THREAD: Final = 16
-"""Elements of a row per thread."""
 
 
 def depth(n: int) -> int:

@@ -32,7 +32,6 @@ def push_amax(history, length, amax, LENGTH: tl.constexpr):
 
 @triton.jit
 def history_of(table):
-    """The history of this program, and its length."""
     row = table + tl.program_id(0)
     return tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + tl.num_programs(0))
 

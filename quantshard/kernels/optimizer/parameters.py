@@ -34,15 +34,12 @@ tiles are at least four fifths full. With FP8 moments a step is 1.36 and 1.24 ti
 
 
 class StepPasses(Enum):
-    """The passes of a step; see the head of this file."""
-
     ONCE = 1
     AFTER = 2
     TWICE = 3
 
 
 def passes_of(parameter: StepParameter) -> StepPasses:
-    """Return the passes that a parameter needs."""
     if any(state.deferred for role, state in parameter.scaled.items() if role != WEIGHT):
         return StepPasses.TWICE
     weight = parameter.weight
@@ -64,7 +61,6 @@ ABSENT = ks.StateConfig(StateKind.ABSENT.value)
 
 
 def _plain(state: PlainTensor, writes: bool, stochastic: bool, keep_positive: bool) -> ks.StateConfig:
-    """The kernel config of a tensor that is not scaled."""
     if state.kind is StateKind.REMAINDER:
         return ks.StateConfig(state.kind.value, writes=writes)
     dtype, rule = state.tensor.dtype, None
@@ -87,7 +83,6 @@ def _scaled(
     keep_positive: bool = False,
     own_key: bool = False,
 ) -> ks.StateConfig:
-    """The kernel config of one copy of a scaled tensor."""
     copy = state.fmt.copies[which]
     uses_measured, second = state.is_given(copy), copy.amax is not None
     all_rows, all_cols = (size == ALL for size in copy.block)
@@ -117,7 +112,6 @@ def _rule(copy: OrientedCodes, scaling: Scaling, device: torch.device) -> sr.Sca
 def step_kernel_config(
     p: StepParameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool
 ) -> ks.StepKernelConfig:
-    """Return the constants of the kernel for one pass over a parameter."""
     tile = _tile(p, aligned)
     master = p.master
     writes_codes = writes_weight and (master is None or master.kind is not StateKind.REMAINDER)
@@ -221,6 +215,5 @@ class AmaxWorkspace:
         self.grids = {key: part.view(shape) for (key, shape), part in parts}
 
     def address(self, number: int, role: str, name: str) -> int:
-        """Return the address of a grid, or 0 if there is none."""
         grid = self.grids.get((number, role, name))
         return 0 if grid is None else grid.data_ptr()

@@ -54,7 +54,6 @@ from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
-"""Dtypes of gradients that kernels read."""
 
 WARPS: Final = 8
 REDO_PROGRAMS: Final = 64
@@ -162,7 +161,6 @@ class StepLaunchPlan:
         return row
 
     def _pointers(self, number: int, role: str, which: Orientation) -> tuple[int, ...]:
-        """The addresses of a stored tensor."""
         stored = self.parameters[number].stored.get(role)
         if isinstance(stored, PlainTensor) and which is Orientation.ROWWISE:
             return ks.StatePointers(stored.tensor.data_ptr(), 0, 0, 0, 0, 0, 0)
@@ -335,7 +333,6 @@ class StepLaunchPlan:
         )  # fmt: skip
 
     def _codes_of(self, launch: _KernelLaunch) -> list[int]:
-        """Codes of the dtypes of the gradients in this launch."""
         return sorted({self._codes[number] for number in launch.members} - {0})
 
     def _run(self, launch: _KernelLaunch) -> None:

@@ -109,8 +109,6 @@ SETTINGS_COLUMNS = tl.constexpr(len(SETTINGS))
 
 
 class EntryRegion(NamedTuple):
-    """Rectangle of the global matrix that an entry covers."""
-
     rows: Any
     cols: Any
     row_origin: Any
@@ -143,7 +141,6 @@ def region_of(entry, ALIGNED: tl.constexpr):
 
 @triton.jit
 def slot_of(entry, role):
-    """The pointers of one role in an entry's table row."""
     s = entry + ENTRY_COLUMNS + role * SLOT_COLUMNS
     return StatePointers(
         tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5), tl.load(s + 6)
@@ -173,7 +170,6 @@ def load_tile(address, tile, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def store_tile(address, values, tile, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
-    """Store a tile of a matrix, cast to DTYPE."""
     tl.store(pointer(address, DTYPE, CONFIG.aligned) + tile.first + tile.offsets, values.to(DTYPE), mask=tile.valid)
 
 
@@ -188,7 +184,6 @@ def load_plain(address, tile, DTYPE: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def tile_at(row, col, region, CONFIG: tl.constexpr):
-    """Return the offsets of the tile at a global row and column."""
     i = row - region.row_origin + tl.arange(0, CONFIG.rows)
     j = col - region.col_origin + tl.arange(0, CONFIG.cols)
     valid = ((i >= 0) & (i < region.rows))[:, None] & ((j >= 0) & (j < region.cols))[None, :]
@@ -224,13 +219,11 @@ def blocks_at(tile, region, stride, STATE: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def expand(blocks, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Repeat one number per block for all elements of the block."""
     return ql.expand(blocks, CONFIG.rows, CONFIG.cols, STATE.rows, STATE.cols)
 
 
 @triton.jit
 def block_amaxes(x, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """The amax of each block of a tile."""
     return ql.block_amax(x, CONFIG.rows, CONFIG.cols, STATE.rows, STATE.cols, FOURS=CONFIG.aligned)
 
 
@@ -318,7 +311,6 @@ def stored_scales(slot, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr)
 
 @triton.jit
 def zero_amaxes(CONFIG: tl.constexpr):
-    """The initial value of `top` in `measure_tile`."""
     ROWS: tl.constexpr = CONFIG.rows
     COLS: tl.constexpr = CONFIG.cols // 4
     return tl.zeros((ROWS, COLS), tl.int32)
@@ -384,7 +376,6 @@ def state_random_bits(key, tile, STATE: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def store_codes(x, multiplier, slot, tile, region, random_bits, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Quantize a tile and store its codes; `random_bits`: see `state_random_bits`."""
     element: tl.constexpr = STATE.rule.element
     scaled = x * expand(multiplier, STATE, CONFIG)
     if STATE.stochastic:
@@ -431,7 +422,6 @@ def write_weight(x, entry, tile, region, random_bits, CONFIG: tl.constexpr):
 
 @triton.jit
 def store_weight(x, multiplier, slot, entry, tile, region, random_bits, CONFIG: tl.constexpr):
-    """Quantize and store a tile of a weight for `write_weight`."""
     WEIGHT_STATE: tl.constexpr = CONFIG.weight
     MASTER_STATE: tl.constexpr = CONFIG.master
     if MASTER_STATE.kind == SPLIT:

@@ -90,7 +90,6 @@ def update_tile(tile, region, entry, gradients, groups, settings, GRAD: tl.const
 
 @triton.jit
 def measure(x, entry, role, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Measure all amaxes of one tile of a state."""
     top = ks.measure_tile(x, ks.zero_amaxes(CONFIG), entry, role, tile, region, STATE, CONFIG)
     ks.store_tensor_amaxes(top, entry, role, STATE)
 
@@ -221,7 +220,6 @@ def amax_of_program(row, col, region, entry, slot, CONFIG: tl.constexpr):
 
 @triton.jit
 def largest(bits):
-    """The largest of a tile of nonnegative float32 bits, as float32."""
     return tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
 
 

@@ -19,8 +19,6 @@ from quantshard.sharding import Shard
 
 
 class Algorithm(IntEnum):
-    """The formulas of `kernels.optimizer.formulas`."""
-
     ADAM = 0
     LION = 1
     MUON = 2
@@ -102,7 +100,6 @@ class StepParameter:
 
     @property
     def weight(self) -> StoredTensor:
-        """The parameter itself."""
         return self.stored[WEIGHT]
 
     @property
@@ -112,7 +109,6 @@ class StepParameter:
 
     @property
     def scaled(self) -> dict[str, ScaledTensor]:
-        """Tensors stored in components, by role."""
         return {role: tensor for role, tensor in self.stored.items() if isinstance(tensor, ScaledTensor)}
 
 

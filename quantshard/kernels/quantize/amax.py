@@ -168,7 +168,6 @@ class AmaxPlan(NamedTuple):
 
 @lru_cache(MOST_PLANS)
 def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair = (0, 0)) -> AmaxPlan:
-    """Plan the launch for matrices of `shape` at `origin`, and their transposes."""
     tile = _tile(one, two)
     region, spans, first = _measured(shape, one, origin, tile, False)
     transposed_region, transposed_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)

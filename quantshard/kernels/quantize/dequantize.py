@@ -84,7 +84,6 @@ def dequantize(
 def dequantize_matrices(
     copy: OrientedCodes, stored: Sequence[StoredParts], dtype: torch.dtype, nan_flag: Tensor | None = None
 ) -> list[Tensor]:
-    """Dequantize several matrices on one device with one kernel."""
     device = stored[0][0][copy.codes.name].device
     config, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
     for parts, shape, origin in stored:
@@ -108,7 +107,6 @@ def dequantize_matrices(
 
 @lru_cache(MOST_PLANS)
 def tiles_of(copy: OrientedCodes, device: torch.device) -> KernelConfig:
-    """Return the config of tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
     return tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))

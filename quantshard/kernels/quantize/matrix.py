@@ -399,7 +399,6 @@ writes(quantize_kernel, "weights.*.2.2", "weights.*.3.3", "weights.*.4.1", "weig
 def allocate_results(
     plan: QuantizePlan, requests: Requests, device: torch.device, next_amax: Tensor | None = None
 ) -> Targets:
-    """Allocate the results of both directions for one launch."""
     rowwise, columnwise = requests
     return (
         None if rowwise is None or plan.rowwise is None else _allocate(plan.rowwise, rowwise, device, next_amax),

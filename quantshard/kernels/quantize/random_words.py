@@ -125,7 +125,6 @@ RandomArguments = tuple[tuple[Any, ...], tuple[int, ...], Rounding | None, Round
 
 
 def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -> RandomArguments:
-    """Return the arguments for one matrix and its transpose."""
     first, second = None if one is None else one.words, None if two is None else two.words
     bits = first or second
     if bits is None:

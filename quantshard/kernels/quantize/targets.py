@@ -110,7 +110,6 @@ class QuantizeSpec(NamedTuple):
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales are stored as by `numerics.swizzled`."""
         return self.ready and self.copy.scale.encoding.bits == 8
 
     @property
@@ -207,7 +206,6 @@ class KernelOutputs(NamedTuple):
 
     @property
     def specs(self) -> Specs:
-        """Specs of the results and of their transpose."""
         rowwise, columnwise = self.rowwise, self.columnwise
         return None if rowwise is None else rowwise.spec, None if columnwise is None else columnwise.spec
 
@@ -384,7 +382,6 @@ def layout(
 
 
 def swizzled_size(rows: int, cols: int) -> int:
-    """Return the number of entries in a swizzled grid."""
     return (rows + -rows % 128) * (cols + -cols % 4)
 
 
@@ -415,7 +412,6 @@ def as_known(x: Tensor | None) -> Any:
 
 
 def base_of(x: Any) -> Any:
-    """Inverse of `as_known`."""
     return x.base if type(x) is StoredBytes else x
 
 
@@ -425,7 +421,6 @@ def padding(size: int, spec: QuantizeSpec | None) -> int:
 
 
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: sr.ScaleRule) -> KernelConfig:
-    """Return the config of a tile and its blocks."""
     inside = (min(block[0], tile[0]), min(block[1], tile[1]))
     return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
