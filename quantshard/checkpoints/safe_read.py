@@ -43,8 +43,7 @@ OBJECT_BYTES = 16 << 20
 """Maximum bytes of a pickled object in a checkpoint, without its tensors, which are stored separately."""
 
 OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
-"""Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
-than bytes."""
+"""Maximum number of values in such an object (containers can repeat), and of containers inside each other."""
 
 
 @contextmanager

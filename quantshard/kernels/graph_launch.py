@@ -108,8 +108,7 @@ class LaunchArguments:
         self.has_numbers = False
 
     def template(self, value: Any, path: Sequence[str], is_written: bool = False) -> Any:
-        """`value`, the argument at `path`, with tensors replaced by their places. `is_written`: it is a written field
-        of a named tuple."""
+        """`value`, at `path`, with tensors replaced by places. `is_written`: it is a written field of a named tuple."""
         if isinstance(value, tuple):
             fields = getattr(value, "_fields", None)
             if fields is None:

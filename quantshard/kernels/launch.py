@@ -66,8 +66,7 @@ class KernelVariants:
         self.compiled: dict[Any, tuple[Any, ...]] = {}
 
     def keep(self, key: Any, compiled: Any, given: int) -> None:
-        """Store a compiled kernel under `key`, unless it is of an unknown type; `given`: number of positional
-        arguments."""
+        """Store a compiled kernel, unless it is of an unknown type; `given`: number of positional arguments."""
         if type(compiled) is not CompiledKernel:
             return
         if len(self.compiled) >= MOST_VARIANTS:
@@ -190,8 +189,7 @@ def _is_known(kernel: Any) -> bool:
 
 
 def _are_watched(variants: KernelVariants) -> bool:
-    """Return True if a kernel's launches have hooks or kernels are compiled for debugging. Compilation hooks do not
-    count."""
+    """Return True if launches have hooks or kernels are compiled for debugging. Compilation hooks do not count."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return bool(
         variants.hooks

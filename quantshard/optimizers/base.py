@@ -318,8 +318,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it does not
-        fit."""
+        """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it cannot."""
         self._adopt_replaced_parameters()
         self._read_flags()
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)

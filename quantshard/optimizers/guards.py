@@ -25,8 +25,7 @@ MAIN_GRAD = "main_grad"
 """Attribute for a gradient that layers add to, under the name that Megatron and TransformerEngine gave it."""
 
 LARGEST_GRADIENT = 1e19
-"""Largest gradient accepted. The square of a larger one overflows float32, and an infinite second moment would freeze
-the weight."""
+"""Largest gradient accepted. The square of a larger one overflows, and an infinite second moment freezes the weight."""
 
 LARGEST_RATE = 1e30
 """Largest learning rate accepted. An update reaches about 10 learning rates, and weights near 1e38 overflow float32."""
@@ -211,8 +210,7 @@ class GradientFlags:
         return True
 
     def large_gradient(self) -> str:
-        """Return the name of the first parameter with a finite but too large gradient; on all ranks "" if a worse
-        problem exists."""
+        """Return the first parameter with a finite but too large gradient; "" on all ranks if a worse problem exists."""
         is_worst = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
         return self._first(self.table[2]) if is_worst else ""
 
@@ -227,8 +225,7 @@ class GradientFlags:
             )
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise if `most_in_a_row` consecutive steps were skipped, the learning rate was invalid, or only a checkpoint
-        can help."""
+        """Raise if `most_in_a_row` steps in a row were skipped, the rate was invalid, or only a checkpoint can help."""
         in_a_row = int(groups[0]["skipped_in_a_row"])
         worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
         if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):

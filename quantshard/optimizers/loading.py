@@ -26,8 +26,7 @@ SAVED_OPTIONS = "build it with the options that it was saved with (dtypes, maste
 def with_hooks(
     load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
 ) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
-    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does. Pre-hooks can change or replace a
-    copy of the state dict."""
+    """Make a `load_state_dict` run its hooks, as PyTorch's does. Pre-hooks can change or replace a copied argument."""
 
     @wraps(load_state_dict)
     def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:

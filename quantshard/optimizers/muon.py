@@ -258,8 +258,7 @@ class MatrixPlan(StepPlan):
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:
-    """Return this rank's shard of the matrix to orthogonalize, bfloat16. Without a gradient it is zeros, because ranks
-    learn only in this step which gradients others have."""
+    """Return this rank's shard of the matrix to orthogonalize, bfloat16; zeros without a gradient."""
     buffer = item.targets[MOMENTUM_BUFFER].read()
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)

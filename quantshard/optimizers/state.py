@@ -51,8 +51,7 @@ class TensorRegion(NamedTuple):
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
 
     def matrix(self) -> MatrixRegion | None:
-        """Return the region as a rectangle of a matrix; None if it is not one. A vector has one row; further dims than
-        two are flattened into the columns."""
+        """Return the region as part of a matrix, or None. A vector has one row; dims from the second on are the columns."""
         if len(self.shape) < 2:
             return MatrixRegion((1, math.prod(self.global_shape)), (0, sum(self.origin)), (1, math.prod(self.shape)))
         if len(self.shape) > 2 and self.shape[1:] != self.global_shape[1:]:
@@ -159,8 +158,7 @@ class OptimizerState(ABC):
         """Write the local values. `requantization`: result of `measure`."""
 
     def seed(self, values: Tensor) -> None:
-        """Set this master from local float32 values, rounded to nearest, without changing the parameter. A collective
-        call if ranks share blocks."""
+        """Set this master from local float32 values, rounded to nearest. A collective call if ranks share blocks."""
         assign(self, values)
 
 
@@ -203,8 +201,7 @@ class FloatState(OptimizerState):
 
 
 class QuantizedState(OptimizerState):
-    """A state in the components of a format row, with blocks aligned to the global tensor. `nonnegative`: see
-    `StateSpec`."""
+    """A state in the components of a format row, in blocks of the global tensor. `nonnegative`: see `StateSpec`."""
 
     def __init__(self, param: Tensor, spec: QuantSpec, nonnegative: bool = False) -> None:
         self.owner, self.nonnegative = param, nonnegative
@@ -360,8 +357,7 @@ def make_weight(param: Tensor) -> OptimizerState:
 
 
 def initial_master(param: Tensor) -> Tensor:
-    """Return new local float32 values from which a parameter's master starts: its initial values if they were kept
-    (`get_high_precision_init_val`), otherwise the present ones."""
+    """Return new local float32 values of a master: the initial values if they were kept, otherwise the present ones."""
     local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
     if quantized is None:

@@ -95,8 +95,7 @@ class StateAccess(ParameterOptimizer):
 
     @torch.no_grad()
     def seed_master(self, param: Tensor, values: Tensor) -> None:
-        """Set a master from this rank's float32 values, rounded to nearest, without changing the parameter. A
-        collective call for a scaled master of a sharded parameter."""
+        """Set a master from local float32 values, but not its parameter. A collective call if ranks share blocks."""
         self._state_of(param, MASTER).seed(values)
         self._is_assigned = True
 

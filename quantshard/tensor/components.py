@@ -40,8 +40,7 @@ def storage_of(param: Tensor) -> QuantizedStorage:
 
 
 def canonical_name(name: str) -> str:
-    """A module's or parameter's name as in the keys of the model's state dict, without the parts that
-    `checkpoint_wrapper` inserts."""
+    """A name as in the keys of the model's state dict, without the parts that `checkpoint_wrapper` inserts."""
     # only wrappers insert parts that start with an underscore
     return private_torch.without_wrappers(name) if "._" in f".{name}" else name
 

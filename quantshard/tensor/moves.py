@@ -48,8 +48,7 @@ def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 _OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
-"""Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
-and the loading marks of transformers."""
+"""Prefixes of attributes that are not copied: quantshard's, PyTorch's, and the loading marks of transformers."""
 
 _UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
 """Attributes of a parameter on which users have set none."""

@@ -129,8 +129,7 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
 
 
 def non_finite(values: Tensor, origin: tuple[int, int]) -> str:
-    """Describe how many values [R, C] are infinite or NaN and the first of them; "" if all are finite. Waits for the
-    GPU. `origin`: global index of the first value."""
+    """Describe the infinite and NaN values of [R, C], with global indices; "" if there are none. Waits for the GPU."""
     bad = ~torch.isfinite(values)
     if not bad.any():
         return ""

@@ -112,8 +112,7 @@ def _mismatch(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
 def fuse(
     model: nn.Module, mlps: Sequence[GatedMLPChoice], activation_storage: str = HIGH_PRECISION
 ) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
-    """Fuse MLPs and let layers that read the same input share its quantization. Returns what was fused and what was
-    not."""
+    """Fuse MLPs, and let layers share the quantization of their input. Returns what was fused and what was not."""
     storage_note = "" if activation_storage == HIGH_PRECISION else f", gate and up saved as {activation_storage}"
     fused_layers, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
     for entry in mlps:

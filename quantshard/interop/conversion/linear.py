@@ -26,8 +26,7 @@ _COMPILED = "_compiled_call_impl"
 
 
 class _LinearInterface(nn.Linear):
-    """Makes `isinstance(layer, nn.Linear)` true, which PEFT and others check, without creating nn.Linear's
-    parameters."""
+    """Makes `isinstance(layer, nn.Linear)` true, which PEFT and others check, without nn.Linear's parameters."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -79,8 +78,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
 
     @torch.no_grad()
     def take_values(self, weight: Tensor, name: str, keep: bool) -> None:
-        """Quantize these values, on their device, into the weight. `keep`: keep them on the CPU for an optimizer's
-        masters."""
+        """Quantize values, on their device, into the weight. `keep`: keep them on the CPU for the masters."""
         self.leave_meta(weight.device)
         requantize.requantize_([(self.weight, weight.detach())], names=[name])
         if keep:

@@ -90,8 +90,7 @@ def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def transposed_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find transformers' Conv1D layers (GPT-2), which have weights [in_features, out_features] and are not
-    converted."""
+    """Find transformers' Conv1D layers (GPT-2), whose weights are [in_features, out_features]."""
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
 
 

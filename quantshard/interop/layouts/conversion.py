@@ -46,9 +46,7 @@ def our_rows(runs: list[RowRun]) -> Tensor:
 
 
 def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each tensor of a quantized weight [rows, cols], keyed by the name that replaces
-    "weight".
-    """
+    """Return dtype and shape of a weight's tensors, keyed by the name that replaces "weight"."""
     assert layout.element is not None
     codes_per_byte = 8 // layout.element.bits
     block_cols = min(layout.block[1], cols)

@@ -91,8 +91,7 @@ def write_safetensors(
 
 
 def companions(folder: Path, *names: str) -> list[Path]:
-    """List files that belong to a model's weights (tokenizer, chat templates, generation settings) and files that match
-    `names`."""
+    """List files that belong to a model's weights (tokenizer, generation settings), and files that match `names`."""
     patterns = (*names, *_COMPANIONS)
     return [path for path in sorted(folder.iterdir()) if any(fnmatchcase(path.name, name) for name in patterns)
             and (path.is_symlink() or not path.is_dir())]  # fmt: skip

@@ -36,8 +36,7 @@ BATCH_BYTES: Final = 2**28
 """Size in float32 of the weights that all ranks quantize together. A batch has at least one weight."""
 
 _SKIPPED: Final = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale")
-"""Suffixes of tensors that are not part of a weight and are ignored: rotary embedding tables, and scales of activations
-and the KV cache."""
+"""Suffixes of tensors that are ignored: rotary embedding tables, and scales of activations and the KV cache."""
 
 
 @dataclass
@@ -143,8 +142,7 @@ class _ParameterSlices:
 
 
 class _LayoutLoader:
-    """Locates each parameter in the headers of the files, with the same result on all ranks, then reads and writes
-    them."""
+    """Locates each parameter in the headers of the files, alike on all ranks, then reads and writes them."""
 
     def __init__(self, path: Path, model: nn.Module, names: Names | None, config: Mapping[str, Any] | None) -> None:
         has_config = config is not None
@@ -242,8 +240,7 @@ class _LayoutLoader:
         return None
 
     def _scales(self, item: _ParameterSlices, start: int, stop: int) -> Tensor:
-        """Read the scales of our rows start...stop - 1: [rows, external blocks per row], in the encoding's storage
-        dtype."""
+        """Read the scales of our rows start...stop - 1, as stored: [rows, external blocks per row]."""
         assert self.layout is not None
         layout, scales = self.layout, []
         height = layout.block[0]

@@ -117,8 +117,7 @@ def _llama() -> Names:
 
 
 LLAMA: Final = _llama()
-"""Names of Llama, Qwen3 and similar models in transformers, for models of `TransformerLayer` with RMSNorm and
-swiglu."""
+"""Names of Llama, Qwen3 and similar models in transformers, for `TransformerLayer` with RMSNorm and swiglu."""
 
 IDENTITY: Final = Names({}, identity=True)
 """Map for a model that uses the files' own names, such as a transformers model after `quantshard.convert`."""

@@ -32,8 +32,7 @@ from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
-"""Matches the weights that a quantized layout quantizes if the checkpoint is in high precision. Embeddings, norms and
-the output head stay in high precision."""
+"""Matches the weights that are quantized from a checkpoint in high precision: not embeddings, norms and the head."""
 
 MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
 
@@ -354,8 +353,7 @@ class _ExportPlan:
         return self.source.values
 
     def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
-        """Return why a weight cannot be written exactly, or None if it can. Reads only scales, because codes are
-        large."""
+        """Return why a weight cannot be written exactly, or None. Reads only scales, because codes are large."""
         spec = None if weight.tag is None else table.spec_of_tag(weight.tag)
         verdict = table.verdict(spec, self.layout, self.source.input_amax(weight.name) is not None)
         if verdict.kind == UNDEFINED:

@@ -41,8 +41,7 @@ from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 _MODEL, _STATE = "model.", "optimizer.state."
 
 _FAR = 0.5
-"""Largest plausible distance between a weight and its master, relative to the master's norm. Four bits give about 0.1;
-an unrelated weight gives 1.4."""
+"""Largest plausible distance of a weight from its master, relative to its norm: four bits give 0.1, another weight 1.4."""
 
 
 @dataclass
@@ -299,8 +298,7 @@ class _CheckpointConverter:
         return numerics.dequantize(copy, parts, (group.shape[0], group.shape[1]))
 
     def _settings(self) -> dict[str, Any]:
-        """Convert TransformerEngine's settings to our groups. All parameters in one of our groups must have the same
-        settings."""
+        """Convert TransformerEngine's settings to our groups, in each of which all parameters must have the same."""
         source_settings, entries = self.source.settings(self.own_names), dict[str, Any]()
         for _, name, group in self.like.parameters:
             for setting in SETTINGS:
@@ -356,8 +354,7 @@ class _CheckpointConverter:
 
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Build a state dict from entries by path. Numbers in a path are dict keys, except that the optimizer's groups are
-    a list."""
+    """Build a state dict from entries by path. Numbers are dict keys, except that the optimizer's groups are a list."""
     root: dict[Any, Any] = {"model": {}, EXTRA: {}}
     for path, value in made.items():
         node = root
@@ -377,8 +374,7 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _plain_setting(value: Any) -> Any:
-    """Convert a setting to the type our groups use. With `capturable`, TransformerEngine stores some settings as
-    tensors."""
+    """Convert a setting to our groups' type. With `capturable`, TransformerEngine stores tensors."""
     plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return tuple(plain) if isinstance(plain, list) else plain
 
@@ -392,8 +388,7 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _scaling_of(fmt: Format) -> Scaling:
-    """Return the scaling of the first named recipe with weights in this format; without powers of two if there is
-    none."""
+    """Return the scaling of the first named recipe with this weight format; without powers of two if there is none."""
     specs = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
     match = next((spec for spec in specs if spec is not None and spec.format == fmt), None)
     return Scaling(power_of_two=False) if match is None else Scaling(power_of_two=match.scaling.power_of_two)

@@ -172,9 +172,7 @@ class TransformerEngineCheckpoint:
         return list(members)
 
     def numbered(self, own: list[str]) -> dict[str, str]:
-        """Map state numbers to parameter names, by the groups' names or otherwise by the model's order. Empty: not
-        numbered.
-        """
+        """Map state numbers to names, by the groups' names or the model's order. Empty: not numbered."""
         groups = [(self._members(group), self._groups[group].get("param_names")) for group in self._groups]
         numbers = [str(member) for members, _ in groups for member in members or ()]
         if not numbers or not all(number.isdigit() for number in numbers):

@@ -32,8 +32,7 @@ from quantshard.kernels.tables import DeviceTable, lasting_table
 
 
 class GroupedGemmConfig(NamedTuple):
-    """Tile of a program: rows and columns of the result, length of a step along the summed dim, warps, and pipeline
-    stages."""
+    """Tile of a program: rows and columns of the result, length of a step along the summed dim; warps, stages."""
 
     rows: int
     cols: int
@@ -53,8 +52,7 @@ WEIGHTS_LAUNCH: Final = {
     128: GroupedGemmConfig(128, 64, 64, 4, 3),
     32: GroupedGemmConfig(64, 128, 32, 4, 4),
 }
-"""Launch configs by the number of elements under one scale, a multiple of `summed`; 0: one scale for an expert. The
-fastest of several on an H200."""
+"""Launch configs, tuned on an H200, by elements under one scale, a multiple of `summed`; 0: one scale for an expert."""
 
 
 @triton.jit

@@ -156,8 +156,7 @@ def plan_epilogue(
 def _plan_measurement(
     outputs: KernelOutputs, beside: KernelOutputs | None, like: Tensor, backward: bool
 ) -> EpilogueLaunch:
-    """`plan_epilogue` if amaxes of blocks are requested, for these results, for the kernel's other results, or for
-    both."""
+    """`plan_epilogue` if amaxes of blocks are requested for these results, for the kernel's other results, or both."""
     _, _, high, amax, nan_flag, sums, measured = outputs
     request = measured or (beside and beside.measured)
     assert request, "nothing is measured"

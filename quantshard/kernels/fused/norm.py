@@ -332,8 +332,7 @@ class RowTiling(NamedTuple):
 
 @lru_cache(maxsize=64)
 def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
-    """Return the layout for kernels that read rows of `size` elements; a program has at least 4096 elements, in one or
-    more rows."""
+    """Return the layout for rows of `size` elements; a program has one row, or more up to 4096 elements."""
     piece = min(max(triton.next_power_of_2(size), 16), longest)
     rows = max(1, 4096 // piece)
     return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))

@@ -24,8 +24,7 @@ from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 
 LEAST_HEADS, MOST_HEADS = 8, 32
-"""The fewest and the most heads of a token in one program, if the token has as many. The program loads the token's
-cosines and sines once for all of them."""
+"""The fewest and the most heads of a token in one program, which loads their cosines and sines once."""
 
 
 @triton.jit

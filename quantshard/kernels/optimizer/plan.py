@@ -303,8 +303,7 @@ class StepLaunchPlan:
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Views of the step's table: gradients, groups, decays (two betas, averages), bias correction flags,
-        settings."""
+        """The step's table: gradients, groups, decays (two betas, averages), bias correction flags, settings."""
         gradients = len(self.parameters) * ks.GRADIENT_COLUMNS.value
         sizes = (gradients, self.rows * ks.GROUP_COLUMNS.value, self.rows * 3, self.rows)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])

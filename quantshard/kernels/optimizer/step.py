@@ -131,8 +131,7 @@ def step_kernel(
 def momentum_kernel(
     entries, entry_of_program, gradients, settings, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Write the matrices to orthogonalize, as bfloat16 rounded to nearest even, into the buffers that the step reads
-    after orthogonalization. States do not change."""
+    """Write the matrices to orthogonalize, bfloat16, into the buffers that the step reads. States do not change."""
     FIRST: tl.constexpr = CONFIG.state1
     ROWS: tl.constexpr = CONFIG.rows
     entry = entries + tl.load(entry_of_program + tl.program_id(0)) * ks.COLUMNS
@@ -322,8 +321,7 @@ def update_high(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.
 
 @triton.jit
 def requantize_kernel(entries, entry_of_program, gradients, skip, CONFIG: tl.constexpr, REDO: tl.constexpr):
-    """Quantize weights from their float32 masters. REDO: only weights with the redo flag set; several programs for
-    each."""
+    """Quantize weights from their float32 masters. REDO: only flagged weights, with several programs for each."""
     if skip is not None:
         if tl.load(skip) != 0:
             return

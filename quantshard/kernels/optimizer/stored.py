@@ -39,8 +39,7 @@ class MatrixRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A contiguous tensor with the rectangle's elements: float32, bfloat16 or float16; int16 for a remainder; uint8 for
-    the low bytes of a `SPLIT` master."""
+    """A contiguous tensor: float32, bfloat16 or float16; int16 remainders; uint8 low bytes of a `SPLIT` master."""
 
     tensor: Tensor
     kind: StateKind = StateKind.PLAIN

@@ -154,8 +154,7 @@ def _sums_of_finite(
     first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Sums over values that are finite before and after quantization: squares of values and errors; counts of the other
-    values, and of values that saturate and became zero."""
+    """Sums of squares of finite values and their errors; counts of other values, of saturated and of new zeros."""
     signal, excluded = tl.zeros((), tl.float32), tl.zeros((), tl.float64)
     noise, saturated, zeros = signal, excluded, excluded
     for step in range(steps):
@@ -204,8 +203,7 @@ def _values_of_tile(row, col, values, where, TURNED: tl.constexpr, H: tl.constex
 
 @triton.jit
 def _values_of_program(first, col, values, where, steps, TURNED: tl.constexpr, H: tl.constexpr):
-    """Bits of the largest finite magnitude in a program's tiles, and counts of nonfinite and of finite nonzero
-    values."""
+    """Bits of a program's largest finite magnitude, and counts of nonfinite and of finite nonzero values."""
     top, nonfinite = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
     nonzeros = nonfinite
     for step in range(steps):

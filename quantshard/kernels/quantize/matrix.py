@@ -192,8 +192,7 @@ def hadamard_signs(columns):
 
 @triton.jit
 def _amaxes(values, x, out, H: tl.constexpr):
-    """Amaxes of the blocks of a tile x of `values`, in register order. If the caller passed amaxes or multipliers the
-    result is unused, and x stands in for it."""
+    """Amaxes of the blocks of a tile x of `values`, in register order; x itself, unused, if the caller passed them."""
     ROWS: tl.constexpr = H.cols if H.transposed else H.rows
     COLS: tl.constexpr = H.rows if H.transposed else H.cols
     BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -350,8 +349,7 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 
 @triton.jit
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """Store codes [ROWS, COLS] at local rows i, from a local column on; 4-bit codes are packed. If H.decoded, store
-    values."""
+    """Store codes [ROWS, COLS], packed if of 4 bits, or values if H.decoded, at local rows i, from column `col` on."""
     ptr, rows, elements, cols = to
     if not H.decoded:  # PyTorch's dtypes of codes are bytes
         ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
