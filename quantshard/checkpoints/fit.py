@@ -191,8 +191,6 @@ def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[s
     return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]
 
 
-# Tied weights
-
 _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
 """Key suffixes of the entries that determine a weight's values."""
 

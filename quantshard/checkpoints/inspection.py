@@ -157,9 +157,6 @@ def _object_keys(reader: SafeReader) -> list[str]:
     return sorted(key for key, entry in reader.entries.items() if isinstance(entry, BytesStorageMetadata))
 
 
-# Verification
-
-
 @dataclass(frozen=True)
 class Verification:
     """The result of `verify`.
@@ -220,9 +217,6 @@ def verify(path: Path_) -> Verification:
     num_quantized = sum(group.format is not None for group in tensors)
     counts = len(tensors), num_quantized, len(object_keys), sum(sizes)
     return Verification(str(path), checksums, *counts, tuple(problems))
-
-
-# Tensors
 
 
 @dataclass(frozen=True)
@@ -328,9 +322,6 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
         if isinstance(entry, TensorStorageMetadata):
             total += entry.size.numel() * entry.properties.dtype.itemsize
     return total
-
-
-# Data
 
 
 def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:

@@ -147,9 +147,6 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
     return plan
 
 
-# Reading
-
-
 def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
     """Verify this rank's share of a checkpoint's files, and read the formats of its quantized weights."""
     reader = SafeReader(request.path)
@@ -159,9 +156,6 @@ def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
     names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
     tag_keys = [key for key in names if getattr(entries.get(key), "size", None) == _TAG_SIZE]
     return reader, {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
-
-
-# Planning
 
 
 def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str, str]) -> LoadPlan:
@@ -227,9 +221,6 @@ def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any])
         if not key.startswith(optimizer_states.GROUPS) or key.split(".", 3)[3] not in PARAMETER_ENTRIES
     }
     return {*objects}, settings
-
-
-# Applying
 
 
 def _apply(plan: LoadPlan) -> dict[str, Any]:

@@ -131,9 +131,6 @@ def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
         ) from error
 
 
-# Reader
-
-
 def empty(entry: STORAGE_TYPES) -> Tensor | None:
     """A CPU tensor to read an entry into, or None for an object."""
     if isinstance(entry, TensorStorageMetadata):

@@ -106,9 +106,6 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
         raise kind(commit.save_failure(writer.target.path, error)) from error
 
 
-# The caller's entries
-
-
 def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries as they will be read: live tensors, and copies of everything else.
 

@@ -210,7 +210,7 @@ class GradientFlags:
         return True
 
     def large_gradient(self) -> str:
-        """Return the first parameter with a finite but too large gradient; "" on all ranks if a worse problem exists."""
+        """Return the first parameter with a finite but too large gradient; "" on all ranks after a worse problem."""
         is_worst = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
         return self._first(self.table[2]) if is_worst else ""
 

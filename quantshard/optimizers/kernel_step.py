@@ -159,9 +159,6 @@ class ParameterStep:
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
 
 
-# In kernels -------------------------------------------------------------------------------------------------------
-
-
 class _DevicePlan(NamedTuple):
     """The launch plan of one device, the indices of its parameters, and their amaxes that ranks share, by index."""
 

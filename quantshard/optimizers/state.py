@@ -51,7 +51,7 @@ class TensorRegion(NamedTuple):
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
 
     def matrix(self) -> MatrixRegion | None:
-        """Return the region as part of a matrix, or None. A vector has one row; dims from the second on are the columns."""
+        """Return the region as part of a matrix, or None. A vector has one row; later dims are columns."""
         if len(self.shape) < 2:
             return MatrixRegion((1, math.prod(self.global_shape)), (0, sum(self.origin)), (1, math.prod(self.shape)))
         if len(self.shape) > 2 and self.shape[1:] != self.global_shape[1:]:

@@ -30,8 +30,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 
 
-# Regular files
-
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 """Target of a link in the Hugging Face cache: from snapshots/REVISION/FILE to blobs/HASH."""
 
@@ -75,9 +73,6 @@ def _blob(place: str) -> str | None:
         return None
     blobs = os.path.join(os.path.dirname(snapshots), "blobs")
     return None if os.path.islink(blobs) else os.path.join(blobs, match[1])
-
-
-# Stores
 
 
 class LocalStore(FileSystem):
@@ -342,9 +337,6 @@ def _local_path(path: Path_) -> str | None:
     # pathlib turns s3://bucket into s3:/bucket
     is_url = re.match(r"[a-z][a-z0-9+.-]+:/", text) if isinstance(path, PurePath) else "://" in text
     return None if is_url else text
-
-
-# Progress in bytes
 
 
 _watches: list[Any] = []

@@ -160,9 +160,6 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
     return ""
 
 
-# Gated MLPs
-
-
 class _GatedLayers(Protocol):
     gate_proj: ConvertedLinear
     up_proj: ConvertedLinear

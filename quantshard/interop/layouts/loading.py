@@ -206,8 +206,6 @@ class _LayoutLoader:
         self.taken |= expected.keys()
         return is_quantized
 
-    # Selection of copies --------------------------------------------------------------------------------------------
-
     def judge(self, lossy: bool) -> None:
         """Determine which weights cannot be copied, from the scales of the local shards; all ranks agree."""
         reasons = agreement.run_on_all_ranks(lambda: {item.name: self._why_not(item) for item in self.items})
@@ -270,8 +268,6 @@ class _LayoutLoader:
         if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
             raise InexactConversionError("its parts have different second scales")
         return amaxes[0]
-
-    # Writing ---------------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Copy weights, then quantize the others in batches. A collective call."""

@@ -72,8 +72,6 @@ class CheckpointModel:
         }
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
-    # Contents ---------------------------------------------------------------------------------------------------------
-
     def _weights(self) -> dict[str, CheckpointWeight]:
         weights = {}
         groups = {group.name: group for group in inspection.groups(self._reader)}
@@ -98,8 +96,6 @@ class CheckpointModel:
     def has_average(self, name: str) -> bool:
         """Return whether the optimizer kept an average of this weight and recorded its name."""
         return self._states.get(name, "") + AVERAGE in self._stored
-
-    # Reading ---------------------------------------------------------------------------------------------------------
 
     def parts(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
         """Return a weight's tensors by component name ("" in high precision). Those of the last weight stay cached."""

@@ -260,8 +260,6 @@ def _mxfp8(ignore: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The table
-
 LAYOUTS: Final[dict[str, Layout]] = {}
 """All layouts by name; within a family, coarser blocks come first."""
 

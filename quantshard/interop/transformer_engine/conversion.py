@@ -41,7 +41,7 @@ from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 _MODEL, _STATE = "model.", "optimizer.state."
 
 _FAR = 0.5
-"""Largest plausible distance of a weight from its master, relative to its norm: four bits give 0.1, another weight 1.4."""
+"""Largest plausible distance of a weight from its master, in norms of it: four bits give 0.1, another weight 1.4."""
 
 
 @dataclass
@@ -148,8 +148,6 @@ class _CheckpointConverter:
             "zero_centered": None if like is None else like.zero_centered,
         }
 
-    # The model ------------------------------------------------------------------------------------------------------
-
     def _check_same_model(self) -> None:
         like, source = self.like, self.source
         names = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
@@ -235,8 +233,6 @@ class _CheckpointConverter:
         else:
             self.report.exact.append(name)
 
-    # The optimizer --------------------------------------------------------------------------------------------------
-
     def _stored_state(self, name: str, role: str) -> Tensor | None:
         """Read a state as stored. FusedAdam's `state_dict` converts all states to float32 except master remainders."""
         key, source = self.states.get(name, {}).get(role), self.source
@@ -317,8 +313,6 @@ class _CheckpointConverter:
             if f"{group}.step" not in entries:
                 raise CheckpointError(f"{self.source.path}: its optimizer has no step; it was saved before the first")
         return entries
-
-    # Other entries --------------------------------------------------------------------------------------------------
 
     def _copy_own(self) -> None:
         """Take the remaining entries from --like, because TransformerEngine does not save them."""

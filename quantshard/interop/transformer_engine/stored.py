@@ -110,8 +110,6 @@ class TransformerEngineCheckpoint:
             return self.reader.value(key)
         return values_of(self.pieces(key), self.size(key))
 
-    # The optimizer --------------------------------------------------------------------------------------------------
-
     @cached_property
     def has_optimizer(self) -> bool:
         return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)

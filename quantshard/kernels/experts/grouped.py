@@ -93,9 +93,6 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
     tl.store(sums + tl.program_id(0).to(tl.int64) * cols + j, total, mask=j < cols)
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
     """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows, NaN if there is a
     NaN.

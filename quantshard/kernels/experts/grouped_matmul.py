@@ -181,9 +181,6 @@ def weights_by_blocks_kernel(
     tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 class EncodedRows(NamedTuple):
     """8-bit codes of rows, uint8 [R, C], contiguous, with their scales and encoding.
 

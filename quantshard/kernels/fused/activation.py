@@ -202,9 +202,6 @@ def deliver_kernel(
 writes(deliver_kernel, "outs.*", "other_outs.*")
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 def function(activation: str, up: Tensor | None) -> str:
     """Return the function of the gate, after asserting that `up` is present exactly for gated activations."""
     assert activation in GATED or activation in PLAIN, activation

@@ -101,9 +101,6 @@ def deliver(
         emit(x, row, col, where, out, words, other_where, other_out, other_words, dtype, H, T)
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 TILE: Final = TileShape(32, 256)
 """The tile of a kernel that does not quantize."""
 

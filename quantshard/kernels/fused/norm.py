@@ -67,9 +67,6 @@ def depth(n: int) -> int:
     return 32 + 10 + -(n // -LONGEST_CENTERED)
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
-
-
 @triton.jit
 def load_row(ptr, j, size):
     """Load a vector as float32 at columns j; zero outside."""
@@ -174,9 +171,6 @@ def normalize_kernel(
 
 
 writes(normalize_kernel, "out", "other_out")
-
-
-# ------------------------------------------------------------------------------------------------------------ backward
 
 
 @triton.jit
@@ -301,9 +295,6 @@ def backward_pieces_kernel(
 
 
 writes(backward_pieces_kernel, "dx_ptr", "dgamma_ptr", "dbeta_ptr")
-
-
-# ------------------------------------------------------------------------------------------------------------- launch
 
 
 class NormStatistics(NamedTuple):

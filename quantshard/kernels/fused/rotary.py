@@ -80,9 +80,6 @@ def rotate_kernel(
 writes(rotate_kernel, "out_ptr")
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 class RotaryTiling(NamedTuple):
     """A program's part of a token: heads, planes per head, unrotated features (all powers of two), and warps."""
 

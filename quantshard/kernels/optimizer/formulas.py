@@ -58,7 +58,7 @@ def quotient_by_root(a, b, c):
 
 @triton.jit
 def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUND: tl.constexpr):
-    """One step of `numerics.adam.adam`: new master, exp_avg, exp_avg_sq; zero outside. BOUND: a `numerics.adam.Bound`."""
+    """One step of `numerics.adam.adam`: new master, exp_avg, exp_avg_sq; zero outside. BOUND: an `adam.Bound`."""
     lr, beta1, rest1 = tl.load(settings + LR), tl.load(settings + BETA1), tl.load(settings + REST1)
     beta2, rest2 = tl.load(settings + BETA2), tl.load(settings + REST2)
     correction1, correction2 = tl.load(settings + CORRECTION1), tl.load(settings + CORRECTION2)

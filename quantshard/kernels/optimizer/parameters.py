@@ -54,9 +54,6 @@ def _is_float32(state: StoredTensor | None) -> bool:
     return isinstance(state, PlainTensor) and state.tensor.dtype is torch.float32
 
 
-# ------------------------------------------------------------------------------------------------------------ constants
-
-
 ABSENT = ks.StateConfig(StateKind.ABSENT.value)
 
 
@@ -183,8 +180,6 @@ def is_aligned(p: StepParameter) -> bool:
     lengths = (p.rectangle.shape[1], p.rectangle.origin[1])
     return all(n % 16 == 0 for n in lengths) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
-
-# ------------------------------------------------------------------------------------------------------------- amaxes
 
 USED, REDO = "used", "redo"
 """Delayed scaling: the amax that sets the scale; whether to quantize again."""

@@ -214,9 +214,6 @@ def blocks_at(tile, region, stride, STATE: tl.constexpr, CONFIG: tl.constexpr):
     return i[:, None] * stride.to(tl.int32) + j[None, :], inside_rows[:, None] & inside_cols[None, :]
 
 
-# --------------------------------------------------------------------------------------------------------------- states
-
-
 @triton.jit
 def expand(blocks, STATE: tl.constexpr, CONFIG: tl.constexpr):
     return ql.expand(blocks, CONFIG.rows, CONFIG.cols, STATE.rows, STATE.cols)

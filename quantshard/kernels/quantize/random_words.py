@@ -109,9 +109,6 @@ def key_of(part: tl.constexpr, first, second, third):
     return first if part == 0 else (second if part == 1 else third)
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
-
-
 KEYS: Final = 3
 """The most matrices with random words in one launch: queries, keys and values."""
 NO_KEY: Final = (0, 0, 0)
