@@ -12,7 +12,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Orientation, Role
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import ceil_div, whole
-from quantshard.tensor import dtensor_offsets
 from quantshard.tensor import storage as storages
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -195,13 +194,6 @@ def test_cuts_that_are_not_those_of_the_mesh(dims):
     piece = pieces_of(whole((64, 64)), 0, 2)[0]
     with pytest.raises(ConfigurationError, match=r"\(64, 64\).*was cut along dims \[0\]"):
         sharding.whole_axes(piece, MXFP8_32X32.by_name["scale_inv"], dims)
-
-
-@given(size=sizes, world=worlds)
-def test_chunks_of_an_extent_are_those_of_torch_chunk(size, world):
-    chunks = [(int(c[0]) + 3, int(c[-1]) + 4) for c in torch.arange(size).chunk(world)]
-    found = [dtensor_offsets.chunk_of((3, size + 3), index, world) for index in range(world)]
-    assert found == chunks + [(size + 3, size + 3)] * (world - len(chunks))
 
 
 @every_format

@@ -1,9 +1,8 @@
 """Conversions of a load into another recipe: weights are quantized again, from the checkpoint's masters if possible.
 
-A weight whose format differs becomes the nearest quantization of its float32 master, bit-identical to the result of one
-process, whatever meshes the checkpoint was written and loaded on. Each rank reads its own shards in batches of
-`BATCH_ELEMENTS` float32 values; if masters change their kind, it holds the values of all of them. Optimizer states that
-this optimizer stores in another dtype are rounded to nearest.
+A weight becomes the nearest quantization of its float32 master, bit-identical on all meshes. Each rank reads its own
+shards in batches; if masters change their kind, it holds the values of all of them. Optimizer states that this
+optimizer stores in another dtype are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -257,10 +256,7 @@ def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
 def stored_values(
     param: Tensor, key: str, dtype: torch.dtype, spec: QuantSpec | None, tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
-    """Add the tensors to read for a tensor of a parameter's shape under `key`, plain or of `spec`, to `tensors`.
-
-    Returns a function that computes this rank's float32 values from the tensors that were read.
-    """
+    """Add the tensors to read for `key`, plain or of `spec`. Returns a function of this rank's float32 values."""
     if spec is not None:
         return _codes_of(param, key, spec, tensors).dequantize
     plain = tensors[key] = components.zeros_like(param, dtype)

@@ -43,10 +43,7 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
 
 
 def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
-    """The keys of group entries of others, e.g. a scheduler, that keep their value because the checkpoint lacks them.
-
-    `own_seed`: also keep the optimizer's rounding seed, if the checkpoint has none.
-    """
+    """Keys of group entries of others, e.g. a scheduler, that the checkpoint lacks. `own_seed`: include the seed."""
     if optimizer is None:
         return set()
     required = {"params", *own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())

@@ -1,7 +1,6 @@
 """Loads a state dict that only rank 0 has: describe and check it, then broadcast, shard and load it.
 
-PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` copies codes into a sharded weight without their scales,
-which quantshard rejects. Here the state dict determines which tensors are sent.
+PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` copies codes into a sharded weight without their scales.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Inspection and verification of one checkpoint: what `quantshard inspect` and `quantshard verify` show.
-
-A row per tensor has its format, shape, bytes, scales, and statistics of the codes. The entry `X_format` marks a
-quantized weight, and a scale a blockwise optimizer state. Data is read one chunk at a time.
-"""
+"""Inspection and verification of one checkpoint: what `quantshard inspect` and `quantshard verify` show."""
 
 from __future__ import annotations
 

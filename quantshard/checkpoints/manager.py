@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, rank_states, saving
-from quantshard.checkpoints.disk import agreement, commit, dcp_errors, manifest
+from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import DamagedError
 from quantshard.checkpoints.disk.ownership import Ownership
@@ -126,7 +126,7 @@ class Manager:
             self._owner = Ownership(self._store, self._folder)
             commit.clean(self._folder)
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be made or locked: {dcp_errors.words(error)}") from error
+            raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.reason(error)}") from error
 
     def path(self, step: int) -> str:
         """The path of a step's checkpoint, whether it exists or not."""
@@ -343,10 +343,7 @@ def _held_bytes(state: Any) -> int:
 
 
 class BackgroundSaver:
-    """Copies states to host memory, and writes the copies in a thread.
-
-    The memory is pinned if there is a GPU, and reused by the next copy, so the previous copy must be written before.
-    """
+    """Copies states to host memory, pinned with a GPU and reused by the next copy, and writes them in a thread."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.thread = group, ThreadPoolExecutor(1, "checkpoint")
@@ -425,4 +422,4 @@ def remove(path: Path_) -> None:
             return
         commit.remove_folder(store, store_path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be removed: {dcp_errors.words(error)}") from error
+        raise CheckpointError(f"{path} could not be removed: {agreement.reason(error)}") from error

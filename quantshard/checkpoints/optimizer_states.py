@@ -1,11 +1,8 @@
 """The optimizer's part of a checkpoint: what is saved, and the state dict that a load writes into.
 
-A stock `torch.optim` optimizer creates a parameter's states in its first step, so a new optimizer has no states to load
-into. They are created here for the parameters that have states in the checkpoint, by a step with zero gradients on a
-zero parameter that stands for the model's.
-
-PyTorch's optimizers number their parameters, separately on each rank. Under expert parallelism a checkpoint uses the
-numbers of one process that holds all experts (`ParameterNumbers`), so it does not depend on how they were distributed.
+A stock `torch.optim` optimizer creates states in its first step. For a load they are created here, by a step with zero
+gradients on a zero parameter that stands for the model's. Under expert parallelism, a checkpoint numbers parameters as
+one process with all experts would (`ParameterNumbers`).
 """
 
 from __future__ import annotations
@@ -77,10 +74,7 @@ def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, A
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load, with states for the parameters that the checkpoint has.
-
-    A collective call if the optimizer's step on sharded parameters is one.
-    """
+    """The optimizer's state dict to load into, with all states that the checkpoint has. Can be a collective call."""
     # unlike `state_dict`, `state_dict_to_fill` does not raise after bad steps, since a load repairs them
     state: dict[str, Any] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)()
     _add_entries_of_others(state["param_groups"], stored, own_settings(optimizer))
@@ -205,11 +199,10 @@ class ParameterNumbers:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
-        """The numbers for a model and its optimizer; None without expert parallelism.
+        """The numbers for a model and its optimizer, without communication; None without expert parallelism.
 
-        A layer knows its number of experts and holds its local experts in global order, so no communication is needed.
-        Refused are optimizers that create their states in the first step, parameters that are not the model's, and
-        experts of a layer that are not in one group, in the order of one process.
+        Raises for optimizers that create their states in the first step, parameters of another model, and experts of a
+        of a layer that are not in one group, in the order of one process.
         """
         layers = expert_layers(model)
         if not layers:

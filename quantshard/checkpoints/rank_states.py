@@ -1,7 +1,6 @@
-"""States that each rank has on its own: the states of random generators, and of the objects of `Manager(state=)`.
+"""States of single ranks: of random generators, and of the objects of `Manager(state=)`.
 
-Each state is one uint8 tensor that holds a torch.save file, stored under `ranks.RANK.NAME`, so DCP and `load` read it
-without executing code.
+Each is a uint8 tensor that holds a torch.save file, under `ranks.RANK.NAME`; reading it executes no code.
 """
 
 from __future__ import annotations

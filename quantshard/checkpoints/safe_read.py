@@ -1,8 +1,7 @@
 """Reads the entries of checkpoints that anyone can have written: no code in a file runs, and sizes are bounded.
 
 Tensors and objects are `torch.save` archives, which `torch.load(weights_only=True)` reads after a check that no record
-expands. `manifest` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
-checksums of the manifest only.
+expands. Damaged bytes are detected by the checksums of the manifest only.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from quantshard import private_torch
-from quantshard.checkpoints.disk import agreement, dcp_errors, manifest
+from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import METADATA_FILE, DamagedError, read_metadata
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, locate, report_transfer, why
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable
@@ -200,17 +199,17 @@ class SafeReader(FileSystemReader):
         try:
             private_torch.load_checkpoint(state, storage_reader=self, planner=planner, no_dist=is_local)
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            dcp_errors.raise_interrupt(error, 0 if is_local else agreement.rank())
+            agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
             raise self._load_error(error) from error
         state.update(self.objects)
         self.objects.clear()
 
     def _load_error(self, error: BaseException) -> CheckpointError:
-        reason = dcp_errors.words(error)
+        reason = agreement.reason(error)
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
             return CheckpointError(f"{self.path} cannot be read, because memory is exhausted: {reason}")
-        if dcp_errors.is_loss_of_a_rank(error):
+        if agreement.is_loss_of_a_rank(error):
             return LostRankError(f"{self.path} could not be read: another rank exited or never joined: {reason}")
         return DamagedError(
             f"{self.path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.disk import agreement, commit, dcp_errors
+from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
@@ -101,8 +101,8 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
             state, storage_writer=writer, planner=ExtraSavePlanner(), process_group=group, no_dist=alone
         )
     except (CheckpointException, OSError, RuntimeError) as error:  # RuntimeError: a rank is gone
-        dcp_errors.raise_interrupt(error, 0 if alone else dist.get_rank(group))
-        kind = LostRankError if dcp_errors.is_loss_of_a_rank(error) else CheckpointError
+        agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
+        kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
         raise kind(commit.save_failure(writer.target.path, error)) from error
 
 

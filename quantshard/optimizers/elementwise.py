@@ -1,8 +1,7 @@
 """Optimizers whose update is an elementwise formula: everything but the formula; and Adam's update rule.
 
-In a step all ranks first agree, in one flat collective, on the amaxes of shared blocks and on whether any gradient is
-missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
-once to write, so that no copy of the model is needed in between.
+In a step all ranks first agree, in one flat collective, on the amaxes of shared blocks and on the gradient flags
+(`guards.GradientFlags`). Parameters with shared blocks are computed twice, to measure and to write, without a copy.
 """
 
 from __future__ import annotations

@@ -36,11 +36,7 @@ master that the previous update made infinite or NaN, or an invalid learning rat
 
 
 def gradient_parts(param: Tensor, decoupled: bool = True) -> list[Tensor]:
-    """Return the tensors whose sum is a parameter's gradient: its `decoupled_grad` if it has one, otherwise its `grad`
-    and the `main_grad` that layers with `fuse_wgrad_accumulation` add to.
-
-    `decoupled`: whether to look for a `decoupled_grad`.
-    """
+    """The tensors whose sum is a gradient: `decoupled_grad`, if wanted and set, else `grad` and `main_grad`."""
     if decoupled and (decoupled_grad := getattr(param, DECOUPLED_GRAD, None)) is not None:
         return [decoupled_grad]
     grad, main_grad = param.grad, getattr(param, MAIN_GRAD, None)

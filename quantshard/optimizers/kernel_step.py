@@ -1,11 +1,8 @@
 """One parameter's part of an optimizer step: in PyTorch, or in multi-tensor kernels for many parameters at once.
 
-The tables of `KernelStep` hold the addresses of all tensors, which it keeps alive. `ParameterStep` handles what the
-kernels do not support: formulas of users, gradients other than float32, bfloat16 and float16, tensors that are not
-contiguous, and shards with more than two dims that are cut along another dim than the first.
-
-Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
-share blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
+Kernels need gradients in float32, bfloat16 or float16, contiguous tensors, and shards that are parts of a matrix. They
+write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks share
+blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class GroupSettings:
 
 
 class ParameterStep:
-    """One parameter's part of a step: set the inputs, call `measure`, run the reduction, then call `finish`.
+    """One parameter's part of a step: set `grad`, `group` and `seed`, call `measure`, run the reduction, call `finish`.
 
     Args:
         states: the parameter's states by role, including the parameter itself as `WEIGHT`.
@@ -66,7 +63,6 @@ class ParameterStep:
         source: the state that the formula reads as master: a master, or the weight.
         targets: the states to write, by role, including the weight unless its master writes it.
         streams: stream number of each role's random bits, and whether the two halves of each number are swapped.
-        grad, group, seed: inputs of a step. Without a seed nothing is rounded stochastically.
     """
 
     group: GroupSettings
@@ -170,8 +166,7 @@ class _DevicePlan(NamedTuple):
 class KernelStep:
     """The parameters of an optimizer that kernels update, unless `enabled` is False.
 
-    Each step calls `take`, `exceeding` and `update`, and for matrices of Muon `make_directions` and `set_directions`
-    before `update`. Launches are planned again if the address of a tensor has changed.
+    Each step calls `take`, `exceeding` and `update`; for Muon also `make_directions` and `set_directions` in between.
     """
 
     def __init__(self, work: Sequence[ParameterStep], enabled: bool) -> None:

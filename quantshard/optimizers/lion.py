@@ -30,8 +30,6 @@ class Lion(ElementwiseOptimizer):
     `FusedAdam`.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`.
-        lr: learning rate. `group["lr"]` can be set between steps, as LR schedulers do.
         betas: decay of the mean whose sign is the update, and of the mean that is stored.
         weight_decay: decoupled weight decay.
         preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of the moment and the masters, as in

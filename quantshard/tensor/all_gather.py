@@ -1,17 +1,11 @@
 """FSDP2's all-gather of a quantized weight, which carries codes and scales instead of values.
 
-FSDP2 calls three functions, in this order, each time it gathers a weight:
+Each time FSDP2 gathers a weight, it calls `QuantizedTensor.fsdp_pre_all_gather` for this rank's tensors
+(`gather_inputs`), runs one collective for all parameters of a module, and calls `fsdp_post_all_gather` for the weight
+in its buffers (`unsharded_storage`). The first all-gather fixes the number and sizes of the inputs.
 
-    gather_inputs      from `QuantizedTensor.fsdp_pre_all_gather`: the tensors that this rank sends
-    all-gather         FSDP2's own collective, of the inputs of all parameters of a module together
-    unsharded_storage  from `QuantizedTensor.fsdp_post_all_gather`: the gathered weight, in FSDP2's buffers
-
-The first all-gather fixes the number and sizes of the inputs. After a pass FSDP2 frees its buffers ("reshards"); the
-next all-gather refills them.
-
-    copy       the rowwise codes, read in forward, or the columnwise ones, read in backward; most formats have one copy
-    pass       a forward or a backward; FSDP2 gathers before each, or once for both
-    slot       one input: a component that other ranks lack, padded to one size on all ranks and in both passes
+A slot is one input: a component that other ranks lack, padded to one size on all ranks and in both passes. A format
+with two copies of the codes reads the rowwise copy in forward and the columnwise copy in backward.
 """
 
 from __future__ import annotations

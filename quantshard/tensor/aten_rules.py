@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.quantized_tensor import RULES, QuantizedTensor, Rule
 from quantshard.tensor.reads import read
+from quantshard.tensor.storage import Placeholder
 
 aten = torch.ops.aten
 

@@ -91,10 +91,7 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
-    """A quantized parameter like `param` around the loaded components themselves, on the device they were loaded to.
-
-    Its random key, draws and amax history are copies. `pairs`: as from `fitting_pairs`, with live tensors as targets.
-    """
+    """A parameter like `param` around the loaded components; state is copied. `pairs`: see `fitting_pairs`."""
     storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
     parts = {name: loaded[id(part)] for name, part in storage.components.items()}
     device = next(iter(parts.values())).device
@@ -114,10 +111,7 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
 
 
 def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
-    """A copy of a loaded piece of a weight's state on the device of `own`, or on `device` if `own` is on meta.
-
-    If nothing was loaded, it is a copy of `own`, or zeros if `own` is on meta.
-    """
+    """A copy of a weight's loaded state on the device of `own` (of meta: on `device`), or of `own` (of meta: zeros)."""
     where = device if own.is_meta else own.device
     if loaded is None:
         return torch.zeros_like(own, device=where) if own.is_meta else own.clone()

@@ -14,10 +14,9 @@ from quantshard.tensor import parameter_state
 from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import refused, rule
 from quantshard.tensor.parameter_state import AMAX_HISTORY
-from quantshard.tensor.placeholder import Placeholder
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.reads import read
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import Placeholder, QuantizedStorage
 
 aten = torch.ops.aten
 

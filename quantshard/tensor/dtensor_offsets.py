@@ -8,14 +8,7 @@ from itertools import product
 from torch.distributed.tensor.placement_types import Placement
 
 from quantshard import private_torch
-from quantshard.sharding import Extent, ceil_div
-
-
-def chunk_of(extent: Extent, index: int, count: int) -> Extent:
-    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`: the last can be shorter or empty."""
-    start, stop = extent
-    chunk = ceil_div(stop - start, count)
-    return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
+from quantshard.sharding import ceil_div
 
 
 @lru_cache(maxsize=4096)
@@ -31,9 +24,11 @@ def misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: t
         if len(axes) == 2 and size % inner == 0 and private_torch.is_strided_over(placements[axes[1]], inner):
             continue  # DTensor places equal pieces correctly; checking each of a thousand ranks would be slow
         for indices in product(*(range(mesh_shape[axis]) for axis in axes)):
-            extent = (0, size)
+            start, stop = 0, size
             for axis, index in zip(axes, indices, strict=True):
-                extent = chunk_of(extent, index, mesh_shape[axis])
+                chunk = ceil_div(stop - start, mesh_shape[axis])  # as in torch.chunk
+                start, stop = (min(start + i * chunk, stop) for i in (index, index + 1))
+            extent = start, stop
             index_by_axis = dict(zip(axes, indices, strict=True))
             coordinate = tuple(index_by_axis.get(axis, 0) for axis in range(len(dims)))
             claimed = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]

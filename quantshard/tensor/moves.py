@@ -1,8 +1,4 @@
-"""Parameters that PyTorch moves or replaces: what must survive is their identity, attributes, hooks and gradient.
-
-`Module.to()`, `to_empty()` and FSDP2 make new tensors for a parameter. `move_parameter` changes the old object instead,
-where PyTorch allows it. `carry_attributes` copies what users and frameworks set on the old one where it does not.
-"""
+"""Keeps the identity, attributes and gradient of parameters that `Module.to()`, `to_empty()` and FSDP2 replace."""
 
 from __future__ import annotations
 

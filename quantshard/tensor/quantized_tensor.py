@@ -1,9 +1,8 @@
 """The one tensor class: a `torch.Tensor` whose data are the components of a number format.
 
 To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it is a handle to a
-`QuantizedStorage` of codes and scales. `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to it, so
-these views never dequantize. `aten_rules`, `copy_rules` and `arithmetic` have rules for ATen operations; all others
-read the values or raise (`reads`).
+`QuantizedStorage`. `detach`, a flat `view(-1)` and FSDP2's narrows are further handles, so they never dequantize.
+`aten_rules`, `copy_rules` and `arithmetic` have rules for ATen operations; all others read the values (`reads`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.tensor import all_gather, reads, requantize
 from quantshard.tensor.all_gather import GatherMetadata
-from quantshard.tensor.placeholder import Placeholder
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import Placeholder, QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}

@@ -1,8 +1,7 @@
 """New values for quantized weights: measure amaxes, reduce them over ranks that share blocks, write codes.
 
-A block that straddles ranks must get one scale. So the amaxes of shared blocks are reduced (MAX) before any code is
-written: the one collective that makes sharding invisible to the numbers. `FlatMax` runs it once per process group;
-`Requantization` has the two halves around it, measuring and writing.
+A block that straddles ranks must get one scale, so `FlatMax` reduces (MAX) the amaxes of shared blocks before any code
+is written: the one collective that makes sharding invisible to the numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Quantized data without a tensor around it: the components of one format, and their place in the global tensor.
 
-A `QuantizedTensor` is a handle to a `QuantizedStorage`, as a `torch.Tensor` is to its own storage. Quantized
-activations are bare storages. No function in this file communicates, except through `QuantizedStorage.fetch`.
+Quantized activations are bare storages. No function here communicates, except through `QuantizedStorage.fetch`.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ _versions = count(1)  # one count for all storages: no two writes of a process s
 
 
 class Remainder(NamedTuple):
-    """Output for the low bytes of a 16-bit master, uint8; the rowwise codes of the weight are its high bytes.
-
-    `words`: random words for stochastic rounding to 16 bits; None rounds to nearest.
-    """
+    """Output for the low bytes of a 16-bit master, uint8. `words`: for stochastic rounding; None rounds to nearest."""
 
     low: Tensor
     words: Tensor | None
@@ -237,6 +233,37 @@ class QuantizedStorage:
             return self
         assert self.fetch is not None, "only a gathered weight lacks a copy"
         return replace(self, components=self.components | self.fetch(which))
+
+
+class Placeholder(QuantizedStorage):
+    """The result of `new_zeros`: a storage without components, until a quantized tensor is copied into it.
+
+    `fully_shard` pads a chunk by `new_zeros`, `copy_` into a narrow, and another narrow: the padding is never built.
+    """
+
+    def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
+        super().__init__(parent.spec, parent.shard, {}, parent.state)
+        self.parent = parent
+        self.target = device
+
+    @property
+    def device(self) -> torch.device:
+        return self.target
+
+    def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
+        """A placeholder on another device, for CPU offload of a rank without rows."""
+        return Placeholder(self.parent, self.target if device is None else torch.device(device))
+
+    def fill(self, source: QuantizedStorage) -> None:
+        """Become a real storage: the source itself if the placeholder was made from it, otherwise a copy."""
+        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets the whole be freed. At the first
+        # forward and after loads reset_sharded_param pads the shard, whose tensors optimizers and state dicts have.
+        filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
+        if filled is not source and filled.high_precision is not None:
+            filled.high_precision = filled.high_precision.clone()  # not a view of the whole
+        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # so that existing handles see it
+        del self.parent, self.target
+        self.take(filled)
 
 
 def empty(

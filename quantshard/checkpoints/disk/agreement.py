@@ -1,14 +1,16 @@
-"""Exchange of values and errors between ranks, so that every rank returns or raises the same."""
+"""Exchange of values and errors between ranks, so that every rank returns or raises the same; errors of DCP."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from quantshard.checkpoints.disk.dcp_errors import INTERRUPTS, interrupted, is_loss_of_a_rank, words
 from quantshard.errors import CheckpointError, LostRankError, QuantshardError
 
 T = TypeVar("T")
@@ -16,6 +18,9 @@ U = TypeVar("U")
 
 Failure = tuple[type[QuantshardError], str]
 """The class and the message of an error, as they are sent to other ranks."""
+
+INTERRUPTS = (KeyboardInterrupt, SystemExit)
+"""Deliberate ends of a process. The process itself raises them unchanged; other ranks raise a CheckpointError."""
 
 
 def rank() -> int:
@@ -44,7 +49,7 @@ def _lost_rank_errors() -> Iterator[None]:
         if not is_loss_of_a_rank(error):
             raise
         raise LostRankError(
-            f"another rank exited, was interrupted or never joined ({words(error)}); see its output"
+            f"another rank exited, was interrupted or never joined ({reason(error)}); see its output"
         ) from error
 
 
@@ -90,8 +95,8 @@ def _failure(error: BaseException) -> Failure:
     if isinstance(error, QuantshardError):
         return type(error), str(error)
     if isinstance(error, INTERRUPTS):
-        return CheckpointError, interrupted(rank(), error)
-    return CheckpointError, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {words(error)}"
+        return CheckpointError, _interrupted(rank(), error)
+    return CheckpointError, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {reason(error)}"
 
 
 def raise_first(failures: Sequence[Failure | None], cause: BaseException | None = None, prefix: str = "") -> None:
@@ -111,3 +116,39 @@ def writing_into(what: str) -> Iterator[None]:
         yield
     except QuantshardError as error:
         raise type(error)(f"{error}; {what} is partly loaded: load again, or build it again") from error
+
+
+def is_loss_of_a_rank(error: BaseException) -> bool:
+    """Whether an error of a collective call means that a rank is gone: torch then raises a plain RuntimeError."""
+    has_other_cause = isinstance(error, torch.OutOfMemoryError | QuantshardError | CheckpointException)
+    return isinstance(error, RuntimeError) and not has_other_cause and dist.is_initialized()
+
+
+def raise_interrupt(error: BaseException, group_rank: int) -> None:
+    """Raise the interrupt of a rank, if DCP has wrapped one in its exception. `group_rank`: this rank's number."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    interrupts = {number: cause for number, (cause, _) in failures.items() if isinstance(cause, INTERRUPTS)}
+    if group_rank in interrupts:
+        raise interrupts[group_rank] from error
+    for number, cause in sorted(interrupts.items()):
+        raise CheckpointError(_interrupted(number, cause)) from error
+
+
+def _interrupted(number: int, error: BaseException) -> str:
+    return f"rank {number} was interrupted ({type(error).__name__})"
+
+
+def first_failed(error: BaseException) -> tuple[int, BaseException]:
+    """The first failed rank and its error in DCP's exception; for other errors, this rank and the error itself."""
+    if isinstance(error, CheckpointException) and error.failures:
+        number = min(error.failures)
+        return number, error.failures[number][0]
+    return rank(), error
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line: an OSError with its file, without its number; DCP's by the first failed rank's error."""
+    _, cause = first_failed(error)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror if cause.filename is None else f"{cause.strerror}: {os.fsdecode(cause.filename)}"
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

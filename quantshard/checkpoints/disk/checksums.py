@@ -1,7 +1,4 @@
-"""Checksums of files, computed while they are written.
-
-So a save reads nothing, and the checksums also reveal damage on the way to the disk.
-"""
+"""Checksums of files, computed while they are written: a save reads nothing, and damage on the way shows."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.checkpoints.disk import agreement, dcp_errors
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.checksums import ChecksumStore
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
@@ -173,9 +173,9 @@ def save_failure(path: Path_, error: BaseException) -> str:
     """The error message of a failed save: cause, rank, file, and what is intact."""
     if isinstance(error, CheckpointError):
         return str(error)
-    number, first = dcp_errors.first_failed(error)
+    number, first = agreement.first_failed(error)
     where = "" if number == 0 else f"on rank {number}: "
-    return f"{path} could not be written: {where}{dcp_errors.words(first)}; other checkpoints are unchanged"
+    return f"{path} could not be written: {where}{agreement.reason(first)}; other checkpoints are unchanged"
 
 
 class CommitWriter(FileSystemWriter):

@@ -1,12 +1,10 @@
 """The two files that describe a checkpoint: quantshard's `manifest.json` and DCP's `.metadata`.
 
-`manifest.json` has the files with their lengths and checksums. It is written last, after `.metadata`. Checkpoints of
-plain `dcp.save` have no manifest, and can be loaded too. Checksums are 128-bit XXH3 (Y. Collet). They detect damage at
-the speed of memory, but do not prevent forgery.
+`manifest.json`, written last, has the files with their lengths and 128-bit XXH3 checksums (Y. Collet), which detect
+damage but no forgery. Checkpoints of plain `dcp.save` have no manifest, and can be loaded too.
 
-`.metadata` is a pickle that anyone can have written. It is read without running code from it: only plain values and
-instances of DCP's classes are created. They are then checked, against each other and against the files: file names
-cannot leave the directory, and no tensor is larger than its stored bytes.
+`.metadata` is a pickle that anyone can have written. Only plain values and instances of DCP's classes are created from
+it, and checked: file names cannot leave the directory, and no tensor is larger than its stored bytes.
 """
 
 from __future__ import annotations

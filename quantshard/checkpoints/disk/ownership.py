@@ -1,8 +1,7 @@
 """Ensures that only one run writes to a directory: a lock in a local one, and everywhere a file that names the owner.
 
-The lock is held until the process that took it ends, in whatever way; its forked children do not hold it. A store
-without locks cannot detect whether an owner is alive. There the newest run owns the directory, and an older run that is
-still alive notices at its next save.
+The lock is held until its process ends, but not by forked children. Without locks the newest run owns the directory,
+and an older run that is still alive notices at its next save.
 """
 
 from __future__ import annotations
@@ -111,10 +110,7 @@ def lock(folder: Path_) -> BaseFileLock | None:
 
 
 def is_locked(folder: Path_) -> bool | None:
-    """Whether a process holds the lock of a folder; None if the file system or the platform has no locks.
-
-    The check takes a shared lock for a moment; a run that starts at that time waits for it.
-    """
+    """Whether a process holds a folder's lock; None if there are no locks. A run that starts meanwhile waits."""
     if sys.platform == "win32":
         return None
     try:

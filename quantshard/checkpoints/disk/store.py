@@ -1,8 +1,7 @@
 """Storage of checkpoints: a local folder, or a remote place that fsspec reaches by a URL.
 
-Both classes implement the file operations that quantshard needs, and the interface of DCP's writer. They differ in
-whether a folder can be renamed atomically, which is how a local checkpoint is committed. Transient errors of a remote
-store are retried by its client (s3fs, gcsfs, adlfs). Watchers, such as a progress bar, get the number of bytes moved.
+Both classes have the file operations that quantshard needs and the interface of DCP's writer. Only local folders can be
+renamed atomically. Transient errors of a remote store are retried by its client (s3fs, gcsfs, adlfs).
 """
 
 from __future__ import annotations
