@@ -53,10 +53,7 @@ def written_paths(kernel: Any) -> list[list[str]]:
 
 @contextmanager
 def traced_launches(step: Any = None) -> Iterator[None]:
-    """Within this context, launches on this thread become operators of the graph that is being traced.
-
-    `step`: the `GraphStep` that is traced.
-    """
+    """Make launches on this thread operators of the graph that is traced. `step`: its `GraphStep`."""
     before = tracing.on, tracing.step
     tracing.on, tracing.step = True, step
     try:

@@ -83,16 +83,10 @@ _VARIANTS: dict[int, KernelVariants] = {}
 def launch_kernel(
     kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any
 ) -> tuple[Any, ...] | None:
-    """Run `kernel[grid](*args, **options)` on a device. On the meta device, return without a launch.
+    """Run `kernel[grid](*args, **options)` on a device; nothing on the meta device.
 
-    Return the compiled variant if it was launched directly.
-
-    Args:
-        kernel: a function from `triton.jit`.
-        grid: programs along one to three dims.
-        device: device of the tensors.
-        args: the kernel's arguments in order, optionally followed by the first of its constants.
-        options: the other constants, and compiler options.
+    Returns the compiled variant if it was launched directly. `args`: the kernel's arguments in order, optionally
+    followed by the first of its constants. `options`: the other constants, and compiler options.
     """
     if tracing.on:
         graph_launch.record(kernel, grid, args, options)
@@ -142,9 +136,7 @@ def launch_kernel(
 class RepeatedLaunch:
     """A launch whose tensors alone differ between calls, and integers that kernels are not specialized for.
 
-    Its variants are found by the kinds of the tensors, without the other arguments.
-
-    `arguments_of`: function that fills tensors into the places of the arguments.
+    Its variants are found by the kinds of the tensors. `arguments_of`: fills these into the arguments.
     """
 
     def __init__(

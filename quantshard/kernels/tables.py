@@ -1,7 +1,6 @@
 """Tables of integers on the device, from which kernels read addresses of tensors and row numbers.
 
-A table of addresses stays the same from step to step until tensors move, so it is copied once. The cache key is the
-table's contents: if tensors move, the contents differ, and no invalidation is needed.
+A table of addresses stays the same until tensors move, so it is copied once, and cached by its contents.
 """
 
 from __future__ import annotations

@@ -232,10 +232,7 @@ def convert(
 
 
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
-    """Replace linear layers of a model on the meta device by quantshard layers with high-precision weights.
-
-    The new layers compute the same results, report to observers (`tensor.observation`) and quantize in an autocast.
-    """
+    """Replace linear layers of a model on meta by layers in high precision, which report to observers."""
     plain, places = HighPrecision(), places_of(model)
     for name in names:
         old = model.get_submodule(name)

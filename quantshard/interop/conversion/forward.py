@@ -44,9 +44,8 @@ _GUARDED = "_quantshard_guarded"
 def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
     """Make `model.forward` run under `autocast(recipe)`, unless the caller is in an autocast or `enters` is False.
 
-    The model gets a subclass with the same name, as FSDP2 does. An instance attribute `forward` would be bound to this
-    object, so a copy of the model would call the original. Submodules that can be saved and used on their own, such as
-    the decoder of a language model, get a subclass too.
+    The model gets a subclass with the same name, because copies would share an instance attribute `forward`. So do
+    submodules that can be saved and used on their own, such as the decoder of a language model.
     """
     guard_saving()
     for module in model.modules():
@@ -67,10 +66,7 @@ def leave_recipe(model: nn.Module) -> None:
 
 
 def guard_saving() -> None:
-    """Enable the transformers integration if transformers is imported, and guard `PreTrainedModel.save_pretrained`.
-
-    A partly converted model keeps its class.
-    """
+    """Enable the transformers integration if transformers is imported, and guard partly converted models."""
     framework, integration = _INTEGRATION
     if not SAVERS and framework in sys.modules:
         # integrations import this package, so import dynamically and ignore failures

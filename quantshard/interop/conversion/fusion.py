@@ -1,9 +1,8 @@
 """Computes layers of transformers models together, for `convert(modules="fused")`.
 
-A gated MLP, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, becomes one autograd step. Its linear layers keep their
-classes and names; its class becomes a subclass with a forward that quantizes their input once, and the activation as it
-is computed (`modules/fused.py` `mlp`). If calling a layer would do more than multiply (hooks, a wrapper, a replaced
-layer), the original forward runs instead. Other layers that read the same tensor share its quantization.
+A gated MLP, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, becomes one autograd step (`modules/fused.py` `mlp`): its
+class becomes a subclass with another forward. If calling a layer would do more than multiply (hooks, a wrapper, a
+replaced layer), the original forward runs. Other layers that read the same tensor share its quantization.
 """
 
 from __future__ import annotations
@@ -193,10 +192,7 @@ def activation_of(act_fn: object) -> str:
 
 
 def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
-    """Make an MLP with converted layers compute them as one step; see `unknown`.
-
-    `activation_storage`: format in which gate and up are saved for backward.
-    """
+    """Make an MLP compute its converted layers as one step; `activation_storage`: how gate and up are saved."""
     module.__class__ = _fused(type(module))  # type: ignore[arg-type]  # mypy takes its class for unhashable
     cast(Any, module)._activation_storage = activation_storage
     _new_handle(module)

@@ -1,8 +1,7 @@
 """The loss of converted transformers models, computed without the logits of all tokens.
 
-A transformers model calls `self.lm_head` and passes the result to `self.loss_function`. In a training pass with labels,
-the head returns `DeferredLogits`, and the loss function calls the head again, as a module (so FSDP2's hooks run), which
-then returns the loss. Scaling and capping by tanh stay deferred. Any other use of the logits computes them.
+In a training pass with labels, the head returns `DeferredLogits`, and `self.loss_function` calls the head again, as a
+module (so FSDP2's hooks run), for the loss. Scaling and capping by tanh stay deferred; any other use computes logits.
 """
 
 from __future__ import annotations
@@ -310,11 +309,7 @@ def _computed(value: Any) -> Any:
 
 @dataclass
 class ChunkedLoss:
-    """Replaces transformers' ForCausalLMLoss.
-
-    options: label_smoothing and z_loss of `linear_cross_entropy`.
-    expects_deferred: whether the head defers the logits of the running forward.
-    """
+    """Replaces transformers' ForCausalLMLoss. `expects_deferred`: the head defers the logits of this forward."""
 
     options: dict[str, float]
     expects_deferred: bool = False

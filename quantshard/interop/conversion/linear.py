@@ -59,10 +59,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         return self.weight.is_meta or self._awaits_values
 
     def leave_meta(self, device: torch.device) -> None:
-        """Allocate what is on the meta device: the weight without values, its state, and zeroed histories.
-
-        Tensors that a framework has already loaded, such as a bias or a history, are kept.
-        """
+        """Allocate what is on meta: no values, zero histories. Tensors that a framework has loaded are kept."""
         tensors = {**dict(self.named_buffers(recurse=False)), "bias": self.bias}
         loaded = {name: tensor for name, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
         for name in loaded:
@@ -111,11 +108,7 @@ def empty_linear(
     The random key is derived from the name, so all ranks agree regardless of their RNG state.
 
     Args:
-        old: the layer to replace; not modified.
-        name: the layer's name in the model.
-        recipe: the layer's recipe.
-        around: the recipe shared by all layers, which then follow the surrounding autocast; None: each layer uses its
-            own recipe.
+        around: the recipe shared by all layers, which then follow the surrounding autocast; None: each uses its own.
         by_itself: enter the layer's recipe if no autocast is active.
         keep_values: keep the values of a later `reset_parameters` for an optimizer's masters.
     """
@@ -137,10 +130,7 @@ def empty_linear(
 
 
 def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bool) -> None:
-    """Copy parameters, hooks and attributes from the `nn.Linear` that `new` replaces.
-
-    On the meta device, values are loaded later.
-    """
+    """Copy parameters (values except on meta), hooks and attributes from the `nn.Linear` that `new` replaces."""
     weight = old.weight
     if not weight.is_meta:
         new.take_values(weight, f"{name}.weight", keep_values)
@@ -154,10 +144,7 @@ def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bo
 
 
 def leave_fast_path(converted: set[int], model: nn.Module) -> None:
-    """Disable the fast path of PyTorch's transformer encoders that contain converted layers (`converted`: identities).
-
-    In eval mode, the fast path reads the layers' weights in a single operator.
-    """
+    """Disable the fast path of PyTorch's transformer encoders: it reads converted weights in one operator."""
     for module in model.modules():
         if not isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
             continue
@@ -177,10 +164,7 @@ def _plain_weight(weight: Tensor) -> nn.Parameter:
 
 
 def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
-    """Create an `nn.Linear` with the dequantized weight.
-
-    `tied`: the parameter to use if another layer has the same weight and was replaced before.
-    """
+    """Create an `nn.Linear` with the dequantized weight, or with `tied`, that of a layer with the same weight."""
     weight = old.weight
     new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta", dtype=weight.dtype)
     new.weight = _plain_weight(weight) if tied is None else tied
@@ -197,8 +181,7 @@ def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
 def pack(entries: Mapping[str, Tensor]) -> Tensor:
     """Pack a weight's unsharded state dict entries into one tensor of bytes, for file formats with one per weight.
 
-    The format tag comes first, then codes, scales and state in the order of `components.state_of`. The result has one
-    dim, so a reader that does not know the format sees a wrong shape instead of wrong values.
+    The format tag comes first. With one dim, a reader of another format sees a wrong shape instead of wrong values.
     """
     ordered = [entries[FORMAT_SUFFIX], *(value for suffix, value in entries.items() if suffix != FORMAT_SUFFIX)]
     return torch.cat([value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in ordered])

@@ -76,10 +76,7 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
 
 
 def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Find parameters [experts, rows, columns], which is how transformers stores expert weights.
-
-    PyTorch's own modules are excluded, because convolutions have three-dimensional weights too.
-    """
+    """Find parameters [experts, rows, columns], as in transformers, except in PyTorch's own modules."""
     return [
         (f"{prefix}.{leaf}" if prefix else leaf, param)
         for prefix, module in model.named_modules()
@@ -190,10 +187,7 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 
 @torch.no_grad()
 def check_values(chosen: Sequence[LayerChoice]) -> None:
-    """Check the values of all layers to convert, before the first is converted. Skips the meta device.
-
-    Codes would hide infinite and NaN values.
-    """
+    """Check the values of all layers to convert, except on meta: codes would hide infinite and NaN values."""
     layers = [choice for choice in chosen if choice.recipe and not choice.module.weight.is_meta]
     if not layers:
         return

@@ -1,7 +1,6 @@
 """Writes safetensors files, and reads untrusted ones slice by slice.
 
-The `safetensors` library rejects headers that are too long, not JSON, or have byte ranges that overlap, leave gaps or
-do not match dtype and shape (tests/interop/layouts/test_files.py). File names in an index are checked here.
+`safetensors` rejects invalid headers (tests/interop/layouts/test_files.py); file names in an index are checked here.
 """
 
 from __future__ import annotations
@@ -62,10 +61,7 @@ def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def write_safetensors(
     folder: Path, groups: Sequence[TensorBatch], max_shard_bytes: int, metadata: Mapping[str, str]
 ) -> int:
-    """Write groups as sharded safetensors with an index, holding one file in memory at a time.
-
-    `metadata`: strings for the headers. Returns the total size of the tensors in bytes.
-    """
+    """Write groups as sharded safetensors with an index, one file in memory at a time. Returns the bytes."""
     shards: list[list[TensorBatch]] = [[]]
     for group in groups:
         if shards[-1] and sum(g.nbytes for g in shards[-1]) + group.nbytes > max_shard_bytes:

@@ -175,10 +175,9 @@ def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
 
 
 def recipe_of(layout: Layout) -> str | None:
-    """Return a recipe with weights that can be copied from a layout, or None if no recipe matches.
+    """Return a recipe with weights that can be copied from a layout, or None.
 
-    Prefers recipes that always match over recipes that match only some values, then equal blocks, then the smallest
-    blocks.
+    Prefers recipes that always match, then equal blocks, then the smallest blocks.
     """
     candidates = []
     for name in NAMES:

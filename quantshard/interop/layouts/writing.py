@@ -180,10 +180,7 @@ def files_center_gamma(config: Mapping[str, Any]) -> bool:
 
 
 def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
-    """Return the names of the norm weights that a checkpoint stores as gamma - 1.
-
-    `is_centered`: the caller's answer, or None to use what the checkpoint records.
-    """
+    """The norm weights stored as gamma - 1. `is_centered`: the caller's answer; None: what the checkpoint records."""
     recorded = manifest.read_manifest(source.path)
     if is_centered is None and recorded is not None and recorded.zero_centered is not None:
         return set(recorded.zero_centered)

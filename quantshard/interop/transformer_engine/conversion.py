@@ -248,11 +248,7 @@ class _CheckpointConverter:
         return state
 
     def _master(self, name: str) -> Tensor | None:
-        """Return the float32 master of a parameter, or None.
-
-        With `store_param_remainders`, TransformerEngine stores only the low half as int16; the parameter is the high
-        half.
-        """
+        """The float32 master of a parameter, or None. An int16 state is the low half, the parameter the high."""
         state = self._stored_state(name, MASTER)
         if state is None or state.dtype != torch.int16:
             return None if state is None else state.float()

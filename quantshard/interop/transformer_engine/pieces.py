@@ -1,11 +1,9 @@
 """Quantized TransformerEngine tensors: their pickles, and their conversion to the components of a format.
 
-DCP stores each shard of a weight by `torch.save` of TransformerEngine's tensor class. Its pickle calls one function per
-class, with the inner tensors and a few numbers. Only the arguments are inspected, and nothing is called. Their order
-and layouts follow TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and `get_scale_shape`).
-
-TransformerEngine quantizes each shard separately, but a format's blocks belong to the whole weight. So a shard must
-start on a block border, and the shards of a weight with a single scale must all have the same scale.
+DCP stores each shard by `torch.save` of TransformerEngine's tensor class, whose pickle calls one function per class.
+Only the arguments are inspected; their order and layouts follow TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`:
+`__reduce_ex__` and `get_scale_shape`). It quantizes each shard separately, but a format's blocks belong to the whole
+weight, so a shard must start on a block border, and the shards under one scale must have the same.
 """
 
 from __future__ import annotations
@@ -336,10 +334,7 @@ def _check_equal(what: str, values: Sequence[Tensor]) -> None:
 
 
 def rows_of(pieces: Sequence[WeightPiece | PlainPiece], start: int, stop: int) -> list[WeightPiece | PlainPiece]:
-    """Return the pieces of a weight's rows start...stop - 1, with origins relative to `start`.
-
-    A quantized piece that would be cut inside a block is dequantized.
-    """
+    """Return the pieces of rows start...stop - 1, relative to `start`; pieces cut inside a block are dequantized."""
     selected: list[WeightPiece | PlainPiece] = []
     for piece in pieces:
         origin, shape = (piece.origin, piece.shape) if isinstance(piece, WeightPiece) else (piece[0], piece[1].shape)

@@ -1,7 +1,4 @@
-"""The two checkpoints read by a conversion: TransformerEngine's, and a template of the quantshard model.
-
-No code from the checkpoints is run (docs/security.md).
-"""
+"""The checkpoints that a conversion reads: TransformerEngine's, and a template. No code in them is run."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@
     code[i, j] = round(x[i, j] * multiplier[e])  for rows i of e
     sums[e, j] = sum of x[i, j]                  over the rows i of e
 
-With a scale for each block: codes of the rows and of their transpose, where rows of zeros between experts make each
-expert start a block. A program works on a tile with rows of one expert, so one launch serves all experts. For each
-expert, codes and scales equal the ones from quantizing only that expert's rows.
+With a scale for each block: codes of the rows and of their transpose, where rows of zeros make each expert start a
+block. A program works on a tile with rows of one expert, and one launch serves all experts, each as if it were alone.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
 
 
 def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
-    """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows, NaN if there is a
-    NaN.
+    """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows; NaN wins.
 
     x: float32, bfloat16 or float16; the same holds for the functions below.
     """
@@ -140,10 +138,9 @@ def quantize_expert_blocks(
     other: QuantizeRequest | None,
     has_nan: Tensor | None = None,
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
-    """Quantize x [R, C] and, if `other` is not None, its transpose, with `segments.total` rows (or columns) of codes.
+    """Quantize x [R, C] and, if `other` is given, its transpose, with `segments.total` rows (or columns) of codes.
 
-    Blocks have at most `MANY_ROWS` rows of x, and `segments` start at multiples of that. `has_nan`: see
-    `quantize_expert_rows`.
+    Blocks have at most `MANY_ROWS` rows. `has_nan`: see `quantize_expert_rows`.
     """
     x = by_rows(x)
     plan = plan_quantization(

@@ -5,11 +5,8 @@
     wgrad  dw[e] = sum of dy[i]^T x[i]              over the rows i of e
 
 8-bit codes are exact in float16, so tensor cores multiply them as float16: each product is exact, and sums are in
-float32. In float16 tensor cores read an operand along either dim, while in FP8 the summed dim must be last. So weights,
-and rows with one scale, need no transpose, and sums lose no bits. A scale for each expert is applied at the end; scales
-of blocks are applied to the sum over each block.
-
-Weights and biases are separate tensors; tables have their addresses.
+float32. Float16 operands can be read along either dim, so weights and rows with one scale need no transpose. A scale
+for each expert is applied at the end; scales of blocks are applied to the sum over each block.
 """
 
 from __future__ import annotations
@@ -227,11 +224,7 @@ class ExpertWeights(NamedTuple):
 
     @staticmethod
     def of(codes: Sequence[Tensor], scales: Sequence[Tensor], encoding: Encoding, block: int = 0) -> ExpertWeights:
-        """Make the table for 8-bit codes, uint8 [out_features, in_features], and scales, float32 or E8M0, of each
-        weight.
-
-        All are contiguous, of one shape, encoding and device.
-        """
+        """Make the table for uint8 codes [out_features, in_features] and float32 or E8M0 scales, all contiguous."""
         addresses, first_codes = _addresses(codes), codes[0]
         table = lasting_table((addresses, _addresses(scales)), first_codes.device)
         shape = (first_codes.shape[0], first_codes.shape[1])

@@ -1,7 +1,6 @@
 """The rows of each expert in a matrix, as kernels read them: two tables on the device.
 
-The tables are built from counts on the host, or by a kernel from counts on the device, without a synchronization. In
-the second case the tables have room for the most tiles that are possible; surplus tiles have no rows.
+Built from counts on the host, or without a synchronization from counts on the device, with room for the most tiles.
 """
 
 from __future__ import annotations

@@ -210,13 +210,9 @@ def function(activation: str, up: Tensor | None) -> str:
 
 
 def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: KernelOutputs) -> Targets:
-    """Compute act(gate) or act(gate) * up; oracle: `layernorm_mlp.activate`. Returns the codes that `outputs` requests.
+    """Compute act(gate) or act(gate) * up for [R, C], float32, bfloat16 or float16; oracle: `layernorm_mlp.activate`.
 
-    Args:
-        gate: [R, C], float32, bfloat16 or float16.
-        activation: one of `PLAIN`, or one of `GATED` with `up`.
-        up: shape and dtype of `gate`, or None.
-        outputs: outputs for the result, which has the shape and dtype of `gate`.
+    Returns the codes that `outputs` requests of the result, which has the shape and dtype of `gate`.
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
@@ -241,11 +237,8 @@ def activate_backward_and_quantize(
 ) -> tuple[Targets, Targets]:
     """Compute the gradients of `gate` and `up` in `activate_and_quantize`, in one pass over the inputs.
 
-    Args:
-        dh: [R, C], gradient of the result.
-        gate, activation, up: as in forward.
-        d_gate: outputs for the gradient of `gate`; both gradients have the shape and dtype of `gate`.
-        d_up: outputs for the gradient of `up`, or None; same origin and padding as `d_gate`.
+    `dh`: [R, C], gradient of the result. `d_gate`, `d_up`: outputs for the gradients, which have the shape and dtype of
+    `gate`, with one origin and padding; `d_up` is None without `up`.
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
@@ -271,8 +264,7 @@ def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]
     """Quantize gradients [R, C] of linear layers' outputs with one kernel: codes, amaxes, NaN flags, and bias gradients
     as `sums`.
 
-    All gradients have one shape, row stride, dtype and device, and are quantized by the same specs. With random words
-    there are at most `KEYS` of them. `quantize.matrix.quantize_matrices` suffices for codes and the next amax alone.
+    All have one shape, row stride, dtype, device and specs. With random words there are at most `KEYS` of them.
     """
     plans = [epilogue.plan_epilogue(requested, grad) for requested, grad in zip(outputs, grads, strict=True)]
     grads = [epilogue.by_rows(grad) for grad in grads]

@@ -201,10 +201,9 @@ def backward_kernel(
     dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Backward of whole rows. Each program takes rows in a fixed stride and order, and writes partial sums for gamma
-    and beta.
+    """Backward of whole rows. Each program takes rows in a fixed order, and writes partial sums for gamma and beta.
 
-    The partial sums are added afterwards, because atomic additions would have no fixed order.
+    They are added afterwards, because atomic additions would have no fixed order.
     """
     j = tl.arange(0, PIECE)
     dgamma = tl.zeros((ROWS, PIECE), tl.float32)
@@ -358,10 +357,7 @@ def norm_statistics(
     """Compute statistics of the R rows of x [..., C], or of x + residual. Also returns that sum, or x itself.
 
     Args:
-        x: float32, bfloat16 or float16.
-        eps: added to the mean square.
         centered: subtract the mean (LayerNorm), or not (RMSNorm).
-        residual: shape and dtype of x.
         parameters: parameters of the normalization, required for amaxes.
         amax: float32 scalar, raised to the amax of the normalized result in the dtype of x.
         of_rows: float32 [R] for the amaxes of rows, and None or float32 [C], raised to the amaxes of columns.
@@ -391,15 +387,9 @@ def norm_statistics(
 def normalize_and_quantize(
     x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: KernelOutputs
 ) -> Targets:
-    """Apply LayerNorm or RMSNorm to the rows of x [R, C], with given statistics; oracle: `modules.norm`.
+    """Apply LayerNorm or RMSNorm to the rows of x [R, C] (the sum if there is a residual); oracle: `modules.norm`.
 
-    Returns the codes that `outputs` requests.
-
-    Args:
-        x: float32, bfloat16 or float16; the sum if there is a residual.
-        statistics: from `norm_statistics`, with a mean for LayerNorm.
-        parameters: parameters of the normalization.
-        outputs: outputs for the result, which has the shape and dtype of x.
+    Returns the codes that `outputs` requests of the result, which has the shape and dtype of x.
     """
     plan = epilogue.plan_epilogue(outputs, x)
     x = epilogue.by_rows(x)
@@ -425,11 +415,7 @@ def norm_backward(
     """Compute the gradients of x, in its dtype, and of gamma and beta, in float32: dx of dy's shape, dgamma [C], dbeta
     [C].
 
-    Args:
-        dy: [..., C], gradient of the result.
-        x, statistics, parameters: as for `normalize_and_quantize`; x can have more dims.
-        residual_gradient: [..., C], added to dx before rounding.
-        for_parameters: whether to compute dgamma and dbeta; dbeta is also None without a beta.
+    `residual_gradient`: added to dx before rounding. `for_parameters`: whether to compute dgamma and dbeta.
     """
     rows, size = math.prod(x.shape[:-1]), x.shape[-1]
     tiling = backward_row_tiling(size, statistics.mean is not None)

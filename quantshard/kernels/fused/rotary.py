@@ -123,9 +123,6 @@ def rotate(
         t: queries or keys, [s, b, h, d], or [b, s, h, d] for tensor_format "bshd", with adjacent features and otherwise
             any strides; for `backward` the gradient of the result.
         cos, sin: float32 [at least s, at most d], from `tables`; dims of size 1 in between are allowed.
-        tensor_format: "sbhd" or "bshd".
-        interleaved: the layout of the planes.
-        backward: rotate by the negative angles.
         out: memory for the result, of the shape and dtype of t; can be t itself. Default: a new tensor.
         rotated_heads: number of heads to rotate; the rest are copied. Default: all.
     """

@@ -186,11 +186,9 @@ USED, REDO = "used", "redo"
 
 
 class AmaxWorkspace:
-    """Memory for the amaxes of a step.
+    """Memory for the amaxes of a step, `flat`, float32, zeroed before each step.
 
-    Attributes:
-        flat: float32, zeroed before each step.
-        grids: its parts, by parameter number, role and component (or `USED`, `REDO`).
+    `grids`: its parts, by parameter number, role and component (or `USED`, `REDO`).
     """
 
     def __init__(self, parameters: Sequence[StepParameter], device: torch.device) -> None:

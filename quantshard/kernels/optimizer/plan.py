@@ -228,13 +228,11 @@ class StepLaunchPlan:
         """Copy the inputs of a step to the device.
 
         Args:
-            gradients: gradient of each parameter's rectangle, of `GRADIENT_DTYPES`; None leaves the parameter
-                unchanged.
+            gradients: gradient of each rectangle, of `GRADIENT_DTYPES`; None leaves the parameter unchanged.
             rows: rows of settings. If step and lr are tensors, their values are not read back.
             seed: seed of the optimizer's random bits; None if nothing is rounded stochastically.
             rng_counters: for each parameter, the counter of its own random bits.
-            directions: for each Muon matrix, contiguous bfloat16 of its shape: `make_directions` writes the matrix to
-                orthogonalize, and `update` reads the orthogonalized one.
+            directions: for each Muon matrix, contiguous bfloat16 that `make_directions` writes and `update` reads.
         """
         self._grads = []
         for grad, aligned in zip(gradients, self._aligned, strict=True):
@@ -385,11 +383,9 @@ class StepLaunchPlan:
 
 
 def launch_options(config: ks.StepKernelConfig) -> dict[str, Any]:
-    """Return the number of warps and the register limit, so that several programs share a multiprocessor and hide
-    latency.
+    """Return warps and a register limit, so that several programs share a multiprocessor; none if too few would remain.
 
-    There is no limit where it would leave too few registers. With random bits each thread has 16 elements, which share
-    part of the generator's work.
+    With random bits each thread has 16 elements, which share part of the generator's work.
     """
     options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     draws = any(state.stochastic and state.writes for state in config if isinstance(state, ks.StateConfig))

@@ -151,9 +151,8 @@ def slot_of(entry, role):
 def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Convert an address from a table to a pointer.
 
-    Aligned pointers are declared as aligned to four elements of their dtype, not to 16 bytes. So a thread has the same
-    four elements of every tensor, and no value changes threads. A warp still reads 128 consecutive bytes of the
-    shortest dtype.
+    Aligned pointers are declared as aligned to four elements, not to 16 bytes, so that a thread has the same four
+    elements of every tensor. A warp still reads 128 consecutive bytes of the shortest dtype.
     """
     if ALIGNED:
         WIDTH: tl.constexpr = dtype.primitive_bitwidth // 2

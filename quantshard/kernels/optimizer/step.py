@@ -1,12 +1,11 @@
 """Adam, Lion and Muon over many tensors. `states` describes the tables that the kernels read.
 
-One launch updates the states and weights of all parameters with the same storage and formula (`formulas`). It also
-moves the averages of their weights (`numerics.adam.moved_average`), if there are any. For Muon's matrices,
+One launch updates the states, weights and averages of all parameters with the same storage and formula. For Muon,
 `momentum_kernel` first writes the matrices to orthogonalize, and the step reads the orthogonalized ones.
 
-A program works on a tile of whole scale blocks of the global block grid, so it quantizes the new weight in the same
-pass. If a scale needs more than the tile (one scale for a tensor or row, or a block shared by ranks), one pass measures
-amaxes, ranks reduce them, and a later pass quantizes. `plan` decides which pass does what.
+A program works on a tile of whole scale blocks of the global grid, so it quantizes the weight in the same pass. If a
+scale needs more (one scale for a tensor or row, a block shared by ranks), one pass measures amaxes, ranks reduce them,
+and a later pass quantizes. `plan` decides which pass does what.
 """
 
 from __future__ import annotations

@@ -104,11 +104,10 @@ def block_amaxes(
     nan_flags: Sequence[Tensor | None] | None = None,
     origin: Pair = (0, 0),
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Measure several matrices of one shape, strides, dtype and device (`one`) and their transposes (`two`) with one
-    kernel.
+    """Measure several matrices of one shape, strides, dtype and device, and (`two`) their transposes, with one kernel.
 
-    Grids with more than one entry can be flat. `nan_flags`: for each matrix None or a float32 scalar, not negative,
-    which becomes NaN if any value is not finite.
+    Grids with more than one entry can be flat. `nan_flags`: None or a nonnegative float32 scalar per matrix, which
+    becomes NaN if any value is not finite.
     """
     x = xs[0]
     plan = plan_amaxes(x.shape, one, two, origin)

@@ -438,10 +438,7 @@ def _allocate(
 def quantize_matrix(
     x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
-    """Quantize x [R, C], float32, bfloat16 or float16 with any strides, and its transpose if `other` is not None.
-
-    `next_amax`: float32 scalar, raised to the amax of x.
-    """
+    """Quantize x [R, C] of any strides and, with `other`, its transpose; `next_amax`: raised to the amax of x."""
     rowwise, columnwise = quantize_matrices([x], [KernelOutputs(request, other, amax=next_amax)])[0]
     assert rowwise is not None
     return rowwise, columnwise
@@ -452,8 +449,7 @@ def quantize_matrices(
 ) -> list[Targets]:
     """Quantize several matrices of one shape, strides, dtype and device with one kernel and the same specs.
 
-    With random words, at most `KEYS` matrices. `requests`: their `amax` is raised to the amax of x. `swizzle`: weights
-    that the same launch lays out.
+    With random words, at most `KEYS`. `amax` of a request is raised to that of x. `swizzle`: weights to lay out too.
     """
     x, (request, transposed_request, *_) = xs[0], requests[0]
     assert request is not None

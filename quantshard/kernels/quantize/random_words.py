@@ -176,10 +176,7 @@ def random_arguments_of(
 
 
 def halves(key: int | tuple[Any, Any]) -> tuple[Any, Any]:
-    """Split a 64-bit key into signed 32-bit halves, low and high; 64-bit arguments would recompile the kernel.
-
-    While a graph is traced, the key is split already.
-    """
+    """Split a 64-bit key into signed 32-bit halves, which recompile no kernel; it is split already in a traced graph."""
     if isinstance(key, tuple):
         return key
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
