@@ -47,7 +47,6 @@ _SUFFIXES = {
     f"_{AMAX_HISTORY}",
     *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components),
 }
-"""Key suffixes of a weight's entries that depend on its format."""
 
 
 class RequantizedWarning(UserWarning):
@@ -301,7 +300,6 @@ class StateConversion:
 def state_conversions(
     reader: SafeReader, optimizer: Optimizer | None, numbers: ParameterNumbers | None
 ) -> list[StateConversion]:
-    """The states of a quantshard optimizer that the checkpoint has in another dtype. The same on every rank."""
     if optimizer is None or not hasattr(optimizer, "set_scaled_state"):
         return []
     entries, conversions = reader.entries, []

@@ -110,7 +110,6 @@ def _history_remedy(keys: list[str]) -> str:
 
 
 def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Check the optimizer's part of a checkpoint, with the arguments and errors of `check_model`."""
     reseed_hint = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
     remedy = f"load the model alone{reseed_hint}"
     if not any([key.startswith(_OPTIMIZER) for key in stored]):
@@ -189,7 +188,6 @@ def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[s
 
 
 _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
-"""Key suffixes of the entries that determine a weight's values."""
 
 
 def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:

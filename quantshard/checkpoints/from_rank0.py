@@ -82,7 +82,6 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 
 
 def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) -> dict[str, Any]:
-    """This rank's live state dict, checked against the description of rank 0's."""
     live = model.state_dict()
     for key, live_value in live.items():
         if isinstance(live_value, Tensor) and live_value.is_meta and key in described:

@@ -124,7 +124,6 @@ def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:
-    """A parameter's values as a new tensor; a DTensor if the parameter is one."""
     quantized, local = components.quantized_local(param), private_torch.local_tensor(param).detach()
     target_dtype = dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
     master = None
@@ -143,7 +142,6 @@ def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | Non
 
 
 def _placed(value: Any, full: bool, cpu_offload: bool, is_here: bool) -> Any:
-    """Gather and move a tensor as requested; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     if full and isinstance(value, DTensor):
@@ -193,7 +191,6 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
 def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Return this rank's checked values: entries that belong to no parameter, and its shard of each parameter."""
     state_dict = component_loading.split_stacked(model, state_dict)
     other_entries = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
@@ -242,7 +239,6 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
 
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:
-    """An entry of the state dict, after checks that it can be copied to a live tensor."""
     if not isinstance(value, Tensor) or value.is_meta:
         raise CheckpointError(f"load_high_precision: {name} is not a tensor with values in the state dict")
     if value.shape != live.shape:

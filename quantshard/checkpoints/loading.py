@@ -251,7 +251,6 @@ def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
 
 
 def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor]]) -> None:
-    """Load what was read into the model, the optimizer and this rank's objects."""
     request = plan.request
     try:
         request.model.load_state_dict(plan.state_dicts["model"])

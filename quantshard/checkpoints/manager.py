@@ -216,7 +216,6 @@ class Manager:
         return replace(pending.report, background_seconds=ended - pending.began)
 
     def _retire(self, last: int) -> None:
-        """Remove checkpoints up to step `last` that need not be kept, unless this Manager is closed."""
         self._left_behind.discard(last)
         self._damaged.discard(last)
         if not commit.is_complete(self.path(last)):

@@ -120,7 +120,6 @@ def allocates(optimizer: Optimizer) -> bool:
 
 
 def _covers(live: Mapping[str, Any], stored: Entries) -> bool:
-    """Whether a live state has an entry for each stored one, by flattened key."""
     flat = private_torch.flatten_state_dict(dict(live))[0]
     return all(
         key in flat and (not isinstance(entry, TensorStorageMetadata) or flat[key] is not None)
@@ -258,7 +257,6 @@ def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> N
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
-    """The checkpoint's number of each parameter, by `id(param)`."""
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
     return {
         id(param): number for param, number in zip(params, known.local if known else range(len(params)), strict=True)

@@ -85,7 +85,6 @@ def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
 
 
 def decoded(key: str, content: bytes) -> Any:
-    """Decode the plain object in an entry that is not a tensor. Errors name the entry."""
     with named(key):
         return _plain_object(content)
 
@@ -251,7 +250,6 @@ class SafeReader(FileSystemReader):
         return tensor
 
     def check_files(self) -> None:
-        """Compare this rank's share of the files with the manifest, if there is one."""
         if self.manifest is None:
             return
         files = self.manifest.files

@@ -152,8 +152,6 @@ def digest(value: Any) -> bytes:
 
 
 class ExtraSavePlanner(DefaultSavePlanner):
-    """DCP's default planner, except that each entry of `extra` is saved whole instead of flattened."""
-
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:

@@ -96,8 +96,6 @@ class _NamedTuple(NamedTuple):
 
 
 class LaunchArguments:
-    """The tensors of a launch, and its other arguments with tensors replaced by their places."""
-
     def __init__(self, written_paths: list[list[str]]) -> None:
         self.written_paths = written_paths
         self.written: list[Tensor] = []

@@ -32,7 +32,6 @@ from torch.accelerator import current_device_index
 from quantshard.kernels import graph_launch, tracing
 
 FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
-"""The first and the last minor version of Triton with known internals."""
 
 KNOWN_TRITON: Final = FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
 

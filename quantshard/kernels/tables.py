@@ -42,8 +42,6 @@ def _numbers(numbers: Iterable[int], rows: int, device: torch.device) -> Tensor:
 
 
 class DeviceTable:
-    """A table that several launches read, on any stream."""
-
     def __init__(self, table: Sequence[Sequence[int]], device: torch.device) -> None:
         self._table, self.device = device_table(table, device), device
         self._on_gpu = device.type == "cuda"

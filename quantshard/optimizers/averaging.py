@@ -87,7 +87,6 @@ def _tensors_of(weight: OptimizerState) -> list[Tensor]:
 
 
 def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters that have an average, after checking that all of them are the model's."""
     name = type(optimizer).__name__
     if isinstance(optimizer, ParameterOptimizer):
         optimizer._adopt_replaced_parameters()

@@ -270,7 +270,6 @@ class MasterWeights(ParameterOptimizer):
         return (flags >= NOT_FINITE) * WEIGHT
 
     def _check_parameters_unchanged(self) -> None:
-        """Check the parameters' gradients and versions; copy values written to plain ones into their masters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:

@@ -339,7 +339,6 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
-    """Allocate a zero state for a parameter, in its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
     spec = state_quant_spec(dtype, nonnegative)
     if spec is not None:
@@ -348,7 +347,6 @@ def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> 
 
 
 def make_weight(param: Tensor) -> OptimizerState:
-    """Wrap a parameter so that it is read and written like its states."""
     return FloatState(param, param) if components.quantized_local(param) is None else QuantizedWeight(param)
 
 

@@ -59,7 +59,6 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
 
 
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
-    """The local tensors to copy to and from."""
     target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
     # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
     if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:

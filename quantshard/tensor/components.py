@@ -161,7 +161,6 @@ def state_of(param: Tensor) -> dict[str, Tensor]:
 
 
 def suffixes(param: Tensor) -> list[str]:
-    """The key suffixes of a quantized parameter, in the order of `state_of`."""
     storage = storage_of(param)
     components = (storage.spec.format.by_name[name].key_suffix for name in storage.components)
     return [*components, *(f"_{key}" for key in storage.state), FORMAT_SUFFIX]

@@ -51,7 +51,6 @@ _UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
 
 
 def set_attributes(param: Tensor) -> dict[str, Any]:
-    """Attributes that users and frameworks have set on a parameter."""
     return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
 
 

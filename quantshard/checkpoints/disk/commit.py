@@ -170,7 +170,6 @@ def _abandon(target: SaveTarget) -> None:
 
 
 def save_failure(path: Path_, error: BaseException) -> str:
-    """The error message of a failed save: cause, rank, file, and what is intact."""
     if isinstance(error, CheckpointError):
         return str(error)
     number, first = agreement.first_failed(error)
@@ -215,7 +214,6 @@ class CommitWriter(FileSystemWriter):
         commit(self.target, manifest)
 
     def _check(self, files: Mapping[str, FileEntry]) -> None:
-        """Check that this process sees all files that the ranks wrote."""
         store, folder = self.recorder.store, self.target.written_in
         for name, entry in files.items():
             path = store.join(folder, name)

@@ -156,7 +156,6 @@ def digest_of(path: Path_) -> tuple[int, str]:
 
 
 def read_manifest(path: Path_) -> Manifest | None:
-    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest."""
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
@@ -379,7 +378,6 @@ def is_shape(value: Any) -> bool:
 
 
 def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> dict[str, int]:
-    """Sizes in bytes of the files that the metadata name, after a comparison with the manifest."""
     store, folder = locate(path)
     sizes = {}
     for name in sorted({location.relative_path for location in metadata.storage_data.values()}):

@@ -77,7 +77,6 @@ class Ownership:
 
 
 def _read_owner(folder: str) -> dict[str, object]:
-    """The content of a directory's owner file; empty if there is none, or if it is damaged."""
     store, store_path = locate(folder)
     try:
         owner = json.loads(store.read(store.join(store_path, OWNER_FILE), _OWNER_BYTES))

@@ -50,7 +50,6 @@ def regular_size(path: Path_) -> int:
 
 
 def _regular(path: Path_, follow: bool) -> tuple[str, int]:
-    """Return the path at which to open a regular file, and its length."""
     real_path = os.fspath(path) if follow else _blob(os.fspath(path)) or os.fspath(path)
     status = os.stat(real_path, follow_symlinks=follow)
     if stat.S_ISDIR(status.st_mode):

@@ -57,7 +57,6 @@ _DEPTH = 4
 """Maximum nesting of lists, tuples and dicts that is searched."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes in which PyTorch stores children, parameters and hooks."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +310,6 @@ def _line(pattern: str, count: int, shape: tuple[int, ...], text: str) -> str:
 
 
 def places_of(model: nn.Module) -> Places:
-    """Find the places of all modules below a model; a module can have several."""
     places: Places = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name:

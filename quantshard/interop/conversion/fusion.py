@@ -142,7 +142,6 @@ def is_fused(model: nn.Module) -> bool:
 
 
 def _readers(module: nn.Module) -> list[list[str]]:
-    """Return groups of converted child layers that read the same tensor in all supported families."""
     groups = [[name for name in group if isinstance(getattr(module, name, None), ConvertedLinear)] for group in READERS]
     return [group for group in groups if len(group) > 1]
 
@@ -207,8 +206,6 @@ def unfuse(model: nn.Module) -> None:
 
 
 class FusedGatedMLP(nn.Module):
-    """Base class placed before the original class of a fused MLP."""
-
     _handle: Tensor
     _activation_storage: str = HIGH_PRECISION
 
@@ -319,6 +316,5 @@ def _fused(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
-    """Create an instance without state, which copying sets later."""
     kind = _fused(plain)  # type: ignore[arg-type]
     return kind.__new__(kind)

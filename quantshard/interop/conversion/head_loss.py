@@ -108,7 +108,6 @@ def _computes_losses(module: nn.Module) -> bool:
 
 
 def _unfit(model: Any) -> str:
-    """Return why a model with an output head cannot have a chunked loss, or ""."""
     head = model.get_output_embeddings()
     if model.loss_function is not _library_loss():
         return "its loss is not transformers' ForCausalLMLoss"

@@ -28,7 +28,6 @@ HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs une
 """Last name components of output heads in transformers, torchtitan and timm."""
 
 ROUTERS = frozenset("gate router wg shared_expert_gate".split())
-"""Last name components of expert routers in transformers."""
 
 READ_DIRECTLY = "dt_proj"
 """Last name component of layers in Mamba, Falcon Mamba and Jamba that have their weight read directly by model code."""

@@ -32,7 +32,6 @@ DTYPES: Final = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-"""The dtypes used by layouts, by their names in a header."""
 
 _COMPANIONS: Final = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.*",
@@ -107,8 +106,6 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
 
 
 class SafetensorsFiles:
-    """All safetensors files of a folder as a single table of tensors that can be read in slices."""
-
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._index: dict[str, str] = {}

@@ -75,7 +75,6 @@ def _general(name: str) -> tuple[str, str]:
 
 
 def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list[RowRun]]:
-    """Return the rows of queries, keys and values in a fused weight."""
     size, remainder = divmod(rows, heads.queries + 2 * heads.groups)
     if remainder or heads.queries % heads.groups:
         raise ConfigurationError(

@@ -107,7 +107,6 @@ class CheckpointModel:
         return self._last[1]
 
     def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
-        """Return the components of a quantized weight except its codes."""
         parts = [c for c in weight.format.components if c.role is not Role.CODES]
         return {c.name: self._tensor(weight.name + c.key_suffix) for c in parts}
 

@@ -110,7 +110,6 @@ COMPRESSED_TENSORS: Final = "compressed-tensors"
 
 
 def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
-    """Format the report lines for weights that were requantized (name -> reason)."""
     first = [f"the first {name}: {why}" for name, why in requantized.items()][:1]
     return [f"LOSSY: requantized {len(requantized)} weights, {line}" for line in first]
 
@@ -233,7 +232,6 @@ def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] 
 
 
 def _modelopt(algorithm: str, bits: int, group_size: int | None) -> dict[str, Any]:
-    """Return `config` and `producer` of a layout of ModelOpt."""
     by = {"name": "modelopt", "version": "0.0.0+quantshard"}
     weights = {"num_bits": bits, "type": "float", "dynamic": False}
     if group_size is not None:
@@ -370,7 +368,6 @@ def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
 
 
 def _signature(config: Config) -> tuple[str, ...]:
-    """Return the entries of a `quantization_config` that distinguish layouts."""
     method = str(config.get("quant_method"))
     if "mxfp8" in method:
         return ("mxfp8",)

@@ -163,7 +163,6 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
 
 
 def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
-    """Read the numbers of heads from a Hugging Face configuration, or return None if they are missing."""
     fields = FieldReader(config, CONFIGURATION)
     queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
     groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
@@ -216,8 +215,6 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
 
 @dataclass
 class _ExportPlan:
-    """The tensors to write, in order, and how to compute each."""
-
     source: CheckpointModel
     layout: Layout
     names: Names

@@ -105,8 +105,6 @@ def convert(
 
 
 class _CheckpointConverter:
-    """One conversion, which computes the new checkpoint's entries one by one."""
-
     def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
         self.source, self.like, self.report = source, like, report
         source.split_gates(name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL))

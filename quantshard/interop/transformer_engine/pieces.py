@@ -113,7 +113,6 @@ class _TensorClass:
 
 
 def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
-    """Parse a pickled TransformerEngine tensor that holds a rectangle of a weight."""
     kind = _BY_CALL.get(call.name)
     if kind is None:
         raise CheckpointError(f"{call.name} is not a weight")

@@ -133,7 +133,6 @@ class TransformerEngineCheckpoint:
         return keys
 
     def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
-        """Return each parameter's `SETTINGS`, where its group has them."""
         numbered, fields_by_name = self.numbered(own), {}
         for group in self._groups:
             fields = {field: self.value(key) for field, key in self._groups[group].items() if field in SETTINGS}

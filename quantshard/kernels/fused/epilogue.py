@@ -118,7 +118,6 @@ class EpilogueLaunch(NamedTuple):
     partial: Tensor | None
 
     def finish(self) -> Targets:
-        """Finish the sums after the launch, and return the targets."""
         if self.sums is not None and self.partial is not None:
             self.sums.copy_(sum_rows(self.partial))
         return self.targets

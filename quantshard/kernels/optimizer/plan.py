@@ -61,8 +61,6 @@ REDO_PROGRAMS: Final = 64
 
 @dataclass
 class _KernelLaunch:
-    """One kernel launch: kernel, constants, table, the numbers of its parameters, and options of the compiler."""
-
     kernel: Any
     config: ks.StepKernelConfig
     members: list[int]
@@ -283,7 +281,6 @@ class StepLaunchPlan:
             self._run(launch)
 
     def finish(self) -> None:
-        """Run the second part of a step, which uses the reduced `amaxes`."""
         gradient_table, stride = self._parts[0], ks.GRADIENT_COLUMNS.value
         for most_recent, length, table in self._histories:
             launch_kernel(
@@ -365,7 +362,6 @@ class StepLaunchPlan:
         return bool(self._captured)
 
     def _upload(self, values: list[int]) -> None:
-        """Copy the table of a step to the device if it has changed, without synchronizing."""
         capturing = self._is_capturing
         if values == self._uploaded and not capturing and not self.is_captured:  # a replayed graph overwrites the table
             return

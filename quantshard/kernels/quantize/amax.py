@@ -194,7 +194,6 @@ def _measured(
 
 
 def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
-    """A tile of whole blocks; rows are in the order that `transformed` needs."""
     (high, wide), (across, down) = ((1, 1) if blocks is None else blocks.finite for blocks in (one, two))
     if two is None:
         return TileShape(max(32, high), max(256 if high <= 32 else 128, wide))

@@ -176,7 +176,7 @@ def random_arguments_of(
 
 
 def halves(key: int | tuple[Any, Any]) -> tuple[Any, Any]:
-    """Split a 64-bit key into signed 32-bit halves, which recompile no kernel; it is split already in a traced graph."""
+    """Split a 64-bit key into signed 32-bit halves, which recompile no kernel; a traced graph has split it already."""
     if isinstance(key, tuple):
         return key
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF

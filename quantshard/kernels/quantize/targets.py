@@ -402,7 +402,6 @@ _UNKNOWN = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def hides_from_kernels(copy: OrientedCodes) -> bool:
-    """Return True if Triton does not support PyTorch's dtype of the codes or scales."""
     return copy.codes.encoding.gemm_dtype in _UNKNOWN or copy.scale.encoding.gemm_dtype in _UNKNOWN
 
 
