@@ -8,8 +8,6 @@ imported only if `USABLE`. On the CPU, kernels run only under Triton's interpret
 tests. On the meta device they compute nothing (`gemm.described_gpu`).
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from importlib import import_module

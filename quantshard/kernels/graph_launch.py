@@ -12,8 +12,6 @@ contains everything that a launch needs, so another process can run a graph from
 `wrap_triton` of PyTorch cannot be used, because Dynamo rejects kernel arguments that are tuples.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import pickle

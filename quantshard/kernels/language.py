@@ -4,8 +4,6 @@ Kernels receive an encoding as a `KernelEncoding` and the rule of a scale as a `
 names a format. Divisions use `tl.div_rn`, because Triton's own `/` is an approximation.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch

@@ -19,8 +19,6 @@ Launches also go through Triton in other versions, and for kernels that are inte
 GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 

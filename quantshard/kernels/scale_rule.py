@@ -1,7 +1,5 @@
 """Scales from amaxes, on tiles of amaxes: the oracle's `numerics.scales_and_multipliers` in Triton."""
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch

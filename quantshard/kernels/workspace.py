@@ -4,8 +4,6 @@ A scalar is handed out once. Its zero is ordered with the stream of the request,
 can raise it.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

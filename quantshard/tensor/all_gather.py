@@ -8,8 +8,6 @@ A slot is one input: a component that other ranks lack, padded to one size on al
 with two copies of the codes reads the rowwise copy in forward and the columnwise copy in backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

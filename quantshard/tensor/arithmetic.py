@@ -10,8 +10,6 @@ blocks and two decisions that all ranks must agree on:
 - A result that is infinite or NaN anywhere is not written on any rank, and the call raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary

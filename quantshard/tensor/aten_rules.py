@@ -4,8 +4,6 @@ Operations without a rule here, in `copy_rules` or in `arithmetic` read the valu
 views other than FSDP2's. No rule here communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading state-dict entries into quantized weights: checks that they fit, and copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ name the format of the codes. They alias the live components, so loading writes 
 quantshard, and reading them back needs no quantshard: see docs/format.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

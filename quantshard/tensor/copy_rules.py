@@ -1,7 +1,5 @@
 """ATen operations that copy, move or allocate a whole quantized tensor."""
 
-from __future__ import annotations
-
 import copyreg
 from typing import Any
 

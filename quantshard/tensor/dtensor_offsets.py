@@ -1,7 +1,5 @@
 """A comparison of DTensor's offsets with the real ones: DTensor misplaces some uneven shards that two axes cut."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Keeps the identity, attributes and gradient of parameters that `Module.to()`, `to_empty()` and FSDP2 replace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

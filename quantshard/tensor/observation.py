@@ -1,7 +1,5 @@
 """The observer that layers report their operands to: at most one, and only in sampled steps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple

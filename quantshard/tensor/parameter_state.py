@@ -1,7 +1,5 @@
 """The state that a parameter has in addition to its values: its random key, a count of draws and an amax history."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ With a scale for each block: codes of the rows and of their transpose, where row
 block. A program works on a tile with rows of one expert, and one launch serves all experts, each as if it were alone.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -25,8 +25,6 @@ where 3 is needed only for gelu (x z' <= 3 z) and is 1 otherwise. Results with 8
 oracle's, which has an error of some u itself, by at most one neighbour, unless they are near a zero of act'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

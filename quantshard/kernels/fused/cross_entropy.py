@@ -14,8 +14,6 @@ The gradient takes log_z as an input. With z = x - log_z and p = exp(z), before 
     |gradient - exact| <= (2 |z| + 6) u |factor| p + u |exact| + 2**-126 |factor|
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -12,8 +12,6 @@ would look finite; `nan_flag` is therefore added to the results of its GEMMs. Su
 of a tile and then over tiles. Their order depends only on shape, format and device.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any, Final, NamedTuple

@@ -30,8 +30,6 @@ Sums over R rows are off by at most R u of the sum of the magnitudes, plus the e
 depends only on the shape.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Final, NamedTuple

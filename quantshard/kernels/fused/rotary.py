@@ -9,8 +9,6 @@ for bit. Like the angles, a table has an entry for each feature; the two entries
 Features that are not rotated are copied.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

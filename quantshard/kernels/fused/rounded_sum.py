@@ -1,8 +1,6 @@
 """The sum of several tensors, accumulated in float32 in their order and rounded once: out[i] = round(a[i] + b[i] +
 ...)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

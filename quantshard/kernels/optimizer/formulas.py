@@ -3,8 +3,6 @@
 `settings` points to a row with the columns of `stored.SETTINGS`, which have constants here.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

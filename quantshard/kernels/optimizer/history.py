@@ -6,8 +6,6 @@ history = history[1:] + [amax]         if 0 < amax < infinity, else unchanged
 past    = max(history)                 or the newest amax
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@
 Each kernel reads a table on the device, int64, with a row of addresses for each tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate

@@ -10,8 +10,6 @@ A parameter takes one of three ways through a step, by the source of the scales 
             again and writes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from enum import Enum

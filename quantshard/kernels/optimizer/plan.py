@@ -12,8 +12,6 @@
 `parameters` decides which launches a parameter needs.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass

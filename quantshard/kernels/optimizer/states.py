@@ -5,8 +5,6 @@ holds what differs between steps. `StepKernelConfig` has the compile-time consta
 with `numerics`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -8,8 +8,6 @@ scale needs more (one scale for a tensor or row, a block shared by ranks), one p
 and a later pass quantizes. `plan` decides which pass does what.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

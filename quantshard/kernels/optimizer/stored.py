@@ -3,8 +3,6 @@
 This file does not import Triton.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum

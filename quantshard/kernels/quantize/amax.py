@@ -5,8 +5,6 @@
 Needed where one tile does not hold a whole block: one scale for the tensor or for a row, and blocks shared by ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@
 `largest` is the product of the largest code and the largest scale; `flag` is 0 or NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 

@@ -13,8 +13,6 @@ one operation. Otherwise the program computes again, and counts and sums only fi
 Programs add to rows by atomic operations. Each uses one of several copies of the row, so that they rarely wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final

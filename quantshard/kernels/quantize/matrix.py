@@ -12,8 +12,6 @@ One launch can quantize the operands of stored weights and also lay these weight
 Kernels that compute the values themselves (`fused.norm`, `fused.activation`) pass their tiles to the same `emit`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

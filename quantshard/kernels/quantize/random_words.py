@@ -1,8 +1,6 @@
 """Random words of tiles, by Philox counters that index the global tensor (`numerics.random_words`), and their launch
 arguments."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -3,8 +3,6 @@
 (stored scale, multiplier of values) = rule(amax)               (`scale_rule.scales`)
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ another operand of the same gradient.
 `matrix.quantize_matrices` can process these tiles in the launch that quantizes the other operand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 If each square block of codes is one tile, a program also copies the scale of its block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
