@@ -90,8 +90,7 @@ def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Col
             raise CheckpointError(f"{path} is of another model: {key} is not a tensor there and {_kind(value)} here")
         if private_torch.local_tensor(value).is_meta:
             raise CheckpointError(
-                f"{path}: {key} is on the meta device here, where loading does nothing; call reset_parameters() or "
-                "to_empty() first"
+                f"{path}: {key} is on the meta device here; call reset_parameters() or to_empty() first"
             )
         if entry.size != value.shape:
             raise CheckpointError(

@@ -85,9 +85,7 @@ def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) ->
     live = model.state_dict()
     for key, live_value in live.items():
         if isinstance(live_value, Tensor) and live_value.is_meta and key in described:
-            raise CheckpointError(
-                f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
-            )
+            raise CheckpointError(f"{key} is on the meta device; call reset_parameters() or to_empty() first")
     _check_weights(model, live, described)
     missing = [key for key in live if key not in described]
     unexpected = sorted(described.keys() - live.keys() - component_loading.held_elsewhere(model, described))
@@ -99,10 +97,7 @@ def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) ->
         )
     for key, value in described.items():
         if key in live and _kind(live[key]) != _kind(value):
-            raise CheckpointError(
-                f"{key}: {_kind(value)} in rank 0's state dict, {_kind(live[key])} in this model; build the model that "
-                "was saved"
-            )
+            raise CheckpointError(f"{key}: {_kind(value)} in rank 0's state dict, {_kind(live[key])} in this model")
     return live
 
 

@@ -79,9 +79,7 @@ def _checked(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The live state dict, and the parameters by its keys, after checks of the arguments."""
     if dtype is not None and dtype not in _DTYPES:
-        raise ConfigurationError(
-            f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}"
-        )
+        raise ConfigurationError(f"high_precision_state_dict({dtype=}): choose one of {', '.join(map(str, _DTYPES))}")
     if full and (layers := optimizer_states.expert_layers(model)):
         raise ConfigurationError(
             f"high_precision_state_dict(full=True): the experts of {next(iter(layers)) or type(model).__name__} are on "
@@ -93,8 +91,7 @@ def _checked(
     for name, param in params.items():
         if param.is_meta:
             raise CheckpointError(
-                f"high_precision_state_dict: {name} is on the meta device, where it has no values; call "
-                "reset_parameters() on the modules first"
+                f"high_precision_state_dict: {name} is on the meta device; call reset_parameters() first"
             )
         if optimizer is not None:
             _check_master(name, param, optimizer)
@@ -225,9 +222,7 @@ def _other_entries(
 
 def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
     if param.is_meta:
-        raise CheckpointError(
-            f"load_high_precision: {name} is on the meta device; call reset_parameters() on the modules first"
-        )
+        raise CheckpointError(f"load_high_precision: {name} is on the meta device; call reset_parameters() first")
     if isinstance(entry, Tensor) and not entry.is_floating_point():
         raise CheckpointError(f"load_high_precision: {name} is {entry.dtype}, not a floating-point tensor")
     value = _value(name, entry, param)
@@ -243,8 +238,7 @@ def _value(name: str, value: object, live: Tensor) -> Tensor:
         raise CheckpointError(f"load_high_precision: {name} is not a tensor with values in the state dict")
     if value.shape != live.shape:
         raise CheckpointError(
-            f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in "
-            "the model"
+            f"load_high_precision: {name} has shape {tuple(value.shape)}, in the model {tuple(live.shape)}"
         )
     if isinstance(value, DTensor) and (not isinstance(live, DTensor) or live.placements != value.placements):
         raise CheckpointError(

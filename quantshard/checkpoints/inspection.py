@@ -304,10 +304,8 @@ def _with_parts(
         if expected is None:  # a state: only matrices have blocks with scales
             lines.append(f"{key} is {dtype} {list(size)}, and {tag} has blocks of matrices, which {list(shape)} is not")
         elif size != expected or dtype != component.encoding.storage:
-            lines.append(
-                f"{key} is {dtype} {list(size)}, and {tag} of {list(shape)} has {component.encoding.storage} "
-                f"{list(expected)} there"
-            )
+            fitting = f"{component.encoding.storage} {list(expected)} ({tag} {list(shape)})"
+            lines.append(f"{key} is {dtype} {list(size)}, not {fitting}")
     return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
 
 

@@ -220,8 +220,7 @@ class Manager:
         self._damaged.discard(last)
         if not commit.is_complete(self.path(last)):
             raise CheckpointError(
-                f"{self.path(last)} was saved, and the training process does not see it; save to a place that all "
-                "processes share"
+                f"{self.path(last)} was saved, and is not seen here; save to a place that all processes share"
             )
         if self.keep_last is None or self._closed:
             return

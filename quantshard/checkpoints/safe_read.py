@@ -182,9 +182,7 @@ class SafeReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             part = tensor[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
             if part.shape != target.shape:
-                raise CheckpointError(
-                    f"{index.fqn} has {tuple(part.shape)} here where {tuple(target.shape)} are wanted"
-                )
+                raise CheckpointError(f"{index.fqn} has {tuple(part.shape)}, not {tuple(target.shape)}")
             target.copy_(part)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -245,7 +243,7 @@ class SafeReader(FileSystemReader):
         tensor = plain_tensor(value)
         if tensor.dtype != dtype or tensor.shape != chunk.sizes:
             raise CheckpointError(
-                f"it is {tensor.dtype} {list(tensor.shape)}, and the metadata say {dtype} {list(chunk.sizes)}"
+                f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.sizes)} as in the metadata"
             )
         return tensor
 
@@ -262,8 +260,7 @@ class SafeReader(FileSystemReader):
             problem = manifest.wrong_file(self.path, name, files[name])
             if problem is not None:
                 raise DamagedError(
-                    f"{self.path} is damaged or incomplete: {problem}; nothing was loaded. Restore its files or choose "
-                    "another checkpoint"
+                    f"{self.path} is damaged or incomplete: {problem}; nothing was loaded; choose another"
                 )
 
     def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:

@@ -56,10 +56,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         owner._versions |= {copy.param: weight_version(copy.param) for copy in copies if copy.is_known}
         if overwritten and succeeded:  # an exception must not be hidden by a warning
             first = overwritten[0] + (f" and {len(overwritten) - 1} more" if len(overwritten) > 1 else "")
-            warn_user(
-                f"averaged_weights: {first} got new values inside, as by load_state_dict, which were undone; load "
-                "outside"
-            )
+            warn_user(f"averaged_weights: {first} got new values inside, which were undone; load outside")
 
 
 class _WeightCopy:

@@ -59,9 +59,7 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(
-                    f"{where}: {name}={value!r} is invalid: use a finite number, at least {lowest:g} and {bound}"
-                )
+                raise ConfigurationError(f"{where}: {name}={value!r} is invalid: use a number from {lowest:g}, {bound}")
 
 
 # Parameters -------------------------------------------------------------------------------------------------------
@@ -107,7 +105,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         same = same and local_shapes[0] == local_shapes[1]
     if not same:
         raise ConfigurationError(
-            f"{name} is {checks.layout(param)}, but its {what} is {checks.layout(other)}; both must be the same"
+            f"{name} is {checks.layout(param)}, but its {what} {checks.layout(other)}; both must be equal"
         )
 
 
@@ -161,7 +159,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
             if any(candidate is param for candidate in group["params"]):
                 return group
         raise ConfigurationError(
-            f"a tensor {tuple(param.shape)} is not in this {self._name}; give the DTensor, not its local tensor"
+            f"a tensor {tuple(param.shape)} is not in this {self._name}; give DTensors, not local tensors"
         )
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
@@ -339,5 +337,5 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
         raise UnsupportedOperationError(
-            f"a {self._name} cannot be copied; build one over the copied model and load this one's state_dict()"
+            f"a {self._name} cannot be copied; build one over the copied model and load the state_dict()"
         )

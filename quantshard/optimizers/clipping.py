@@ -41,9 +41,7 @@ def clip_grad_norm_(
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"clip_grad_norm_(model={type(model).__name__}): pass the model, not its parameters")
     if not (norm_type > 0 and max_norm >= 0):
-        raise ConfigurationError(
-            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): use max_norm >= 0 and norm_type > 0"
-        )
+        raise ConfigurationError(f"clip_grad_norm_({max_norm=}, {norm_type=}): use max_norm >= 0 and norm_type > 0")
     norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads: list[Tensor] = []
     for name, param, groups in _with_groups(model):

@@ -335,9 +335,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         checks.check_trainable(f"{self._name}: {self._names[param]}", param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             # a captured step would repeat its random draw, whose number the host reads
-            raise ConfigurationError(
-                f"{self._name}(capturable=True, master_weights=False): {self._names[param]} needs a master"
-            )
+            raise ConfigurationError(f"{self._name}(capturable=True): {self._names[param]} needs a master")
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
@@ -428,9 +426,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         self._group_of(param)
         states = {role: state for role, state in self._states.get(param, {}).items() if role != WEIGHT}
         if state_name not in states:
-            raise ConfigurationError(
-                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none'}"
-            )
+            raise ConfigurationError(f"{self._names[param]} has no state {state_name!r}, only {sorted(states)}")
         return states[state_name]
 
 

@@ -216,9 +216,7 @@ class GradientFlags:
         if missing.any():
             name = self._first(missing)
             self.table.zero_()
-            raise RankMismatchError(
-                f"{name} has a gradient on some ranks only; all ranks must use the same parameters in every step"
-            )
+            raise RankMismatchError(f"{name} has a gradient on some ranks only; use the same parameters on all")
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
         """Raise if `most_in_a_row` steps in a row were skipped, the rate was invalid, or only a checkpoint can help."""
@@ -228,8 +226,7 @@ class GradientFlags:
             return
         if worst == RATE:
             raise ConfigurationError(
-                f"the last step was skipped, because its learning rate was negative, infinite, NaN or above "
-                f"{LARGEST_RATE:g}; check the schedule"
+                f"the last step was skipped: its learning rate was not in [0, {LARGEST_RATE:g}]; check the schedule"
             )
         name = self._first(self.table[2] == worst)
         raise NonFiniteGradientError(

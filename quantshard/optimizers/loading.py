@@ -48,8 +48,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
     groups, states = state_dict["param_groups"], state_dict["state"]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer state has {len(groups)} groups, this optimizer {len(optimizer.param_groups)}; build it "
-            "over the same model"
+            f"the optimizer state has {len(groups)} groups, this optimizer {len(optimizer.param_groups)}"
         )
     own_names = own_settings(optimizer)
     for number, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -94,19 +93,17 @@ def _copy(live: Tensor, value: Tensor, is_known: bool) -> bool:
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     if live and not loaded:
         raise CheckpointError(
-            f"{name}: the optimizer state has no entry for it; freeze the parameter before this optimizer is built, as "
-            "in the saved run"
+            f"{name}: the optimizer state has no entry for it; freeze it before this optimizer is built"
         )
     if loaded.keys() != live.keys():
         raise CheckpointError(
-            f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}"
+            f"{name}: its state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}"
         )
     for key, value in loaded.items():
         expected, found = _described(live[key]), _described(value)
         if expected != found:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {found}, this optimizer's is {expected}; {SAVED_OPTIONS}, over the "
-                "same model and mesh"
+                f"{name}: optimizer state {key} is {found}, this optimizer's is {expected}; {SAVED_OPTIONS}"
             )
 
 
@@ -138,8 +135,7 @@ def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], 
     if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
         count = len(params) if isinstance(params, list | tuple) else "no list of"
         raise CheckpointError(
-            f"{where} has {count} parameters and this one's {len(group['params'])}; build it over the same model, or "
-            "load the model alone"
+            f"{where} has {count} parameters and this one's {len(group['params'])}; load the model alone"
         )
     names = () if _is_matched_by_name(saved) else saved.get("param_names") or ()
     for index, (old, new) in enumerate(zip(names, group.get("param_names") or (), strict=False)):

@@ -151,7 +151,7 @@ class Muon(AdamOptimizer):
         check_ranges(where, group, ("weight_decay", "momentum", EMA_DECAY, *(() if self._capturable else ("lr",))))
         if group["adjust_lr_fn"] not in (None, *RATE_FACTORS):
             raise ConfigurationError(
-                f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r} is invalid: use {', '.join(RATE_FACTORS)} or None"
+                f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r}: use {', '.join(RATE_FACTORS)} or None"
             )
         if not SMALLEST_EPS <= group["eps"] < math.inf:
             raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
@@ -351,9 +351,7 @@ def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) 
     if algorithm not in (MUON, ADAMW):
         raise ConfigurationError(f"{where}: {ALGORITHM}={algorithm!r}; use {MUON!r} or {ADAMW!r}")
     if unused := [name for name in (ADAMW_ENTRIES if algorithm == MUON else MUON_ENTRIES) if name in group]:
-        raise ConfigurationError(
-            f"{where}: {', '.join(unused)} has no effect with {ALGORITHM}={algorithm!r}; remove it"
-        )
+        raise ConfigurationError(f"{where}: {', '.join(unused)} has no effect with {algorithm=}; remove it")
     if algorithm == ADAMW:
         if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
             raise ConfigurationError(

@@ -139,8 +139,7 @@ def read_format_tag(tag: Tensor) -> str:
     version, *padded, _ = tag.reshape(-1).tolist()
     if version != CHECKPOINT_VERSION:
         raise CheckpointError(
-            f"the checkpoint has format version {version}, this release reads version {CHECKPOINT_VERSION}; install "
-            "the release that wrote it, or a newer one"
+            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; install the release that wrote it"
         )
     return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
 

@@ -78,8 +78,7 @@ class QuantizedTensor(reads.ReadableTensor):
             )
         if tensor.shape != self.shape or not tensor.is_floating_point():
             raise UnsupportedOperationError(
-                f"quantize_ needs a tensor of shape {tuple(self.shape)} and a floating dtype, got {tensor.dtype} "
-                f"{tuple(tensor.shape)}"
+                f"quantize_ needs floats of shape {tuple(self.shape)}, got {tensor.dtype} {tuple(tensor.shape)}"
             )
         if noop_flag is None or not noop_flag.any():
             requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
@@ -97,7 +96,7 @@ class QuantizedTensor(reads.ReadableTensor):
     def check_filled(self, what: str) -> None:
         if isinstance(self.quantized_storage, Placeholder):
             raise UnsupportedOperationError(
-                f"{what} on a placeholder: new_zeros and new_empty of a quantized tensor hold nothing; copy one into it"
+                f"{what} on a placeholder, as new_zeros returns, which holds nothing; copy a tensor into it"
             )
 
     def data_ptr(self) -> int:

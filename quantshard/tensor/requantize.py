@@ -112,9 +112,7 @@ def _check_target(weight: Tensor, values: Tensor) -> None:
             "to its sharded parameter"
         )
     if values.shape != storage.shard.shape:
-        raise ConfigurationError(
-            f"requantize_: the values of {name} have shape {tuple(values.shape)}, not {storage.shard.shape}"
-        )
+        raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shard.shape}")
 
 
 def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: Sequence[str]) -> None:
@@ -123,7 +121,7 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
             name = names[index] if names else repr(private_torch.local_tensor(weight))
             problem = non_finite(values, _storage_of(weight).shard.origin)
             raise ConfigurationError(
-                f"requantize_: {name}: {problem or 'values of other ranks are infinite or NaN'}; nothing was written"
+                f"requantize_: {name}: {problem or 'other ranks have infinite or NaN values'}; nothing was written"
             )
 
 

@@ -273,7 +273,7 @@ def test_parameters_in_other_groups(kind: str, tmp_path: Path) -> None:
     saved, own = (make(InGroups(named[:first], named[first:])) for first in (1, 2))
     stepped(model, saved)
     checkpoints.save(tmp_path / "c", model, saved)
-    with refused("its group 0 has 1 parameters and this one's 2; build it over the same model", model, own):
+    with refused("its group 0 has 1 parameters and this one's 2; load the model alone", model, own):
         checkpoints.load(tmp_path / "c", model, own)
 
 
@@ -392,7 +392,7 @@ def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
     (run.parent / "killed" / ".step-000004.abc.tmp" / ".metadata").touch()
     (run.parent / "file").touch()
     (run.parent / "empty").mkdir()
-    says = "it has no .metadata, which is written last; choose another"
+    says = "it has no .metadata; choose another"
     for path in (run / "nothing", run.parent / "empty", run.parent / "file", run.parent / "killed", run):
         with pytest.raises(DamagedError) as caught:  # as such the Manager goes on to the one before
             checkpoints.load(path, mxfp8())

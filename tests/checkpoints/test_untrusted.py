@@ -317,7 +317,7 @@ def padded(content: bytes) -> bytes:
 
 CODES = torch.zeros(18, 12, dtype=torch.uint8)
 FORGED_TENSORS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "another dtype": (lambda: saved(torch.zeros(18, 12)), r"it is torch.float32 \[18, 12\], and the metadata say"),
+    "another dtype": (lambda: saved(torch.zeros(18, 12)), r"it is torch.float32 \[18, 12\], not"),
     "another shape": (lambda: saved(torch.zeros(12, 18, dtype=torch.uint8)), r"it is torch.uint8 \[12, 18\]"),
     "no tensor": (lambda: saved([1] * 300), r"it has a list, which is not a plain tensor"),
     "sparse": (lambda: saved(torch.eye(300, dtype=torch.uint8).to_sparse()), "it has a Tensor, which is not a plain"),

@@ -210,7 +210,7 @@ def elsewhere(case: Case, url: str) -> list[str]:
 def test_places_that_cannot_do(tmp_path: Path) -> None:
     """1 rank: the memory of another process, a protocol that is none; and what pathlib makes of a URL."""
     memory, unknown = run_ranks(1, elsewhere, Case("mxfp8", (1,), shapes=((32, 32),)), str(tmp_path))[0]
-    assert memory.startswith("memory://run/step-000001 was saved, and the training process does not see it")
+    assert memory.startswith("memory://run/step-000001 was saved, and is not seen here")
     assert unknown.startswith("nowhere://run cannot be reached by fsspec: Protocol not known")
     for call in (verify, inspect, lambda path: compare(path, path), checkpoints.is_complete):
         with pytest.raises(ConfigurationError, match="s3:/bucket/run is a URL"):

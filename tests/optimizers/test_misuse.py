@@ -94,7 +94,7 @@ def test_a_rate_on_the_device_that_makes_no_step(value):
     optimizer.param_groups[0]["lr"].fill_(value)
     optimizer.step()
     assert (param == 1).all() and not optimizer.state[param]["exp_avg"].any()
-    with pytest.raises(ConfigurationError, match=r"step was skipped, .* rate was negative, infinite, NaN or above"):
+    with pytest.raises(ConfigurationError, match=r"step was skipped: .* rate was not in"):
         optimizer.state_dict()
     optimizer.param_groups[0]["lr"].fill_(0.5)
     optimizer.step()

@@ -220,8 +220,7 @@ class CommitWriter(FileSystemWriter):
             size = store.size(path) if store.is_file(path) else None
             if size != entry.bytes:
                 raise CheckpointError(
-                    f"{path} was written with {entry.bytes} bytes, and the first rank sees {size}; save to a directory "
-                    "that all ranks share"
+                    f"{path} has {entry.bytes} bytes, and the first rank sees {size}; save where all ranks share files"
                 )
 
 

@@ -97,8 +97,7 @@ class Manifest:
         version = content.get("quantshard")
         if version != VERSION:
             raise DamagedError(
-                f"{where} has version {version!r:.80}, and this quantshard reads version {VERSION}; install another "
-                "quantshard"
+                f"{where} has version {version!r:.80}, not {VERSION}; install the quantshard that wrote it"
             )
         if wrong := _wrong_field(content):
             raise DamagedError(f"{where} is damaged: {wrong}; choose another checkpoint")
@@ -292,9 +291,7 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
         metadata, what = _unpickled(content), ""
         _check_pieces(metadata, _file_sizes(path, metadata, described), packed)
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingError(
-            f"{path} is not a complete checkpoint: it has no {METADATA_FILE}, which is written last; choose another"
-        ) from None
+        raise MissingError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}; choose another") from None
     except (CheckpointError, OSError) as error:
         reason = why(error) if isinstance(error, OSError) else error
         raise DamagedError(f"{path}: {what}{reason}; restore its files or choose another checkpoint") from error

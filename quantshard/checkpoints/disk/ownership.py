@@ -63,8 +63,7 @@ class Ownership:
             self._lock = lock(folder) if isinstance(store, LocalStore) else None
         except TimeoutError:
             raise CheckpointError(
-                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop that run, or use another "
-                "directory"
+                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop it or use another one"
             ) from None
         self.proof = OwnershipToken(folder, secrets.token_hex(8))
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -101,9 +100,7 @@ def lock(folder: Path_) -> BaseFileLock | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        warnings.warn(
-            f"{os.fspath(folder)} cannot be locked ({why(error)}); make sure no other run writes to it", stacklevel=3
-        )
+        warnings.warn(f"{folder} cannot be locked ({why(error)}); make sure no other run writes to it", stacklevel=3)
         return None
     return file_lock
 

@@ -260,9 +260,7 @@ def revert(model: nn.Module) -> int:
     if not layers:
         raise ConfigurationError("revert: this model has no layer made by quantshard.convert")
     if isinstance(model, ConvertedLinear):
-        raise ConfigurationError(
-            "revert cannot replace the model itself; call it on the model that contains this layer"
-        )
+        raise ConfigurationError("revert cannot replace the model itself; call it on the model around this layer")
     fusion.unfuse(model)
     unset_loss(model)
     places = places_of(model)

@@ -167,10 +167,7 @@ def check_model(model: nn.Module, what: str) -> None:
     check_unsharded(model, what)
     for name, parameter in model.named_parameters():
         if components.quantized_local(parameter) is not None:
-            raise ConfigurationError(
-                f"{what}: {name} is already quantized ({components.storage_of(parameter).spec.format.name}); "
-                "call quantshard.revert first"
-            )
+            raise ConfigurationError(f"{what}: {name} is already quantized; call quantshard.revert first")
     # set by transformers on models that were loaded quantized
     method = getattr(model, "quantization_method", None)
     if method is not None:

@@ -51,9 +51,7 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
     codes_per_byte = 8 // layout.element.bits
     block_cols = min(layout.block[1], cols)
     if cols % codes_per_byte or (layout.whole_blocks and cols % layout.block[1]):
-        raise ConfigurationError(
-            f"{layout.name} needs multiples of {layout.block[1]} columns, not [{rows}, {cols}]; choose another layout"
-        )
+        raise ConfigurationError(f"{layout.name} needs multiples of {layout.block[1]} columns, not [{rows}, {cols}]")
     codes = torch.uint8 if layout.element.native is None else layout.element.native
     grid = (ceil_div(rows, layout.block[0]), ceil_div(cols, block_cols))
     scale = {ScaleShape.GRID: grid, ScaleShape.SCALAR: (), ScaleShape.ONE: (1,), ScaleShape.ROWS: (rows,)}[

@@ -128,9 +128,7 @@ class SafetensorsFiles:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():
             if not is_inside(file) or not file.endswith(SUFFIX):
-                raise CheckpointError(
-                    f"{self.folder / INDEX}: {file!r} of {tensor} is not a safetensors file beside it"
-                )
+                raise CheckpointError(f"{self.folder / INDEX}: {file!r} of {tensor} is no safetensors file beside it")
         self._index = weight_map
         return sorted(set(weight_map.values()))
 

@@ -54,8 +54,7 @@ class Names:
         order, into = self.fused[general]
         if heads is None:
             raise ConfigurationError(
-                f"{ours} holds queries, keys and values; pass the model's configuration (--config) with its numbers "
-                "of heads"
+                f"{ours} holds queries, keys and values; pass a configuration with numbers of heads (--config)"
             )
         runs = fused_runs(ours, order, rows, heads)
         return {_numbered(name, numbers): part for name, part in zip(into, runs, strict=True)}
@@ -78,7 +77,7 @@ def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list
     size, remainder = divmod(rows, heads.queries + 2 * heads.groups)
     if remainder or heads.queries % heads.groups:
         raise ConfigurationError(
-            f"{name}: {rows} rows do not fit num_attention_heads={heads.queries}, num_key_value_heads={heads.groups}"
+            f"{name}: {rows} rows do not fit {heads.queries} query and {heads.groups} key/value heads"
         )
     sizes = [heads.queries * size, heads.groups * size, heads.groups * size]
     if order == "stacked":

@@ -158,8 +158,7 @@ class CheckpointModel:
         fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
         if tuple(tensor.shape) != tuple(shape) or not fits:
             raise CheckpointError(
-                f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}, not {dtype or 'of numbers'} "
-                f"{list(shape)}"
+                f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}"
             )
         return tensor
 

@@ -228,17 +228,14 @@ class _ExportPlan:
 
     def groups(self) -> list[TensorBatch]:
         if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
-            raise ConfigurationError(
-                f"{self.source.path} holds no averages of its weights; train with --ema (FusedAdam(ema_decay=...))"
-            )
+            raise ConfigurationError(f"{self.source.path} holds no averages of its weights; train with --ema")
         self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
         heads, batches = heads_of(self.config), []
         weights = self._untied()
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if missing:
             raise ConfigurationError(
-                f"{self.source.path}: {len(missing)} tensors have no external name (first: {missing[0]}); pass names= "
-                "(--names)"
+                f"{self.source.path}: {missing[0]} and others have no external name; pass names= (--names)"
             )
         for weight in weights:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
@@ -259,9 +256,7 @@ class _ExportPlan:
             return weights
         head, table_ = ends[f"{HEAD}.weight"], ends[_EMBEDDING]
         if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
-            raise ConfigurationError(
-                f"{head.name} and {table_.name} differ, but the configuration has tie_word_embeddings; set it to false"
-            )
+            raise ConfigurationError(f"{head.name} and {table_.name} differ; set tie_word_embeddings to false")
         return [weight for weight in weights if weight is not head]
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:

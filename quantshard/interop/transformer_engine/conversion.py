@@ -160,9 +160,7 @@ class _CheckpointConverter:
         for name in sorted(names & set(source.names)):
             actual, expected = source.size(source.model + name), like.groups[_MODEL + name].shape
             if tuple(actual) != expected:
-                raise CheckpointError(
-                    f"{source.path}: {name} has shape {list(actual)}, not {list(expected or ())} as in {like.path}"
-                )
+                raise CheckpointError(f"{source.path}: {name} has shape {list(actual)}, not {list(expected or ())}")
 
     def _is_own(self, name: str) -> bool:
         """Return whether a tensor is specific to quantshard: random keys, draw counts and amax histories."""
@@ -253,7 +251,7 @@ class _CheckpointConverter:
         high = self.source.value(self.source.model + name)
         if high.dtype != torch.bfloat16:
             raise CheckpointError(
-                f"{self.source.path}: the master of {name} is a remainder of BF16, but the weight is {high.dtype}"
+                f"{self.source.path}: the master of {name} is a remainder, but the weight is {high.dtype}"
             )
         return numerics.join_bfloat16(high, state)
 

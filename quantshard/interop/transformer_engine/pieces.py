@@ -164,9 +164,7 @@ def _plane(
     data_shape = (shape[1], shape[0]) if side.codes_transposed else shape
     width = ceil_div(data_shape[1], max(1, 8 // element.bits))
     if codes.itemsize != 1 or tuple(codes.shape) != (data_shape[0], width):
-        raise CheckpointError(
-            f"its {prefix} data are {codes.dtype} {list(codes.shape)}, not bytes {[data_shape[0], width]}"
-        )
+        raise CheckpointError(f"its {prefix} data are {codes.dtype} {list(codes.shape)}, not {[data_shape[0], width]}")
     codes = numerics.unpack(codes.view(torch.uint8), element, data_shape[1])
     rows, cols = (ceil_div(size, block) for size, block in zip(shape, side.block, strict=True))
     grid = (cols, rows) if side.scales_transposed else (rows, cols)

@@ -212,8 +212,7 @@ class TargetCheckpoint:
                   and key.endswith(".params")}  # fmt: skip
         if any(f"{group}.param_names" not in self.entries for group in groups):
             raise CheckpointError(
-                f"{self.path}: its optimizer has no parameter names; build it with "
-                "FusedAdam(model.named_parameters(), ...)"
+                f"{self.path}: its optimizer has no parameter names; pass model.named_parameters() to it"
             )
         unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
         if unknown:

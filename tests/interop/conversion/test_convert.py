@@ -350,7 +350,7 @@ def test_a_layer_that_another_model_computes_with_is_trained_after_revert(recwar
 def test_a_layer_by_itself_is_not_reverted() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     qs.convert(model, "mxfp8")
-    with pytest.raises(ConfigurationError, match="call it on the model that contains this layer"):
+    with pytest.raises(ConfigurationError, match="call it on the model around this layer"):
         qs.revert(model[0])
 
 

@@ -70,7 +70,7 @@ def test_index_names_only_files_beside_it(tmp_path, name):
     folder.mkdir()
     save_file({"a": torch.zeros(2)}, tmp_path / "secret.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="is not a safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="is no safetensors file beside it"):
         SafetensorsFiles(folder)
 
 
