@@ -219,9 +219,7 @@ class Manager:
         self._left_behind.discard(last)
         self._damaged.discard(last)
         if not commit.is_complete(self.path(last)):
-            raise CheckpointError(
-                f"{self.path(last)} was saved, and is not seen here; save to a place that all processes share"
-            )
+            raise CheckpointError(f"{self.path(last)} was saved, and is not seen here; save where all processes see it")
         if self.keep_last is None or self._closed:
             return
         if problem := self._damage(last):

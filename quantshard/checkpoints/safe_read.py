@@ -242,9 +242,7 @@ class SafeReader(FileSystemReader):
         dtype = cast(TensorStorageMetadata, self.entries[key]).properties.dtype
         tensor = plain_tensor(value)
         if tensor.dtype != dtype or tensor.shape != chunk.sizes:
-            raise CheckpointError(
-                f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.sizes)} as in the metadata"
-            )
+            raise CheckpointError(f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.sizes)}")
         return tensor
 
     def check_files(self) -> None:
@@ -259,9 +257,7 @@ class SafeReader(FileSystemReader):
         for name in share:
             problem = manifest.wrong_file(self.path, name, files[name])
             if problem is not None:
-                raise DamagedError(
-                    f"{self.path} is damaged or incomplete: {problem}; nothing was loaded; choose another"
-                )
+                raise DamagedError(f"{self.path} is damaged: {problem}; nothing was loaded; choose another")
 
     def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:
         """Open each file once, and iterate over the items in the order of the file."""

@@ -337,5 +337,5 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
         raise UnsupportedOperationError(
-            f"a {self._name} cannot be copied; build one over the copied model and load the state_dict()"
+            f"a {self._name} cannot be copied; build another and load this one's state_dict()"
         )

@@ -225,9 +225,7 @@ class GradientFlags:
         if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):
             return
         if worst == RATE:
-            raise ConfigurationError(
-                f"the last step was skipped: its learning rate was not in [0, {LARGEST_RATE:g}]; check the schedule"
-            )
+            raise ConfigurationError(f"the last step was skipped: its learning rate was not in [0, {LARGEST_RATE:g}]")
         name = self._first(self.table[2] == worst)
         raise NonFiniteGradientError(
             {

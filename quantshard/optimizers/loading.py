@@ -96,9 +96,7 @@ def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any])
             f"{name}: the optimizer state has no entry for it; freeze it before this optimizer is built"
         )
     if loaded.keys() != live.keys():
-        raise CheckpointError(
-            f"{name}: its state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}"
-        )
+        raise CheckpointError(f"{name}: state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}")
     for key, value in loaded.items():
         expected, found = _described(live[key]), _described(value)
         if expected != found:

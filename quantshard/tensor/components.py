@@ -139,7 +139,7 @@ def read_format_tag(tag: Tensor) -> str:
     version, *padded, _ = tag.reshape(-1).tolist()
     if version != CHECKPOINT_VERSION:
         raise CheckpointError(
-            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; install the release that wrote it"
+            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; update quantshard"
         )
     return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
 

@@ -95,9 +95,7 @@ class QuantizedTensor(reads.ReadableTensor):
 
     def check_filled(self, what: str) -> None:
         if isinstance(self.quantized_storage, Placeholder):
-            raise UnsupportedOperationError(
-                f"{what} on a placeholder, as new_zeros returns, which holds nothing; copy a tensor into it"
-            )
+            raise UnsupportedOperationError(f"{what} on a placeholder, which holds nothing; copy a tensor into it")
 
     def data_ptr(self) -> int:
         """Address of the codes, 0 on the meta device, or for an empty shard a number that no other tensor has."""

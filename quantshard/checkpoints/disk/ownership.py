@@ -63,7 +63,7 @@ class Ownership:
             self._lock = lock(folder) if isinstance(store, LocalStore) else None
         except TimeoutError:
             raise CheckpointError(
-                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop it or use another one"
+                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop it"
             ) from None
         self.proof = OwnershipToken(folder, secrets.token_hex(8))
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")

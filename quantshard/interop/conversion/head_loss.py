@@ -40,7 +40,7 @@ def check_loss(function: str, loss: Loss) -> None:
     is_known = loss.keys() <= OPTIONS if isinstance(loss, Mapping) else loss in LOSSES
     if not is_known:
         raise ConfigurationError(
-            f"{function}(loss={loss!r}): choose one of: {', '.join(LOSSES)}, or a dict of {sorted(OPTIONS)}"
+            f"{function}(loss={loss!r}): use one of {', '.join(LOSSES)}, or a dict of {sorted(OPTIONS)}"
         )
 
 

@@ -53,9 +53,7 @@ class Names:
             return {ours: whole_run(rows)} if self.identity else {}
         order, into = self.fused[general]
         if heads is None:
-            raise ConfigurationError(
-                f"{ours} holds queries, keys and values; pass a configuration with numbers of heads (--config)"
-            )
+            raise ConfigurationError(f"{ours} holds queries, keys and values; pass --config with numbers of heads")
         runs = fused_runs(ours, order, rows, heads)
         return {_numbered(name, numbers): part for name, part in zip(into, runs, strict=True)}
 
@@ -148,7 +146,7 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
     is_list = isinstance(into, list) and len(into) == 3 and all(isinstance(part, str) for part in into)
     if into is None or not is_list or value.get("rows") not in ORDERS:
         raise ConfigurationError(
-            f'{path}: {name!r} must be {{ rows = "interleaved" or "stacked", into = [query, key, value] }}'
+            f'{path}: {name!r} needs rows = "interleaved" or "stacked", into = [query, key, value]'
         )
     return value["rows"], tuple(into)
 

@@ -157,9 +157,7 @@ class CheckpointModel:
         tensor = self._any(key)
         fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
         if tuple(tensor.shape) != tuple(shape) or not fits:
-            raise CheckpointError(
-                f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}"
-            )
+            raise CheckpointError(f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}")
         return tensor
 
     def _tensor(self, key: str) -> Tensor:

@@ -162,7 +162,7 @@ def test_a_map_is_read_from_toml(tmp_path):
     assert list(found.theirs("blocks.12.fc.weight", 4, None)) == ["h.12.mlp.weight"]
     assert list(found.theirs("blocks.3.qkv.weight", 8, HeadCounts(2, 1))) == ["h.3.q", "h.3.k", "h.3.v"]
     assert not found.theirs("other", 4, None)
-    with pytest.raises(ConfigurationError, match="pass a configuration with numbers of heads"):
+    with pytest.raises(ConfigurationError, match="pass --config with numbers of heads"):
         found.theirs("blocks.3.qkv.weight", 8, None)
 
 
