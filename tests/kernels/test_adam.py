@@ -555,7 +555,7 @@ def test_amaxes_of_many_tensors():
         torch.tensor([[1.0, float("nan")], [float("inf"), 0.0]], device=DEVICE),
         torch.randn(6, 5).to(DEVICE).t(),
     ]
-    found = multi_tensor.tensor_amaxes(tensors)
+    found = multi_tensor.exceeding(tensors, None)
     expected = [x.abs().amax().float() if x.numel() else torch.zeros((), device=DEVICE) for x in tensors]
     assert found.isnan().tolist() == [x.isnan().item() for x in expected]
     assert torch.equal(found.nan_to_num(), torch.stack(expected).nan_to_num())

@@ -213,8 +213,8 @@ def convert(
         for name, item in stacked_experts(model)
     )
     mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
-    if activation_storage != HIGH_PRECISION and all(item.reason for item in mlps):
-        reasons = "; ".join(f"{mlp.name}: {mlp.reason}" for mlp in mlps[:3])
+    if activation_storage != HIGH_PRECISION and all(reason for _, _, reason in mlps):
+        reasons = "; ".join(f"{name}: {reason}" for name, _, reason in mlps[:3])
         raise ConfigurationError(
             f"convert(activation_storage={activation_storage!r}) needs gated MLPs of a known class and modules='fused'"
             + (f" ({reasons})" if reasons else "")

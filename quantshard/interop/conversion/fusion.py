@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,19 +77,14 @@ class UnfusedLayers:
     reason: str
 
 
-@dataclass(frozen=True)
-class GatedMLPChoice:
-    """A gated MLP, and the reason why it is not fused ("" if it is)."""
-
-    name: str
-    module: nn.Module
-    reason: str
+GatedMLP = tuple[str, nn.Module, str]
+"""The name of a gated MLP, the MLP, and the reason why it is not fused ("" if it is)."""
 
 
-def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLPChoice]:
+def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLP]:
     by_module = {id(choice.module): choice for choice in chosen}
     return [
-        GatedMLPChoice(name, module, unknown(module) or _mismatch(module, by_module))
+        (name, module, unknown(module) or _mismatch(module, by_module))
         for name, module in model.named_modules()
         if dict(module.named_children()).keys() >= set(LAYERS)
     ]
@@ -109,17 +104,15 @@ def _mismatch(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
 
 
 def fuse(
-    model: nn.Module, mlps: Sequence[GatedMLPChoice], activation_storage: str = HIGH_PRECISION
+    model: nn.Module, mlps: Sequence[GatedMLP], activation_storage: str = HIGH_PRECISION
 ) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
     """Fuse MLPs, and let layers share the quantization of their input. Returns what was fused and what was not."""
     storage_note = "" if activation_storage == HIGH_PRECISION else f", gate and up saved as {activation_storage}"
-    fused_layers, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
-    for entry in mlps:
-        if not entry.reason:
-            fuse_mlp(entry.module, activation_storage)
-            fused_layers.append(
-                FusedLayers(entry.name, f"gated MLP, {activation_of(entry.module.act_fn)}{storage_note}")
-            )
+    fused_layers, unfused = [], [UnfusedLayers(name, reason) for name, _, reason in mlps if reason]
+    for name, mlp, reason in mlps:
+        if not reason:
+            fuse_mlp(mlp, activation_storage)
+            fused_layers.append(FusedLayers(name, f"gated MLP, {activation_of(mlp.act_fn)}{storage_note}"))
     for name, module in model.named_modules():
         for group in _readers(module):
             names = ", ".join(group)
@@ -156,13 +149,6 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
     for layer in layers:
         layer.shared_input = InputReader(shared_input)
     return ""
-
-
-class _GatedLayers(Protocol):
-    gate_proj: ConvertedLinear
-    up_proj: ConvertedLinear
-    down_proj: ConvertedLinear
-    act_fn: nn.Module
 
 
 def unknown(module: nn.Module) -> str:
@@ -206,13 +192,17 @@ def unfuse(model: nn.Module) -> None:
 
 
 class FusedGatedMLP(nn.Module):
+    gate_proj: ConvertedLinear
+    up_proj: ConvertedLinear
+    down_proj: ConvertedLinear
+    act_fn: nn.Module
     _handle: Tensor
     _activation_storage: str = HIGH_PRECISION
 
     def forward(self, x: Tensor) -> Any:
         if not self._is_fused():
             return super().forward(x)  # type: ignore[misc]
-        recipe_context = cast(_GatedLayers, self).gate_proj.own_autocast()
+        recipe_context = self.gate_proj.own_autocast()
         if torch.compiler.is_compiling() and not self._is_traced(x, compiled.setting_in(recipe_context)):
             return compiled.run_eagerly(FusedGatedMLP.forward, self, x)
         if recipe_context is None:
@@ -233,9 +223,8 @@ class FusedGatedMLP(nn.Module):
             if type(child) is not ConvertedLinear or not private_torch.runs_forward_alone(child):
                 self._warn_unfused(name, child)
                 return False
-        act_fn = cast(_GatedLayers, self).act_fn
-        if not activation_of(act_fn) or not private_torch.runs_forward_alone(act_fn):
-            self._warn_unfused("act_fn", act_fn)
+        if not activation_of(self.act_fn) or not private_torch.runs_forward_alone(self.act_fn):
+            self._warn_unfused("act_fn", self.act_fn)
             return False
         return True
 
@@ -246,13 +235,11 @@ class FusedGatedMLP(nn.Module):
         _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
 
     def _computed(self, x: Tensor) -> Tensor:
-        layers = cast(_GatedLayers, self)
-        gate_proj = layers.gate_proj
-        x = gate_proj.checked_input(x)
-        gate: Any = gate_proj.prepare(x.shape, x.device)
-        up: Any = layers.up_proj.prepare(x.shape, x.device)
-        down: Any = layers.down_proj.prepare((*x.shape[:-1], gate_proj.out_features), x.device)
-        activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
+        x = self.gate_proj._input(x)
+        gate: Any = self.gate_proj.prepare(x.shape, x.device)
+        up: Any = self.up_proj.prepare(x.shape, x.device)
+        down: Any = self.down_proj.prepare((*x.shape[:-1], self.gate_proj.out_features), x.device)
+        activation, storage = activation_of(self.act_fn), STORAGES[self._activation_storage]
         linear: Callable[..., Any] = functional.linear
         fc1: TracedLinear | PreparedLinear
         if isinstance(gate, TracedLinear):
@@ -278,7 +265,7 @@ class FusedGatedMLP(nn.Module):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         layers = [cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight"))) for name in weights]
-        states = [layer.state_by(recipe) for layer in layers]
+        states = [layer._linear_state(layer._layer.weights, recipe) for layer in layers]
         return states[0] if len(states) == 1 else LinearState.joined(states)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -15,7 +15,6 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, moves, requantize
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
@@ -37,16 +36,9 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
 
     taken: tuple[str, ...] = ()
 
-    def checked_input(self, x: Tensor) -> Tensor:
-        """Return the input after the checks and casts of `forward`."""
-        return self._input(x)
-
     def prepare(self, x_shape: Sequence[int], device: torch.device) -> PreparedLinear | TracedLinear:
         """Prepare this layer for an input of this shape under the current recipe, for use in a fused step."""
         return self._prepare(self._layer, x_shape, device)
-
-    def state_by(self, recipe: Recipe) -> LinearState:
-        return self._linear_state(self._layer.weights, recipe)
 
     @property
     def has_histories(self) -> bool:
@@ -155,19 +147,15 @@ def leave_fast_path(converted: set[int], model: nn.Module) -> None:
             setattr(module, name, value)
 
 
-def _plain_weight(weight: Tensor) -> nn.Parameter:
-    empty = weight.is_meta
-    values = torch.empty(weight.shape, dtype=weight.dtype, device="meta") if empty else weight.detach().dequantize()
-    new = nn.Parameter(values, requires_grad=weight.requires_grad)
-    new.__dict__.update(moves.set_attributes(weight))
-    return new
-
-
 def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
     """Create an `nn.Linear` with the dequantized weight, or with `tied`, that of a layer with the same weight."""
     weight = old.weight
     new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta", dtype=weight.dtype)
-    new.weight = _plain_weight(weight) if tied is None else tied
+    if tied is None:
+        values = torch.empty_like(new.weight) if weight.is_meta else weight.detach().dequantize()
+        tied = nn.Parameter(values, requires_grad=weight.requires_grad)
+        tied.__dict__.update(moves.set_attributes(weight))
+    new.weight = tied
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)

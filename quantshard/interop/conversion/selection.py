@@ -60,7 +60,9 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         filter = [filter]
     if filter is not None and not callable(filter):
         check_patterns("convert(filter=", filter, list(layers))
-    weight_users, head = _users_of_weights(model), _output_layer(model)
+    weight_users = _users_of_weights(model)
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
     recipe_names = set(recipes) if isinstance(recipes, Mapping) else set()
     layer_choices = []
     for (name, module), recipe in zip(layers.items(), layer_recipes, strict=True):
@@ -107,11 +109,6 @@ def _memory(parameter: nn.Parameter) -> int:
         return id(parameter)
     # tensor subclasses can consist of several tensors
     return parameter.data_ptr() if type(parameter.data) is Tensor else id(parameter)
-
-
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    get_head = getattr(model, "get_output_embeddings", None)
-    return get_head() if callable(get_head) else None
 
 
 def _unfit(module: nn.Linear, users: Sequence[str]) -> str:

@@ -32,10 +32,6 @@ class RowRun:
     length: int
 
 
-def whole_run(rows: int) -> list[RowRun]:
-    return [RowRun(0, 0, rows)]
-
-
 def our_rows(runs: list[RowRun]) -> Tensor:
     """Return our row index for each external row: int64 [external rows]."""
     ordered = sorted(runs, key=lambda run: run.theirs)

@@ -38,14 +38,12 @@ _COMPANIONS: Final = (
     "chat_template*",
 )  # fmt: skip
 
-Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
 
 @dataclass(frozen=True)
 class TensorBatch:
     """Tensors of one file that are computed together: their dtypes and shapes, and the function that computes them."""
 
-    tensors: Described
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     make: Callable[[], Mapping[str, Tensor]]
 
     @property
@@ -115,7 +113,9 @@ class SafetensorsFiles:
         self._file_of: dict[str, str] = {}
         for file in self._names():
             self._describe(file)
-        self._check_index()
+        for tensor, file in self._index.items():
+            if self._file_of.get(tensor) != file:
+                raise CheckpointError(f"{self.folder / INDEX}: {tensor} is not in {file}")
 
     def _names(self) -> list[str]:
         if not os.path.lexists(self.folder / INDEX):
@@ -150,11 +150,6 @@ class SafetensorsFiles:
             if name in self.tensors:
                 raise CheckpointError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
             self.tensors[name], self._file_of[name] = (DTYPES[dtype], shape), file
-
-    def _check_index(self) -> None:
-        for tensor, file in self._index.items():
-            if self._file_of.get(tensor) != file:
-                raise CheckpointError(f"{self.folder / INDEX}: {tensor} is not in {file}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

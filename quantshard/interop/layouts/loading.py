@@ -93,20 +93,11 @@ def load(
         if isinstance(module, FSDPModule):
             # a forward without backward leaves the unsharded copies in place
             module.reshard()
-    loader = agreement.run_on_all_ranks(
-        lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
-    )
+    loader = agreement.run_on_all_ranks(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
     loader.judge(lossy)
     with agreement.writing_into("the model"):
         loader.write()
     return loader.report
-
-
-def _filled(loader: _LayoutLoader) -> _LayoutLoader:
-    for item in loader.items:
-        if item.param.is_meta:
-            raise CheckpointError(f"{item.name} is on the meta device; call reset_parameters() on the modules first")
-    return loader
 
 
 @dataclass
@@ -168,6 +159,8 @@ class _LayoutLoader:
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
+        if param.is_meta:
+            raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))
         if not pieces:
             raise CheckpointError(f"{self.report.path}: {name} has no external name; pass names= (--names)")

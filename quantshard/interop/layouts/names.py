@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from quantshard.errors import ConfigurationError, shown
 from quantshard.foreign import FILE_BYTES, read_toml
-from quantshard.interop.layouts.conversion import RowRun, whole_run
+from quantshard.interop.layouts.conversion import RowRun
 
 ORDERS: Final = ("interleaved", "stacked")
 """Row orders of a fused weight of queries, keys and values: interleaved by group, or stacked one after the other."""
@@ -48,9 +48,9 @@ class Names:
         """Return the external weights in one of our weights: external name -> its rows. Empty: not mapped."""
         general, numbers = _general(ours)
         if general in self.plain:
-            return {_numbered(self.plain[general], numbers): whole_run(rows)}
+            return {_numbered(self.plain[general], numbers): [RowRun(0, 0, rows)]}
         if general not in self.fused:
-            return {ours: whole_run(rows)} if self.identity else {}
+            return {ours: [RowRun(0, 0, rows)]} if self.identity else {}
         order, into = self.fused[general]
         if heads is None:
             raise ConfigurationError(f"{ours} holds queries, keys and values; pass --config with numbers of heads")

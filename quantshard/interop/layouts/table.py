@@ -257,14 +257,6 @@ def _mxfp8(ignore: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-LAYOUTS: Final[dict[str, Layout]] = {}
-"""All layouts by name; within a family, coarser blocks come first."""
-
-
-def _row(name: str, family: str, element: Encoding | None, **entries: Any) -> None:
-    LAYOUTS[name] = Layout(name, family, element, **entries)
-
-
 _MX: Final[dict[str, Any]] = {"scale": E8M0, "block": (1, 32), "scale_dtype": torch.uint8, "whole_blocks": True}
 _NV: Final[dict[str, Any]] = {
     "scale": E4M3, "block": (1, 16), "scale_dtype": torch.float8_e4m3fn, "whole_blocks": True,
@@ -272,63 +264,69 @@ _NV: Final[dict[str, Any]] = {
 _TOKEN = {"strategy": "token"}
 _GROUP_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 
-_row(
-    "hf-fp8-block", "hf-fp8-block", E4M3, block=(128, 128), scale_key="weight_scale_inv",
-    config=lambda ignore: _hf(ignore, weight_block_size=[128, 128]), readers="transformers, vLLM, SGLang, PyTorch",
+_LAYOUTS = (
+    Layout(
+        "hf-fp8-block", "hf-fp8-block", E4M3, block=(128, 128), scale_key="weight_scale_inv",
+        config=lambda ignore: _hf(ignore, weight_block_size=[128, 128]), readers="transformers, vLLM, SGLang, PyTorch",
+    ),
+    Layout(
+        "hf-fp8", "hf-fp8", E4M3, scale_key="weight_scale_inv", scale_shape=ScaleShape.SCALAR,
+        config=lambda ignore: _hf(ignore, weight_block_size=None), readers="transformers",
+    ),
+    Layout(
+        "vllm-fp8", "vllm-fp8", E4M3, scale_shape=ScaleShape.SCALAR,
+        config=lambda ignore: _hf(ignore, ignored_layers=ignore), readers="vLLM, SGLang",
+    ),
+    Layout(
+        "compressed-tensors-fp8", COMPRESSED_TENSORS, E4M3, scale_shape=ScaleShape.ONE,
+        config=_compressed("float-quantized", {"strategy": "tensor"}, _TOKEN), readers="compressed-tensors, vLLM",
+    ),
+    Layout(
+        "compressed-tensors-fp8-block", COMPRESSED_TENSORS, E4M3, block=(128, 128),
+        config=_compressed(
+            "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
+            {"strategy": "group", "group_size": 128},
+        ), readers="compressed-tensors, vLLM",
+    ),
+    Layout(
+        "compressed-tensors-fp8-channel", COMPRESSED_TENSORS, E4M3, block=(1, ALL),
+        config=_compressed("float-quantized", {"strategy": "channel"}, _TOKEN), readers="compressed-tensors, vLLM",
+    ),
+    Layout(
+        "compressed-tensors-mxfp8", COMPRESSED_TENSORS, E4M3, **_MX,
+        config=_compressed("mxfp8-quantized", _GROUP_32, _GROUP_32), readers="compressed-tensors, vLLM",
+    ),
+    Layout(
+        "compressed-tensors-nvfp4", COMPRESSED_TENSORS, E2M1, **_NV, codes_key="weight_packed",
+        second=SecondScale("weight_global_scale", ScaleShape.ONE, divides=True),
+        config=_compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}, None,
+        ), readers="compressed-tensors, vLLM",
+    ),
+    Layout(
+        "modelopt-fp8", "modelopt", E4M3, scale_shape=ScaleShape.SCALAR, input_scale="input_scale",
+        **_modelopt("FP8", 8, None), readers="vLLM, SGLang, TensorRT-LLM",
+    ),
+    Layout(
+        "modelopt-fp8-channel", "modelopt", E4M3, block=(1, ALL), scale_shape=ScaleShape.ROWS,
+        **_modelopt("FP8_PER_CHANNEL_PER_TOKEN", 8, None), readers="vLLM, TensorRT-LLM",
+    ),
+    Layout("modelopt-mxfp8", "modelopt", E4M3, **_MX, **_modelopt("MXFP8", 8, 32), readers="vLLM"),
+    Layout(
+        "modelopt-nvfp4", "modelopt", E2M1, **_NV,
+        second=SecondScale("weight_scale_2", ScaleShape.SCALAR, divides=False), **_modelopt("W4A16_NVFP4", 4, 16),
+        readers="vLLM, TensorRT-LLM",
+    ),
+    Layout(
+        "sglang-mxfp8", "sglang-mxfp8", E4M3, **_MX, scale_key="weight_scale_inv", config=_mxfp8, readers="SGLang",
+    ),
+    Layout("plain-fp32", "plain", None, dtype=torch.float32, readers="all"),
+    Layout("plain-bf16", "plain", None, dtype=torch.bfloat16, readers="all"),
 )  # fmt: skip
-_row(
-    "hf-fp8", "hf-fp8", E4M3, scale_key="weight_scale_inv", scale_shape=ScaleShape.SCALAR,
-    config=lambda ignore: _hf(ignore, weight_block_size=None), readers="transformers",
-)  # fmt: skip
-_row(
-    "vllm-fp8", "vllm-fp8", E4M3, scale_shape=ScaleShape.SCALAR,
-    config=lambda ignore: _hf(ignore, ignored_layers=ignore), readers="vLLM, SGLang",
-)  # fmt: skip
-_row(
-    "compressed-tensors-fp8", COMPRESSED_TENSORS, E4M3, scale_shape=ScaleShape.ONE,
-    config=_compressed("float-quantized", {"strategy": "tensor"}, _TOKEN), readers="compressed-tensors, vLLM",
-)  # fmt: skip
-_row(
-    "compressed-tensors-fp8-block", COMPRESSED_TENSORS, E4M3, block=(128, 128),
-    config=_compressed(
-        "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
-        {"strategy": "group", "group_size": 128},
-    ), readers="compressed-tensors, vLLM",
-)  # fmt: skip
-_row(
-    "compressed-tensors-fp8-channel", COMPRESSED_TENSORS, E4M3, block=(1, ALL),
-    config=_compressed("float-quantized", {"strategy": "channel"}, _TOKEN), readers="compressed-tensors, vLLM",
-)  # fmt: skip
-_row(
-    "compressed-tensors-mxfp8", COMPRESSED_TENSORS, E4M3, **_MX,
-    config=_compressed("mxfp8-quantized", _GROUP_32, _GROUP_32), readers="compressed-tensors, vLLM",
-)  # fmt: skip
-_row(
-    "compressed-tensors-nvfp4", COMPRESSED_TENSORS, E2M1, **_NV, codes_key="weight_packed",
-    second=SecondScale("weight_global_scale", ScaleShape.ONE, divides=True),
-    config=_compressed(
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}, None,
-    ), readers="compressed-tensors, vLLM",
-)  # fmt: skip
-_row(
-    "modelopt-fp8", "modelopt", E4M3, scale_shape=ScaleShape.SCALAR, input_scale="input_scale",
-    **_modelopt("FP8", 8, None), readers="vLLM, SGLang, TensorRT-LLM",
-)  # fmt: skip
-_row(
-    "modelopt-fp8-channel", "modelopt", E4M3, block=(1, ALL), scale_shape=ScaleShape.ROWS,
-    **_modelopt("FP8_PER_CHANNEL_PER_TOKEN", 8, None), readers="vLLM, TensorRT-LLM",
-)  # fmt: skip
-_row("modelopt-mxfp8", "modelopt", E4M3, **_MX, **_modelopt("MXFP8", 8, 32), readers="vLLM")
-_row(
-    "modelopt-nvfp4", "modelopt", E2M1, **_NV, second=SecondScale("weight_scale_2", ScaleShape.SCALAR, divides=False),
-    **_modelopt("W4A16_NVFP4", 4, 16), readers="vLLM, TensorRT-LLM",
-)  # fmt: skip
-_row(
-    "sglang-mxfp8", "sglang-mxfp8", E4M3, **_MX, scale_key="weight_scale_inv", config=_mxfp8, readers="SGLang",
-)  # fmt: skip
-_row("plain-fp32", "plain", None, dtype=torch.float32, readers="all")
-_row("plain-bf16", "plain", None, dtype=torch.bfloat16, readers="all")
+
+LAYOUTS: Final = {layout.name: layout for layout in _LAYOUTS}
+"""All layouts by name; within a family, coarser blocks come first."""
 
 
 def find(name: str, formats: set[str]) -> Layout:

@@ -23,7 +23,7 @@ from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import local, open_regular, why
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader
-from quantshard.formats import ALL, Format, Orientation
+from quantshard.formats import ALL, Orientation
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import TensorBatch
@@ -259,7 +259,7 @@ class _ExportPlan:
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
-        is_whole = not weight.shape or runs == conversion.whole_run(weight.shape[0])
+        is_whole = not weight.shape or runs == [RowRun(0, 0, weight.shape[0])]
         row_index = None if is_whole else conversion.our_rows(runs)
         quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
         if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
@@ -309,7 +309,9 @@ class _ExportPlan:
         elif why is None:
             fmt = weight.format
             self.report.exact.append(name)
-            self._note_amax(weight, name, fmt)
+            amax = fmt.copies[Orientation.ROWWISE].amax
+            if amax is not None:
+                self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
             return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
         elif not self.lossy:
             raise ConfigurationError(
@@ -354,11 +356,6 @@ class _ExportPlan:
         except InexactConversionError as error:
             return str(error)
         return None
-
-    def _note_amax(self, weight: CheckpointWeight, name: str, fmt: Format) -> None:
-        amax = fmt.copies[Orientation.ROWWISE].amax
-        if amax is not None:
-            self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
 
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""

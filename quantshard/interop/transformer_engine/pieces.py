@@ -373,7 +373,9 @@ def values_of(pieces: Sequence[WeightPiece | PlainPiece], shape: tuple[int, ...]
 
 def _dequantized(piece: WeightPiece) -> Tensor:
     plane = piece.planes.get(Orientation.ROWWISE) or piece.planes[Orientation.COLUMNWISE]
-    copy = _copy_of(piece.element, piece.scale, plane.block)
+    copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values())
+    kind = piece.element, piece.scale, plane.block
+    copy = next((c for c in copies if (c.codes.encoding, c.scale.encoding, c.block) == kind), None)
     if copy is None:
         raise CheckpointError(f"no format has blocks of {said(plane.block)}, as the one copy of its {piece.kind}")
     parts = {copy.codes.name: numerics.pack(plane.codes, piece.element), copy.scale.name: plane.scales}
@@ -381,8 +383,3 @@ def _dequantized(piece: WeightPiece) -> Tensor:
         assert plane.amax is not None
         parts[copy.amax.name] = plane.amax
     return numerics.dequantize(copy, parts, piece.shape)
-
-
-def _copy_of(element: Encoding, scale: Encoding, block: tuple[int, int]) -> OrientedCodes | None:
-    copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values())
-    return next((c for c in copies if (c.codes.encoding, c.scale.encoding, c.block) == (element, scale, block)), None)

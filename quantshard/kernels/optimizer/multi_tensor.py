@@ -117,16 +117,11 @@ def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
     return int(limit.float().view(torch.int32))
 
 
-def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN.
+def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
+    """Return `numerics.exceeds` of each tensor, float32 [tensors], or (`largest` is None) amaxes: 0 if empty; NaN wins.
 
     Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
     """
-    return exceeding(tensors, None)
-
-
-def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
-    """Return `numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
     device = tensors[0].device if tensors else torch.device("cpu")
     inputs = [tensor.contiguous() for tensor in tensors]
     codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]

@@ -18,7 +18,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
+from quantshard.kernels.quantize.matrix import decode_scale, expanded, grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling
 from quantshard.numerics import Pair
 
@@ -58,7 +58,7 @@ def _dequantize(matrix, H: tl.constexpr):
     scale = decode_scale(scale, second, rule)
     if nan_flag_ptr is not None:
         scale += tl.load(nan_flag_ptr)
-    x = ql.decode(codes, element) * ql.expand(scale, H.rows, H.cols, H.block_rows, H.block_cols)
+    x = ql.decode(codes, element) * expanded(scale, H)
     offsets = i.to(tl.int64)[:, None] * out_stride + j[None, :]
     tl.store(out_ptr + offsets, ql.narrow(x, out_ptr.dtype.element_ty), mask=inside)
 

@@ -26,7 +26,7 @@ from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, transformed
+from quantshard.kernels.quantize.matrix import decode_scale, expanded, grid_of_tile, transformed
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, registers, tiles, tiling
 from quantshard.numerics.quantization_error import beyond
 
@@ -128,8 +128,8 @@ def _sums_where_finite(
             least = tl.minimum(least, tl.where(grid == 0.0, float("inf"), bounded))
         code, other_code = _halves_of_codes(i, j, col, codes, where, H)
         x, other_x = _halves(x, H)
-        unit, other_unit = _halves(_expanded(grid * per_unit, H), H)
-        limit, other_limit = _halves(_expanded(grid * BEYOND, H), H)
+        unit, other_unit = _halves(expanded(grid * per_unit, H), H)
+        limit, other_limit = _halves(expanded(grid * BEYOND, H), H)
         scaled, other_scaled = x * per_unit, other_x * per_unit
         scaled_error, other_scaled_error = tl.fma(code, -unit, scaled), tl.fma(other_code, -other_unit, other_scaled)
         signal = tl.fma(other_scaled, other_scaled, tl.fma(scaled, scaled, signal))
@@ -158,8 +158,9 @@ def _sums_of_finite(
     for step in range(steps):
         row = (first + step) * H.rows
         i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
-        scale = _expanded(_scales_of_tile(row, col, scales, where, H)[0], H)
-        q = _codes_of_tile(i, j, col, codes, where, H) * scale
+        scale = expanded(_scales_of_tile(row, col, scales, where, H)[0], H)
+        code, other_code = _halves_of_codes(i, j, col, codes, where, H)
+        q = tl.reshape(tl.join(code, other_code), (H.rows, H.cols)) * scale
         error = x - q
         both_finite = tl.abs(error) < float("inf")  # True only if both are finite, since x and q have one sign
         x, error = tl.where(both_finite, x, 0.0), tl.where(both_finite, error, 0.0)
@@ -215,12 +216,6 @@ def _values_of_program(first, col, values, where, steps, TURNED: tl.constexpr, H
 
 
 @triton.jit
-def _expanded(grid, H: tl.constexpr):
-    """The entry of each element's block."""
-    return ql.expand(grid, H.rows, H.cols, H.block_rows, H.block_cols)
-
-
-@triton.jit
 def _halves(x, H: tl.constexpr):
     """Split [H.rows, H.cols] into its even and its odd columns."""
     return tl.split(tl.reshape(x, (H.rows, H.cols // 2, 2)))
@@ -235,13 +230,6 @@ def _scales_of_tile(row, col, scales, where, H: tl.constexpr):
     second = tl.load(amax_ptr) if amax_ptr is not None else 0.0
     grid = decode_scale(tl.load(scale_ptr + entries, mask=inside, other=0), second, rule)
     return grid, inside & (tl.abs(grid) < float("inf"))
-
-
-@triton.jit
-def _codes_of_tile(i, j, col, codes, where, H: tl.constexpr):
-    """The decoded codes of a tile, float32."""
-    code, other_code = _halves_of_codes(i, j, col, codes, where, H)
-    return tl.reshape(tl.join(code, other_code), (H.rows, H.cols))
 
 
 @triton.jit

@@ -305,7 +305,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
                 )
             else:
                 tl.store(scale_ptr + entries, stored_scale, mask=inside)
-    return _expanded(multiplier, H), _expanded(decoded, H)
+    return expanded(multiplier, H), expanded(decoded, H)
 
 
 @triton.jit
@@ -321,7 +321,7 @@ def decode_scale(stored, second, R: tl.constexpr):
 
 
 @triton.jit
-def _expanded(grid, H: tl.constexpr):
+def expanded(grid, H: tl.constexpr):
     """The grid entry of each element's block, in register order."""
     if H.transposed:
         return ql.expand(grid, H.cols, H.rows, H.block_cols, H.block_rows, H.together)

@@ -207,7 +207,7 @@ def test_other_heads_and_losses_stay() -> None:
     assert qs.convert(nn.Sequential(nn.Linear(32, 32)), "block").loss == ""
     with pytest.raises(ConfigurationError, match="no transformers model"):
         qs.convert(nn.Sequential(nn.Linear(32, 32)), "block", loss="chunked")
-    with pytest.raises(ConfigurationError, match="choose one of"):
+    with pytest.raises(ConfigurationError, match="use one of"):
         qs.convert(nn.Sequential(nn.Linear(32, 32)), "block", loss={"z": 0.1})
 
 

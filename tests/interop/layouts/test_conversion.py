@@ -146,9 +146,7 @@ def test_rows_of_other_heads_are_refused(rows):
             run.length == 0 for part in fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS)) for run in part
         )
         return
-    with pytest.raises(
-        ConfigurationError, match=f"w: {rows} rows do not fit num_attention_heads=4, num_key_value_heads=2"
-    ):
+    with pytest.raises(ConfigurationError, match=f"w: {rows} rows do not fit 4 query and 2 key/value heads"):
         fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS))
 
 
@@ -172,8 +170,8 @@ def test_a_map_is_read_from_toml(tmp_path):
         ("[names", "is not TOML"),
         ("[other]", "has only the tables"),
         ('[names]\n"a" = 3', "'a' must be a name"),
-        ('[fused]\n"a" = { rows = "mixed", into = ["q", "k", "v"] }', "'a' must be"),
-        ('[fused]\n"a" = { rows = "stacked", into = ["q"] }', "'a' must be"),
+        ('[fused]\n"a" = { rows = "mixed", into = ["q", "k", "v"] }', "'a' needs"),
+        ('[fused]\n"a" = { rows = "stacked", into = ["q"] }', "'a' needs"),
     ],
 )
 def test_a_wrong_map_is_refused(tmp_path, text, match):

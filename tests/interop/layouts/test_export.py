@@ -235,9 +235,7 @@ def test_tied_weights_are_written_once(tmp_path):
 
 
 def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
-    with pytest.raises(
-        ConfigurationError, match=r"head.weight and embedding.weight differ, but .* tie_word_embeddings"
-    ):
+    with pytest.raises(ConfigurationError, match=r"head.weight and embedding.weight differ; set tie_word_embeddings"):
         export(saved("mxfp8")[1], "plain", tmp_path / "out", config={**models.CONFIG, "tie_word_embeddings": True})
 
 
@@ -248,7 +246,7 @@ def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
         ({"config": None}, "has no model configuration; .*--config"),
         ({"config": None, "layout": "plain"}, "has no model configuration; .*--config"),
         ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' is exact for high precision"),
-        ({"names": names.Names({})}, "21 tensors have no external name .first: embedding.weight"),
+        ({"names": names.Names({})}, "embedding.weight has no external name"),
         ({"values": "moments"}, "values='moments'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
