@@ -1,8 +1,7 @@
-"""Bitwise comparison of two checkpoints, whatever processes and meshes wrote them.
+"""Bitwise comparison of two checkpoints, whatever processes and meshes wrote them, in one process.
 
-One process reads both, one entry at a time. Tensors are compared by their bytes: NaNs with equal bits are equal, and 0
-differs from -0. Other entries (an optimizer's groups, the step) are compared by value. States of single ranks (RNG
-states) are compared only if the same number of ranks wrote both checkpoints.
+Tensors are compared by their bytes: NaNs with equal bits are equal, and 0 differs from -0. Other entries are compared
+by value, and states of single ranks only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations

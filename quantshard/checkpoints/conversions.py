@@ -198,10 +198,7 @@ def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
 def write_weights(
     reader: SafeReader, conversions: list[ParameterConversion]
 ) -> Iterator[tuple[ParameterConversion, Tensor]]:
-    """Read the values of the converted parameters in batches, and quantize them. Yields the values of new masters.
-
-    A collective call of every rank, which must exhaust the iterator.
-    """
+    """Quantize the converted weights in batches. Yields the values of new masters; all ranks must exhaust it."""
     for batch in _read_in_batches(reader, conversions):
         updates = []
         for conversion, value in batch:

@@ -1,7 +1,6 @@
 """Loads a model and its optimizer: read what planning needs, plan, agree on all ranks, then apply the plan.
 
-`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but a checkpoint that is damaged, or of another
-model or recipe, raises the same short error on every rank before anything is written.
+A checkpoint that is damaged, or of another model or recipe, raises one error on every rank before anything is written.
 """
 
 from __future__ import annotations

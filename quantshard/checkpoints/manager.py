@@ -378,8 +378,7 @@ class PendingSave:
     def failures(self) -> list[agreement.Failure | None]:
         """Each rank's failure, or None, once all ranks have written or soon after one has failed. A collective call.
 
-        A rank cannot simply wait for its own write: if another rank has failed, the write waits half an hour for the
-        rest of its group.
+        Its own write is not enough: after another rank's failure it waits half an hour for the rest of its group.
         """
         polls_after_failure = 0
         while True:

@@ -107,10 +107,7 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
 
 
 def readable(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries as they will be read: live tensors, and copies of everything else.
-
-    Each entry is stored whole under `extra.KEY`: a tensor as a tensor, anything else, even if nested, as one object.
-    """
+    """Return the entries as they will be read: live tensors, and copies of all else. Each is stored whole."""
     entries: dict[str, Any] = {}
     for key, value in extra.items():
         if type(key) is not str:

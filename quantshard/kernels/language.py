@@ -68,9 +68,6 @@ def takes_pairs(device: torch.device) -> bool:
     return kernels.INTERPRETED or device.type == "meta" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ elements
-
-
 @triton.jit
 def saturate(x, MAX: tl.constexpr):
     """Clamp x to +-MAX, keeping NaN."""
@@ -281,9 +278,6 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
                 value = tl.where(magnitude == 0x7C, infinite, value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
         return value.to(TO)
-
-
-# --------------------------------------------------------------------------------------------------------------- tiles
 
 
 @triton.jit

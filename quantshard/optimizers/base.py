@@ -27,8 +27,6 @@ from quantshard.optimizers.guards import LARGEST_RATE, MAIN_GRAD, GradientFlags
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
 
-# Group entries ----------------------------------------------------------------------------------------------------
-
 _BELOW_ONE: Final = 1 - 2.0**-25
 """The largest number that is less than 1 in float32."""
 
@@ -60,9 +58,6 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
                 raise ConfigurationError(f"{where}: {name}={value!r} is invalid: use a number from {lowest:g}, {bound}")
-
-
-# Parameters -------------------------------------------------------------------------------------------------------
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
@@ -109,9 +104,6 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         )
 
 
-# The optimizer ----------------------------------------------------------------------------------------------------
-
-
 class ParameterOptimizer(torch.optim.Optimizer):
     """Base of `ElementwiseOptimizer` and `MasterWeights`. The keys of `_names` are all parameters, in order."""
 
@@ -138,8 +130,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._unread: GradientFlags | None = None  # flags of the last step, if they are still on the device
         self._late_error: Exception | None = None
         self._reported_skips = -1  # if capturable: number of skipped steps at the last error about them
-
-    # Groups and parameters
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         """Validate a group's values, by default those in `checked_numbers`. `where`: start of the error messages."""
@@ -299,8 +289,6 @@ class ParameterOptimizer(torch.optim.Optimizer):
         except (NonFiniteGradientError, ConfigurationError):
             self._reported_skips = skipped
             raise
-
-    # State dicts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with numbers even if `capturable`. Raises the errors that `step` could not raise."""

@@ -144,8 +144,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
         return self.states
 
-    # The step
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
@@ -252,9 +250,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
     def _finish_or_skip(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
         """Finish the updates that no kernel has written. Return False if the host skips the step.
 
-        If `capturable`, the device undoes a bad step and counts it. If deferred, the device undoes it, and the host
-        learns about it in the next step. Otherwise the host waits: also without masters, because a weight without one
-        counts its random draws on the host, in state that can be saved before the flags are read.
+        If `capturable`, the device undoes a bad step and counts it; if deferred, the host counts it in the next step.
+        Without masters it waits, because a weight counts its draws on the host, in state that can be saved before.
         """
         if self._capturable:
             bad = flags.bad()
@@ -281,8 +278,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
                     param.decoupled_grad.detach().zero_()
                 else:
                     param.decoupled_grad = None
-
-    # States
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and allocate its states. A collective call where parameters are sharded."""
@@ -352,8 +347,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             seed = base.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for entries in self.param_groups:
                 entries[ROUNDING_SEED] = seed
-
-    # Access outside of steps
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Allocate a parameter's states: zeros, and a master that starts from the parameter.

@@ -105,12 +105,9 @@ class FlagLayout:
 class GradientFlags:
     """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
-    The constructor is a collective call if parameters are sharded: it reduces the flags (`table`, float32
-    [3, parameters]) together with what is pending in `reduction`. Only `skips`, `large_gradient` and the checks wait
-    for the device.
-
-    `exceeding`: problems of the gradients, float32 [parameters]; computed here if None. `wrong`: other problems of the
-    first len(wrong) parameters.
+    The constructor reduces the flags (`table`, float32 [3, parameters]) together with what is pending in `reduction`;
+    only `skips`, `large_gradient` and the checks wait for the device. `exceeding`: problems of the gradients, float32
+    [parameters]; computed here if None. `wrong`: other problems of the first len(wrong) parameters.
     """
 
     def __init__(

@@ -111,8 +111,6 @@ def _described(value: Any) -> str:
     )
 
 
-# Parameter groups
-
 PARAMETER_ENTRIES = ("params", "param_names")
 """Entries of an optimizer's group that list its parameters. All other entries are options."""
 

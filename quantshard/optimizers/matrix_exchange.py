@@ -1,8 +1,7 @@
 """Exchange of Muon's sharded matrices: each is gathered whole on one rank, its owner, and scattered again.
 
-The bits of a matrix product depend on its shape, so an update is the same on any mesh only if it is computed from the
-whole matrix. Shards travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back
-in as many. Each axis forwards what arrived over the earlier ones, so the mesh's process groups suffice.
+The bits of a matrix product depend on its shape, so updates are computed from whole matrices. Shards travel in one
+all-to-all per mesh axis that cuts them, for many matrices at once, and each axis forwards what arrived before.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def _area(piece: Rectangle) -> int:
 def buckets(layouts: Sequence[MatrixLayout], most_bytes: int) -> list[list[int]]:
     """Group matrices, by number, that are exchanged together: those cut over the same process groups.
 
-    A bucket has at most `most_bytes` per rank in bfloat16, or the size of its largest matrix, so that every rank can
-    own one matrix. An owner can get one more.
+    A bucket has at most `most_bytes` per rank in bfloat16, or the size of its largest matrix; owners can get one more.
     """
     result: list[list[int]] = []
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}

@@ -1,9 +1,8 @@
 """Muon for quantized weights: matrices take their orthogonalized momentum as update, other parameters use AdamW.
 
-A step first agrees on the gradients in one collective. Then, for each bucket of matrices, every rank updates the
-momentum of its shards and sends them, as bfloat16, to the owners of the matrices. Owners orthogonalize and send the
-shards back (`matrix_exchange`), and every rank updates its shards, in kernels or in PyTorch. `BUCKET_BYTES` bounds the
-extra memory.
+A step first agrees on the gradients. Then, for each bucket of matrices, every rank updates the momentum of its shards
+and sends them, as bfloat16, to the owners of the matrices, which orthogonalize and send them back (`matrix_exchange`),
+and every rank updates its shards. `BUCKET_BYTES` bounds the extra memory.
 """
 
 from __future__ import annotations
@@ -263,9 +262,6 @@ def _to_orthogonalize(item: ParameterStep) -> Tensor:
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)
     return muon.momentum(item.grad, buffer, item.group.settings)[1].to(torch.bfloat16)
-
-
-# Parameter groups -------------------------------------------------------------------------------------------------
 
 
 def muon_groups(

@@ -1,7 +1,6 @@
 """Optimizer states and parameters with one interface: read in float32, write in the stored format.
 
-A state is allocated like its parameter and appears in checkpoints as plain (D)Tensors. Each `StateKind` has a class:
-`FloatState`, `RemainderState`, `SplitState`, `QuantizedState`. `make_weight` wraps a parameter in the same interface.
+Each `StateKind` has a class; in checkpoints states are plain (D)Tensors. `make_weight` wraps a parameter likewise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """ATen operations that FSDP2 calls to split, fill and copy a quantized tensor; each rule names its callers.
 
-Operations without a rule here, in `copy_rules` or in `arithmetic` read the values or raise (see `reads`), and so do
-views other than FSDP2's. No rule here communicates.
+`copy_rules`, `arithmetic` and `reads` have the other operations, and views other than FSDP2's. No rule communicates.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
 """State-dict entries of quantized weights: names, placements, saving and loading of components.
 
-For a weight named `X` the state dict has, in place of `X`, one plain tensor (or plain DTensor) per component and per
-piece of state: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format`, 16 bytes that
-name the format of the codes. They alias the live components, so loading writes through them. None has a class of
-quantshard, and reading them back needs no quantshard: see docs/format.md.
+For a weight named `X` the state dict has a plain tensor or DTensor per component and per piece of state, which aliases
+the live one: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format` (docs/format.md).
 """
 
 from collections.abc import Iterable
@@ -20,8 +18,6 @@ from quantshard.sharding import Shard
 from quantshard.tensor import dtensor_offsets
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
-
-# Quantized parameters and their names
 
 
 def quantized_local(tensor: object) -> QuantizedTensor | None:
@@ -50,9 +46,6 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
-
-
-# Where the components of a sharded weight are
 
 
 def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
@@ -117,9 +110,6 @@ def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
                 raise ConfigurationError(limits.refusal("misplaced shards", subject))
 
 
-# State-dict entries of one weight
-
-
 FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
 
 CHECKPOINT_VERSION = 1
@@ -161,9 +151,6 @@ def suffixes(param: Tensor) -> list[str]:
     storage = storage_of(param)
     components = (storage.spec.format.by_name[name].key_suffix for name in storage.components)
     return [*components, *(f"_{key}" for key in storage.state), FORMAT_SUFFIX]
-
-
-# State-dict keys of a whole model that differ from its parameters
 
 
 def zero_centered_gammas(model: nn.Module) -> list[str]:

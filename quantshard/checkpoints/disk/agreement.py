@@ -56,8 +56,7 @@ def _lost_rank_errors() -> Iterator[None]:
 def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
     """The result of `call` on this rank, and `summarize(result)` of every rank. One collective call.
 
-    If `call` fails on any rank, every rank raises the error of the first such rank, after `prefix`; errors of other
-    libraries become CheckpointErrors.
+    If `call` fails, every rank raises the first such rank's error, after `prefix`; other libraries' as CheckpointErrors.
     """
     result, summary, failure, cause = None, None, None, None
     try:

@@ -1,8 +1,7 @@
 """Commits a checkpoint atomically: after a save, either all of it is visible or nothing.
 
-If directories can be renamed, all ranks write into a hidden directory next to the target. The coordinator adds
-`.metadata` and `manifest.json`, makes everything durable, and renames the directory. Otherwise the files are written in
-place: first an empty manifest, which marks the checkpoint as incomplete, and last the manifest itself, which commits.
+If directories can be renamed, all ranks write into a hidden one, which the coordinator completes and renames. Otherwise
+files are written in place: first an empty manifest, which marks the checkpoint as incomplete, and last the manifest.
 """
 
 from __future__ import annotations

@@ -38,9 +38,6 @@ def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device="cpu"), counts).to(device)
 
 
-# ----------------------------------------------------------------------------------------------------------------- amax
-
-
 @triton.jit
 def tensor_amax_kernel(
     table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
@@ -127,9 +124,6 @@ def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
     codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
     addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
     return TensorReader([tensor.numel() for tensor in inputs], 2, device).exceeding(addresses, codes, largest)
-
-
-# --------------------------------------------------------------------------------------------------------------- scales
 
 
 @triton.jit
