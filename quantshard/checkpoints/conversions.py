@@ -5,8 +5,6 @@ shards in batches; if masters change their kind, it holds the values of all of t
 optimizer stores in another dtype are rounded to nearest.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass

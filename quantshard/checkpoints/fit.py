@@ -3,8 +3,6 @@
 A mismatch is not damage: the run's other checkpoints would not fit either, so none of them is tried instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 

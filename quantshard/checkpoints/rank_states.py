@@ -3,8 +3,6 @@
 Each is a uint8 tensor that holds a torch.save file, under `ranks.RANK.NAME`; reading it executes no code.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any

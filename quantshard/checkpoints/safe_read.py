@@ -4,8 +4,6 @@ Tensors and objects are `torch.save` archives, which `torch.load(weights_only=Tr
 expands. Damaged bytes are detected by the checksums of the manifest only.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

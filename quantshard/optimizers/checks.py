@@ -1,7 +1,5 @@
 """Checks when an optimizer is built or plans a step: its options, its parameters, and whether ranks agree on them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient flags: which gradients are missing or bad on any rank, so that all ranks skip the same steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any

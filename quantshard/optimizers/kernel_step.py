@@ -5,8 +5,6 @@ write new values as they compute them, so ranks must agree beforehand on whether
 blocks, that is one collective more than in PyTorch, but one pass less over states and weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

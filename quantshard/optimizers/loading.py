@@ -3,8 +3,6 @@
 Also which parameter groups an optimizer takes; `checkpoints.load` checks groups of any optimizer by the same rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Exchange of values and errors between ranks, so that every rank returns or raises the same; errors of DCP."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,7 +54,7 @@ def _lost_rank_errors() -> Iterator[None]:
 def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
     """The result of `call` on this rank, and `summarize(result)` of every rank. One collective call.
 
-    If `call` fails, every rank raises the first such rank's error, after `prefix`; other libraries' as CheckpointErrors.
+    If `call` fails, every rank raises the first such rank's error, after `prefix`; others as CheckpointErrors.
     """
     result, summary, failure, cause = None, None, None, None
     try:

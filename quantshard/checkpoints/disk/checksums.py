@@ -1,7 +1,5 @@
 """Checksums of files, computed while they are written: a save reads nothing, and damage on the way shows."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -4,8 +4,6 @@ The lock is held until its process ends, but not by forked children. Without loc
 and an older run that is still alive notices at its next save.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 Framework methods that would write codes as if they were values raise until the framework's integration is imported.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

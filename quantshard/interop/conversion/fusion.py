@@ -5,8 +5,6 @@ class becomes a subclass with another forward. If calling a layer would do more 
 replaced layer), the original forward runs. Other layers that read the same tensor share its quantization.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The linear layer that replaces an `nn.Linear` under the same names, and the reverse replacement."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

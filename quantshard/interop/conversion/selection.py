@@ -1,7 +1,5 @@
 """Checks a model, and selects the linear layers to convert and their recipes, before anything is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ An external weight consists of rows of one of our weights in some order (a fused
 scale of the block that contains it, and a block that contains several must find the same scale in all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `safetensors` rejects invalid headers (tests/interop/layouts/test_files.py); file names in an index are checked here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Reads a model's weights from a checkpoint: formats, shapes, values and masters, one weight at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

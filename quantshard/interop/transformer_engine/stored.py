@@ -1,7 +1,5 @@
 """The checkpoints that a conversion reads: TransformerEngine's, and a template. No code in them is run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
