@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import numerics, private_torch
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    UnsupportedOperationError,
-)
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, MAIN_GRAD, GradientFlags

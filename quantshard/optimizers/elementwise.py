@@ -24,14 +24,7 @@ from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import averaging, base, checks
 from quantshard.optimizers.base import COUNTERS, ParameterOptimizer, check_alike, weight_version
-from quantshard.optimizers.guards import (
-    DECOUPLED_GRAD,
-    MAIN_GRAD,
-    FlagLayout,
-    GradientFlags,
-    gradient_of,
-    wrong_rates,
-)
+from quantshard.optimizers.guards import DECOUPLED_GRAD, MAIN_GRAD, FlagLayout, GradientFlags, gradient_of, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
 from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
 from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec

@@ -265,10 +265,7 @@ def _to_orthogonalize(item: ParameterStep) -> Tensor:
 
 
 def muon_groups(
-    model: nn.Module,
-    *,
-    head: str | Iterable[str] | None = None,
-    adamw: Mapping[str, Any] | None = None,
+    model: nn.Module, *, head: str | Iterable[str] | None = None, adamw: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Split a model's named parameters into groups for `Muon`: matrices of hidden layers, and everything else for
     AdamW.

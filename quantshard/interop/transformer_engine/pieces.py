@@ -18,19 +18,7 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError
-from quantshard.formats import (
-    ALL,
-    E2M1,
-    E4M3,
-    E5M2,
-    E8M0,
-    FORMATS,
-    FP32,
-    Encoding,
-    Format,
-    Orientation,
-    OrientedCodes,
-)
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, Encoding, Format, Orientation, OrientedCodes
 from quantshard.interop.layouts.conversion import InexactConversionError, regrid
 from quantshard.interop.layouts.table import said
 from quantshard.sharding import ceil_div

@@ -38,12 +38,7 @@ from quantshard.kernels.fused.epilogue import KernelOutputs, Targets, deliver, l
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
-from quantshard.kernels.quantize.random_words import (
-    RANDOM,
-    RANDOM_OF_PARTS,
-    key_of,
-    random_arguments_of,
-)
+from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
 
 GATED: Final = {
     "geglu": "gelu",
