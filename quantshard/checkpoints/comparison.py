@@ -21,7 +21,6 @@ from quantshard.errors import CheckpointError, shown
 
 _OBJECT = "not a tensor"
 _SLICE_ELEMENTS = 1 << 24
-"""Elements compared at a time, which limits the memory needed in addition to the two tensors."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,6 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _element(flat: Tensor, at: int) -> str:
-    """An element as a value, and as its bits with the most significant byte first."""
     part = flat[at : at + 1]
     bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
     value = part.float() if part.is_floating_point() and part.itemsize == 1 else part

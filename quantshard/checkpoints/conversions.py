@@ -258,7 +258,6 @@ def stored_values(
 
 
 def _codes_of(param: Tensor, key: str, spec: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:
-    """An empty storage whose components are added to `tensors`, to be read from the entries of `key`."""
     device = private_torch.local_tensor(param).device
     storage = storages.empty(spec, components.shard_of(param), device)
     for name, part in components.storage_tensors(storage, param).items():
@@ -281,7 +280,6 @@ class StateConversion:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that the state can have in the checkpoint or in this optimizer."""
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
     def add_tensors(self, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]) -> Callable[[], Tensor]:

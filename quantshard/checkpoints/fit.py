@@ -30,7 +30,6 @@ Stored = Mapping[str, STORAGE_TYPES]
 
 
 def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
-    """The keys of a checkpoint that belong to experts of other ranks."""
     if numbers is None and not optimizer_states.expert_layers(model):
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
@@ -180,7 +179,6 @@ def _differing(stored: Iterable[str], live: Iterable[str], prefix: str) -> tuple
 
 
 def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
-    """(key, stored entry, live entry) of each key with a prefix that both sides have."""
     return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]
 
 

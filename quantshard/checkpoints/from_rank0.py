@@ -108,7 +108,6 @@ def _kind(value: object) -> str:
 
 
 def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor]) -> None:
-    """Check the format and the completeness of each weight that is quantized in the model or on rank 0."""
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)

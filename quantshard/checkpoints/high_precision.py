@@ -16,6 +16,7 @@ from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.numerics.states import MASTER, has_master
+from quantshard.optimizers.base import weight_version
 from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
@@ -115,8 +116,7 @@ def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
     """Whether a parameter was changed since the optimizer last wrote or read it; a step makes the same check."""
-    quantized = components.quantized_local(param)
-    version = private_torch.in_place_changes(param) if quantized is None else quantized.quantized_storage.seen_version()
+    version = weight_version(param)
     return bool(getattr(optimizer, "_versions", {}).get(param, version) != version)
 
 

@@ -290,7 +290,6 @@ def _with_parts(
     others: tuple[str, ...],
     wrong: tuple[str, ...] = (),
 ) -> TensorGroup:
-    """A group of the components that exist, with a line for each that is missing or does not fit."""
     parts, lines = {}, list(wrong)
     for component in fmt.components:
         key = name + component.key_suffix

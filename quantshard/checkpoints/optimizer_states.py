@@ -62,7 +62,6 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict, with the parameter names and numbers of a checkpoint."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:  # then a load could not create its states
         raise ConfigurationError(limits.refusal("closure optimizer", type(optimizer).__name__))
@@ -105,7 +104,6 @@ def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own_na
 
 
 def by_number(entries: Mapping[str, V]) -> dict[int | None, dict[str, V]]:
-    """The optimizer's states among the entries of a checkpoint, by parameter number and state name."""
     states: dict[int | None, dict[str, V]] = {}
     for key, entry in entries.items():
         number, _, name = key.removeprefix(STATES).partition(".")
@@ -226,13 +224,11 @@ class ParameterNumbers:
         return ParameterNumbers(numbers, groups, sha256(repr(names_by_group).encode()).hexdigest())
 
     def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert the keys of an optimizer's state dict to the numbers of a checkpoint."""
         states = {self.local[number]: value for number, value in state["state"].items()}
         pairs = zip(state["param_groups"], self.groups, strict=True)
         return {**state, "state": states, "param_groups": [{**group, **entries} for group, entries in pairs]}
 
     def from_checkpoint(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """Convert a checkpoint's optimizer state dict to the numbers of this rank's optimizer."""
         local_index = {number: index for index, number in enumerate(self.local)}
         states = {local_index[number]: value for number, value in state["state"].items()}
         groups, first = [], 0
@@ -245,7 +241,6 @@ class ParameterNumbers:
 
     @cached_property
     def elsewhere(self) -> frozenset[str]:
-        """The numbers of experts of other ranks, as in keys."""
         count = sum(len(group["params"]) for group in self.groups)
         return frozenset(map(str, {*range(count)} - {*self.local}))
 

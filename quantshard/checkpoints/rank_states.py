@@ -18,7 +18,6 @@ from quantshard.checkpoints.safe_read import SafeReader, checked_entry, decoded,
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS, RANDOM = "ranks", "random"
-"""Prefix of the keys of rank states, and the name of the random generators among them."""
 
 
 class RandomGenerators:

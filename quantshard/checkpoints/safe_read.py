@@ -229,7 +229,6 @@ class SafeReader(FileSystemReader):
                 yield chunk, value
 
     def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Iterate over the chunks of a tensor with their values; see `chunks`."""
         for chunk, value in self.chunks(key):
             with named(key):
                 tensor = self.checked(key, chunk, value)

@@ -1,15 +1,12 @@
 """Kernel launches in compiled graphs: each becomes one small operator, which Inductor schedules like any other.
 
-While AOTAutograd traces eager code (`traced_launches`), `launch_kernel` adds `quantshard::launch` to the graph instead
-of running the kernel:
+While AOTAutograd traces eager code (`traced_launches`), `launch_kernel` adds an operator to the graph instead:
 
     launch(str program, Tensor(a!)[] written, Tensor[] read)
 
-A launch that reads numbers from a tensor on the CPU (`HostNumber`) is `launch_drawing`, which no CUDA graph contains.
-
-A program is the kernel, the grid and all arguments with tensors replaced by their places in the two lists, pickled. It
-contains everything that a launch needs, so another process can run a graph from a compile cache. `triton_op` and
-`wrap_triton` of PyTorch cannot be used, because Dynamo rejects kernel arguments that are tuples.
+or `launch_drawing`, which no CUDA graph contains, for a launch that reads numbers on the CPU (`HostNumber`). A program
+is the pickled kernel, grid and arguments with tensors replaced by their places, so another process can run a graph from
+a compile cache. Dynamo rejects tuples as arguments of PyTorch's `triton_op`.
 """
 
 import base64
@@ -33,10 +30,9 @@ _WRITTEN_FIELDS: dict[type, frozenset[str]] = {}
 
 
 def writes(kernel: Any, *paths: str) -> None:
-    """Declare the tensors that a kernel writes.
+    """Declare the tensors that a kernel writes; `writes_fields` does so for fields of named tuples.
 
-    A path is the name of a parameter, followed by positions if it is a tuple: "matrices.*.1" is the second entry of
-    each entry. `writes_fields` declares the fields of named tuples.
+    A path is the name of a parameter, followed by positions in tuples: "matrices.*.1" is the second entry of each.
     """
     _WRITTEN[kernel.fn.__module__, kernel.fn.__name__] = [path.split(".") for path in paths]
 

@@ -52,8 +52,7 @@ class KernelEncoding(NamedTuple):
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
     """Return the kernel constant of an encoding on a device.
 
-    GPUs before compute capability 8.9 have no conversion instruction. The interpreter's conversion truncates and is not
-    used.
+    The conversion instruction needs compute capability 8.9; the interpreter's truncates and is not used.
     """
     has_cast = not (kernels.INTERPRETED or device.type == "meta") and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
@@ -245,8 +244,7 @@ def rounded(x, dtype: tl.constexpr):
 def nan_where_infinite(bound, x):
     """x, or NaN where `bound` is not finite.
 
-    Uses arithmetic instead of a comparison. Masks of loads occupy most of a thread's few predicates; with one more for
-    each value, the compiler makes these loads wait for each other.
+    Arithmetic, not a comparison: with another predicate for each value, the compiler makes masked loads wait.
     """
     if INTERPRETED:
         return tl.where(bound - bound == 0, x, float("nan"))
@@ -284,8 +282,7 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
 def row_order(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
     """The order of a tile's rows in registers: TOGETHER neighbouring rows are placed as far apart as possible.
 
-    A layout assigns a row's elements to neighbouring threads and the next rows to other threads. Only distant rows
-    return to the same thread. In this order such rows are neighbours, so their codes are adjacent in the transpose.
+    Only distant rows return to the same thread, so its rows are then neighbours, with adjacent codes in the transpose.
     """
     if TOGETHER == 1:
         return tl.arange(0, SIZE)

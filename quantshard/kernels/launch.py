@@ -5,18 +5,15 @@ combination of argument kinds, and caches the compiled kernel under a key that i
 
 Internals of Triton that only this file uses, as they are in 3.6 to 3.9:
 
-- `runtime.jit.native_specialize_impl`: the kind of an argument, computed in C. For a pointer: its dtype, and whether
-  the address is a multiple of 16. For an integer: its bits, and whether it is 1 or a multiple of 16. None, bool and
-  float are distinguished by type, tuples entry by entry. Triton's own key is built from these kinds. Here all arguments
-  are included, even the ones in `do_not_specialize`, so the key can only be finer.
+- `runtime.jit.native_specialize_impl`: the kind of an argument, computed in C: for a pointer its dtype, and whether the
+  address is a multiple of 16; for an integer its bits, and whether it is 1 or a multiple of 16; tuples by entry. Here
+  all arguments are included, even the ones in `do_not_specialize`, so the key can only be finer.
 - `JITFunction.params` and `pre_run_hooks`; `CompiledKernel.run`, `function` and `packed_metadata`. `JITFunction.run`
-  ends with the same call. The slots of constants must be filled, with any values. Triton compares the globals of a
-  kernel before each launch; here they are constants.
+  ends with the same call. The slots of constants are filled with any values; globals of kernels are constants here.
 - `runtime.driver.active.get_current_stream`: PyTorch's current stream, possibly one under graph capture.
 - `knobs`: hooks and modes of profilers and debuggers. While any is set, launches go through Triton.
 
-Launches also go through Triton in other versions, and for kernels that are interpreted, autotuned, or not on NVIDIA
-GPUs.
+So do launches in other versions, and of kernels that are interpreted, autotuned, or not on NVIDIA GPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +71,6 @@ class KernelVariants:
 
 
 _VARIANTS: dict[int, KernelVariants] = {}
-"""Variants of each kernel that is launched directly, by the kernel's id."""
 
 
 def launch_kernel(

@@ -89,8 +89,8 @@ def scales(amax, second, R: tl.constexpr):
 def powers_of_two(amax, R: tl.constexpr):
     """`scales` without a division, for scales that are powers of two.
 
-    The difference of the bits of two floats, with the fraction cleared, is the exponent of their quotient rounded down.
-    For a subnormal amax this exponent exceeds the largest, so the quotient is infinite, as it should be.
+    The difference of two floats' bits, without the fraction, is the exponent of their quotient rounded down. For a
+    subnormal amax it exceeds the largest, so the quotient is infinite, as it should be.
     """
     if R.epsilon > 0:
         amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)

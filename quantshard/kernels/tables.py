@@ -16,7 +16,6 @@ from torch import Tensor
 Rows = tuple[tuple[int, ...], ...]
 
 MOST_TABLES: Final = 1024
-"""The most entries in the cache of `lasting_table`, which is cleared when full."""
 
 _TABLES: dict[tuple[Rows, torch.device], DeviceTable] = {}
 _CAPTURED: list[Tensor] = []

@@ -24,7 +24,6 @@ REPLACED = "_replaced_by_quantshard"
 
 
 def layout(value: Any) -> str:
-    """Describe the shape and sharding of a tensor in a message, or name the type of another value."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if not isinstance(value, DTensor):

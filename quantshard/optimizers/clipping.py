@@ -85,6 +85,5 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
 
 
 def _norm(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the norm of a vector that has parts with these norms; 0 if there are none."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [zero]), p)

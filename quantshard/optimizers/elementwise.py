@@ -236,7 +236,6 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         return self._reduce_flags(plan, reduction), plan.items
 
     def _reduce_flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
-        """Return the gradient flags of all ranks, reduced together with what is pending in `reduction`."""
         rate_flags = wrong_rates(self.param_groups, len(plan.items)) if self._capturable else None
         return GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
 

@@ -336,7 +336,6 @@ def _shared(
 
 
 def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
-    """Describe a parameter for a plan; None if kernels do not support it."""
     states, settings = {**item.targets, WEIGHT: item.weight}, item.group.settings
     for_kernels = {role: tensors for role, state in states.items() if (tensors := state.for_kernels()) is not None}
     rectangle = item.region.matrix()

@@ -64,7 +64,6 @@ class MatrixLayout:
         )
 
     def whole(self, flat: Tensor) -> Tensor:
-        """Assemble the contiguous matrix from its concatenated shards."""
         if self.is_stacked:
             return flat.view(self.shape)
         matrix = flat.new_empty(self.shape)

@@ -111,7 +111,6 @@ class OptimizerState(ABC):
 
     @property
     def storage(self) -> QuantizedStorage | None:
-        """The quantized storage, or None if the state is not quantized."""
         return None
 
     @property

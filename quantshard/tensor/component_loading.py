@@ -79,7 +79,6 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
 
 @torch.no_grad()
 def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the pairs of `fitting_pairs` into a parameter, quantized or not."""
     for target, source in pairs:
         target.copy_(source)
     local = quantized_local(param)

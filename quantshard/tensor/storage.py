@@ -142,7 +142,6 @@ class QuantizedStorage:
         return replace(self, components=components, version=version)._watched()
 
     def clone(self) -> QuantizedStorage:
-        """An independent copy, including the state."""
         state = {name: value.clone() for name, value in self.state.items()}
         copy = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
         return copy._watched()

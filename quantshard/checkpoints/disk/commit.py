@@ -99,7 +99,6 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
 
 
 def _check_place(path: Path_, replace: bool) -> None:
-    """Check that a save to `path` would replace nothing but an incomplete checkpoint, or with `replace` any."""
     store, store_path = locate(path)
     names = store.names(store_path)
     if not replace and METADATA_FILE in names and is_complete(path):

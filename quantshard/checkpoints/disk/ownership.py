@@ -28,7 +28,6 @@ _OWNER_BYTES = 4096
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without locks, e.g. of some network shares."""
 LOCK_SECONDS = 5.0
-"""How long to wait for another run that is ending."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class OwnershipToken:
     token: str
 
     def check(self) -> None:
-        """Check that no other run has taken the directory, and that it is still the same directory."""
         try:
             owner = _read_owner(self.folder)
         except OSError as error:

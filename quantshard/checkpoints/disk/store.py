@@ -160,7 +160,6 @@ def why(error: BaseException) -> str:
 
 @contextmanager
 def _os_errors(path: Path_) -> Iterator[None]:
-    """Convert a client's errors in the block to OSErrors with errno, message and path."""
     try:
         yield
     except QuantshardError:

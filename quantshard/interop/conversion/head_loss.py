@@ -175,7 +175,6 @@ LOSS_HEADS: Final[dict[type, type]] = {nn.Linear: LossLinear, ConvertedLinear: L
 def _summed_losses(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:
-    """Sum the losses of logits [tokens, vocabulary] in float32."""
     logits = logits.float()
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
     if z_loss:
@@ -298,7 +297,6 @@ for _name in (
 
 
 def _computed(value: Any) -> Any:
-    """Replace deferred logits by tensors, in lists, tuples and dicts too."""
     if isinstance(value, DeferredLogits):
         return value.tensor()
     if type(value) in (list, tuple):

@@ -40,7 +40,6 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
 
     @property
     def has_histories(self) -> bool:
-        """Whether the input is scaled by past amaxes (delayed scaling)."""
         return any("history" in name for name, _ in self.named_buffers(recurse=False))
 
     @property

@@ -97,7 +97,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
-    """Read a JSON object. `kind`: key of the size limit in `FILE_BYTES`."""
     return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
 
 
@@ -153,7 +152,6 @@ class SafetensorsFiles:
         return name in self.tensors
 
     def read(self, name: str, *slices: slice) -> Tensor:
-        """Read a slice of a tensor without reading the rest."""
         try:
             reader = self._open[self._file_of[name]]
             shape = self.tensors[name][1]

@@ -64,7 +64,6 @@ def _numbered(name: str, number: str) -> str:
 
 
 def _general(name: str) -> tuple[str, str]:
-    """Return a name with its first number replaced by {n}, and that number."""
     match = re.search(r"(?<=\.)\d{1,19}(?=\.)", name)
     if match is None:
         return name, ""
@@ -130,7 +129,6 @@ def default_names(ours: Iterable[str]) -> Names:
 
 
 def read_names(path: Path) -> Names:
-    """Read a map from a TOML file; the module docstring describes the format."""
     content = read_toml(path, FILE_BYTES["settings"], follow=True)
     plain, fused = content.get("names", {}), content.get("fused", {})
     if set(content) - {"names", "fused"} or not isinstance(plain, dict) or not isinstance(fused, dict):

@@ -88,11 +88,9 @@ class CheckpointModel:
         return weights
 
     def has_master(self, name: str) -> bool:
-        """Return whether the optimizer kept a master of this weight and recorded its name."""
         return name in self._masters
 
     def has_average(self, name: str) -> bool:
-        """Return whether the optimizer kept an average of this weight and recorded its name."""
         return self._states.get(name, "") + AVERAGE in self._stored
 
     def parts(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:

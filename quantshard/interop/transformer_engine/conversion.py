@@ -135,7 +135,6 @@ class _CheckpointConverter:
         return _nested({paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
-        """Return the manifest's facts about the run: step, recipe and mesh."""
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)

@@ -144,7 +144,6 @@ def _element(fields: Mapping[str, Any]) -> Encoding:
 def _plane(
     fields: Mapping[str, Any], side: _CopyLayout, shape: tuple[int, int], element: Encoding, scale: Encoding
 ) -> CopyPiece | None:
-    """Read one copy, in the weight's row and column order; None if it is not stored."""
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
         return None

@@ -27,7 +27,6 @@ from quantshard.numerics.states import MASTER
 
 STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
-"""Settings that TransformerEngine's FusedAdam stores per parameter group."""
 
 EXTRA_STATE = "_extra_state"
 

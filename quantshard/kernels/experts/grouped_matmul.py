@@ -246,8 +246,7 @@ def rows_times_weights(
     transposed: bool,
     biases: ExpertBias | None = None,
 ) -> Tensor:
-    """Multiply rows by the weight [C, cols] of their expert or, if `transposed`, by its transpose, and add the expert's
-    bias.
+    """Multiply rows by their expert's weight [C, cols] or, if `transposed`, by its transpose, and add its bias.
 
     Returns `dtype` [segments.values, cols], rounded once, without the rows of codes [R, C] between experts.
     """
@@ -277,8 +276,7 @@ def scale_type(dtype: torch.dtype) -> Any:
 
 
 def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
-    """Compute a^T b over the rows of each expert, for a [R, M] and b [R, N]; with blocks, a and b are transposes [M,
-    R], [N, R].
+    """Compute a^T b over each expert's rows, a [R, M] and b [R, N]; with blocks, of transposes [M, R] and [N, R].
 
     Returns `dtype` [experts, M, N], rounded once; zeros for an expert without rows.
     """

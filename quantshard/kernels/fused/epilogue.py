@@ -158,9 +158,9 @@ def _plan_measurement(
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
     plan = plan_amaxes(like.shape, request.rowwise, request.columnwise)
     # kernels cannot compare a tuple with None in it
-    kinds, spans, (grid, transposed_grid) = (
-        plan.kinds,
+    spans, kinds, (grid, transposed_grid) = (
         (plan.spans or (0, 0), plan.other_spans or (0, 0)),
+        plan.kinds,
         request.grids,
     )
     if measured is None:

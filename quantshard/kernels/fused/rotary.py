@@ -89,7 +89,6 @@ class RotaryTiling(NamedTuple):
 
 @lru_cache(maxsize=64)
 def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
-    """Return the layout for heads of `dim` features with the first `rotated` of them rotated."""
     program_heads = min(heads & -heads, MOST_HEADS)  # the largest power of two that divides `heads`
     if program_heads < LEAST_HEADS:
         program_heads = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)

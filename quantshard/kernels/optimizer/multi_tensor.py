@@ -43,11 +43,9 @@ def tensor_amax_kernel(
     table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Raise out [tensors] to the bits of the amax. With a limit: to 1.0 if the amax exceeds it, or 2.0 if it is not
-    finite.
+    """Raise out [tensors] to the bits of the amax or, with a limit, to 1.0 if the amax exceeds it, 2.0 if not finite.
 
-    `addresses`: int64 [tensors, STRIDE], the code of a dtype and the address of the tensor. Only tensors with code CODE
-    count.
+    `addresses`: int64 [tensors, STRIDE], code of a dtype and address. Only tensors with code CODE count.
     """
     row = table + tl.load(entries + tl.program_id(0)) * 3
     number = tl.load(row)
@@ -194,11 +192,10 @@ def corrections_kernel(
     steps, rates, decays, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
     CORRECTION: tl.constexpr, RATIO: tl.constexpr, MOST: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Write into a step's table, for each group: step, lr, the factor of weight decay, 1 / (1 - beta**step) as in
-    `Hyperparameters.corrections`, `Hyperparameters.largest_update`, and `adam.average_share`.
+    """Write into a step's table, per group: step, lr, the factor of weight decay, and what follows from betas and step.
 
-    `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and the factor of weight decay. `decays`: float64 [groups,
-    3], both betas and the decay of averages. `corrected`: int64 [groups], bias correction flags.
+    `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and that factor. `decays`: float64 [groups, 3], both betas
+    and the decay of averages. `corrected`: int64 [groups], bias correction flags.
     """
     group = tl.program_id(0)
     step = tl.load(steps + group)

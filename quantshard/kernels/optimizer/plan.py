@@ -413,10 +413,9 @@ def _weights(beta1: float, beta2: float) -> dict[str, float]:
 
 
 def _settings_table(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
-    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, bias correction flags, and
-    columns.
+    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, flags, and float32 columns.
 
-    Two float32 columns share an int64. Values that are tensors are filled in on the device.
+    Values that are tensors are filled in on the device.
     """
     table: list[int] = []
     decays: list[float] = []

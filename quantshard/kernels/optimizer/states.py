@@ -312,10 +312,9 @@ def zero_amaxes(CONFIG: tl.constexpr):
 
 @triton.jit
 def measure_tile(x, top, entry, role, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Raise the amax grids that a later pass needs to the amaxes of this tile.
+    """Raise the amax grids that a later pass needs to the amaxes of this tile. Returns the new `top`.
 
-    `store_tensor_amaxes` writes amaxes of whole tensors: `top` is the running maximum of each four neighbours, which
-    one thread has; the new maximum is returned.
+    `top`: running maximum of each four neighbours, for amaxes of whole tensors (`store_tensor_amaxes`).
     """
     if STATE.measures and not (STATE.row_all and STATE.col_all):
         slot = slot_of(entry, role)
@@ -387,21 +386,6 @@ def store_codes(x, multiplier, slot, tile, region, random_bits, STATE: tl.conste
 
 
 @triton.jit
-def store_split(x, multiplier, slot, master, tile, random_bits, WEIGHT_STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Round a tile of a weight to 16 bits; store the high bytes as its codes and the low bytes as its master.
-
-    See `split_codes.quantize`. `random_bits`: see `state_random_bits`.
-    """
-    MASTER_STATE: tl.constexpr = CONFIG.master
-    wide: tl.constexpr = MASTER_STATE.rule.element
-    code = ql.encode_stochastic(x * expand(multiplier, WEIGHT_STATE, CONFIG), random_bits, wide)
-    magnitude = tl.minimum(code & 0x7FFF, 0x7F7F)
-    high = ((magnitude + 0x80) >> 8) | ((code >> 8) & 0x80)
-    store_tile(slot.codes, high, tile, tl.uint8, CONFIG)
-    store_tile(master.codes, magnitude & 0xFF, tile, tl.uint8, CONFIG)
-
-
-@triton.jit
 def write_weight(x, entry, tile, region, random_bits, CONFIG: tl.constexpr):
     """Write the rowwise codes of a weight, zero outside, and a `SPLIT` master. See `weight_random_bits`."""
     WEIGHT_STATE: tl.constexpr = CONFIG.weight
@@ -417,8 +401,13 @@ def write_weight(x, entry, tile, region, random_bits, CONFIG: tl.constexpr):
 def store_weight(x, multiplier, slot, entry, tile, region, random_bits, CONFIG: tl.constexpr):
     WEIGHT_STATE: tl.constexpr = CONFIG.weight
     MASTER_STATE: tl.constexpr = CONFIG.master
-    if MASTER_STATE.kind == SPLIT:
-        store_split(x, multiplier, slot, slot_of(entry, MASTER), tile, random_bits, WEIGHT_STATE, CONFIG)
+    if MASTER_STATE.kind == SPLIT:  # the high bytes are codes and the low bytes the master: `split_codes.quantize`
+        wide: tl.constexpr = MASTER_STATE.rule.element
+        code = ql.encode_stochastic(x * expand(multiplier, WEIGHT_STATE, CONFIG), random_bits, wide)
+        magnitude = tl.minimum(code & 0x7FFF, 0x7F7F)
+        high = ((magnitude + 0x80) >> 8) | ((code >> 8) & 0x80)
+        store_tile(slot.codes, high, tile, tl.uint8, CONFIG)
+        store_tile(slot_of(entry, MASTER).codes, magnitude & 0xFF, tile, tl.uint8, CONFIG)
     else:
         store_codes(x, multiplier, slot, tile, region, random_bits, WEIGHT_STATE, CONFIG)
 

@@ -88,7 +88,7 @@ def block_amax(
 ) -> Tensor:
     """Return the largest |x| of each block: float32, one entry for each block of `block_shape` that x [R, C] touches.
 
-    x: float32, bfloat16 or float16, any strides. `hadamard`: measure the rows after `numerics.hadamard16`.
+    x: any strides. `hadamard`: measure the rows after `numerics.hadamard16`.
     """
     ((amax, _),) = block_amaxes([x], BlockAmaxes(block_shape, hadamard), origin=origin)
     assert amax is not None
@@ -137,7 +137,6 @@ class AmaxPlan(NamedTuple):
     kinds: dict[str, Any]
 
     def grids(self, x: Tensor, parts: int) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Allocate the grids of `parts` matrices; larger grids are flat pieces of one allocation."""
         if self.spans == (1, 1) and self.other_spans is None:
             return [(workspace.zero(x.device), None) for _ in range(parts)]
         # zeros: several programs share an entry, or none runs

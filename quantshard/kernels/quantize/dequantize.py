@@ -73,8 +73,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantize the touched components of one copy to [R, C] of `dtype`: exactly in float32, then rounded once.
 
-    Arguments: as for `numerics.dequantize`. `nan_flag`: float32 scalar, 0 or NaN; NaN makes every value NaN. For a
-    packed encoding the column of `origin` must be even.
+    `nan_flag`: float32 scalar, 0 or NaN. For a packed encoding the column of `origin` must be even.
     """
     return dequantize_matrices(copy, [(parts, shape, origin)], dtype, nan_flag)[0]
 

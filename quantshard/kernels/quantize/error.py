@@ -31,7 +31,6 @@ from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, regis
 from quantshard.numerics.quantization_error import beyond
 
 TILE: Final = (32, 256)
-"""Rows and columns that a program of `values_kernel` reads."""
 STEPS: Final = 6
 """Number of tiles, one below the other, that a program of `error_kernel` sums."""
 EVERY: Final = 4
@@ -104,9 +103,9 @@ def _sums_where_finite(
 ):  # fmt: skip
     """Statistics of a program's tiles if all values and scales are finite and no scale is tiny.
 
-    Returns: sums of squared values and of squared errors, divided by the unit squared; bits of the amax; counts of
-    values that are not zero, saturate, and became zero; largest and smallest scale; whether a scale is tiny, so that
-    its product with a nonzero code could be 0. If any value is not finite, so is a sum of squares.
+    Returns: sums of squares of values and of errors, divided by the unit squared, not finite if a value is not; bits of
+    the amax; counts of values that are not zero, saturate, and became zero; largest and smallest scale; whether one is
+    so tiny that its product with a nonzero code could be 0.
     """
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows
@@ -289,8 +288,7 @@ def _count(counts):
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
     """Add `numerics.quantization_error.add_values_` of x [R, C] to one row of `sums` and `extremes`.
 
-    x: float32, bfloat16 or float16, any strides. `sums`: float64 [copies, columns]. `extremes`: float32 [copies,
-    columns].
+    `sums`: float64 [copies, columns]. `extremes`: float32 [copies, columns].
     """
     if x.numel() == 0:
         return
@@ -314,9 +312,7 @@ def add_error(
 ) -> None:
     """Add `numerics.quantization_error.add_error_` of x [R, C] to one row of `sums` and `extremes`.
 
-    x: float32, bfloat16 or float16, any strides. `sums`: float64 [copies, columns]. `extremes`: float32 [copies,
-    columns]. `hadamard`: measure `numerics.hadamard16` of x. `partial`: measure and count only a part of a large
-    matrix.
+    `hadamard`: measure `numerics.hadamard16` of x. `partial`: measure and count only a part of a large matrix.
     """
     if x.numel() == 0:
         return

@@ -136,7 +136,7 @@ def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -
 def _drawing(
     one: tuple[Pair, bool] | None, two: tuple[Pair, bool] | None, draw_loaded: bool, one_stream: bool
 ) -> tuple[int, int, Rounding | None, Rounding | None]:
-    """Width of the global matrix and compile-time properties of the random words, for both directions.
+    """Widths of the global matrix and compile-time properties of the random words, for both directions.
 
     `one`, `two`: shape of the global matrix, and `RandomBits.transposed`. `one_stream`: both directions use one stream.
     """

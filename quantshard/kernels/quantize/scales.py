@@ -29,8 +29,7 @@ writes(scales_kernel, "stored_ptr", "multiplier_ptr")
 
 
 def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the scales to store and the float32 multipliers for values of `dtype`, both of the shape of the grid
-    `amax`.
+    """Return the scales to store and the float32 multipliers for values of `dtype`, of the shape of the grid `amax`.
 
     Only for copies with one scale. With two, the multiplier also depends on the amax of the whole tensor.
     """

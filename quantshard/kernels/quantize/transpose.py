@@ -25,24 +25,13 @@ def transpose_kernel(matrices, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl
             _transpose(matrices[part], ROWS, COLS)
 
 
-writes(transpose_kernel, "matrices.*.1", "matrices.*.8")
+writes(transpose_kernel, "matrices.*.1", "matrices.*.5.3")
 
 
 @triton.jit
 def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
-    (
-        x_ptr,
-        out_ptr,
-        rows,
-        cols,
-        x_stride,
-        scale_ptr,
-        scale_row,
-        scale_col,
-        new_scale_ptr,
-        new_scale_stride,
-        nan_flag_ptr,
-    ) = matrix
+    x_ptr, out_ptr, rows, cols, x_stride, scales = matrix
+    scale_ptr, scale_row, scale_col, new_scale_ptr, new_scale_stride, nan_flag_ptr = scales
     row, col = tl.program_id(0), tl.program_id(1)
     i = row * ROWS + tl.arange(0, ROWS)
     j = col * COLS + tl.arange(0, COLS)
@@ -73,9 +62,8 @@ def by_columns(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Copy several matrices uint8 [R, C] on one device from contiguous rows to contiguous columns, with one kernel.
 
-    Results have `dtype`, of 8 bits. Each x comes with None, or with the float32 scales of its blocks of one tile and
-    optionally a scalar to add to them. Scales are also copied to columns, [n, blocks of C]: n is the number of blocks
-    of R rounded up to a multiple of 4, and the padding is zero.
+    Each x comes with None, or with the float32 scales of its blocks of one tile and optionally a scalar to add. These
+    are copied to columns too, [n, blocks of C]: n is R's blocks rounded up to a multiple of 4, padded with zeros.
     """
     results, arguments, grid = [], [], [0, 0]
     for x, scales, nan_flag in matrices:
@@ -89,7 +77,7 @@ def by_columns(
             scale_arguments = scales, *scales.stride(), padded_scales, length, nan_flag
         results.append((out, padded_scales))
         if x.numel() > 0:
-            arguments.append((x, out, rows, cols, x.stride(0), *scale_arguments))
+            arguments.append((x, out, rows, cols, x.stride(0), scale_arguments))
             grid = [max(grid[0], -(rows // -TILE[0])), max(grid[1], -(cols // -TILE[1]))]
     if arguments:
         launch_kernel(
