@@ -10,6 +10,7 @@ blocks and two decisions that all ranks must agree on:
 - A result that is infinite or NaN anywhere is not written on any rank, and the call raises.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,10 +54,6 @@ def _sub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
     return x - alpha * other
 
 
-def _mul(x: Tensor, other: Any) -> Tensor:
-    return x * other
-
-
 def _div(x: Tensor, other: Any) -> Tensor:
     return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs would multiply by a number's inverse
 
@@ -74,7 +71,7 @@ def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 
 IN_PLACE: dict[Formula, str] = {
-    _add: "add", _sub: "sub", _mul: "mul", _div: "div", _addcmul: "addcmul", _addcdiv: "addcdiv", _lerp: "lerp"
+    _add: "add", _sub: "sub", operator.mul: "mul", _div: "div", _addcmul: "addcmul", _addcdiv: "addcdiv", _lerp: "lerp"
 }  # fmt: skip
 """The operations that change weights in place, such as `aten.add_` and `aten._foreach_add_`, by their formulas."""
 
@@ -107,7 +104,7 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
         plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
         weights: list[Any] = [targets[i] for i in quantized]
         results = [
-            _result(formula, weight, [_entry(operand, i) for operand in operands], options)
+            _result(formula, weight, [operand[i] if _is_list(operand) else operand for operand in operands], options)
             for i, weight in zip(quantized, weights, strict=True)
         ]
         if weights:
@@ -121,10 +118,6 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
 def _is_list(operand: Any) -> bool:
     """True for an operand with one entry per target: a list, or a tensor [targets] of scalars."""
     return isinstance(operand, (list, tuple)) or (isinstance(operand, Tensor) and operand.ndim == 1)
-
-
-def _entry(operand: Any, index: int) -> Any:
-    return operand[index] if _is_list(operand) else operand
 
 
 def _pick(operand: Any, indices: list[int]) -> Any:

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from quantshard.kernels.fused import rotary as kr
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from tests.kernels.cases.fused import rotary_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1, 1, 2), (3, 2, 3, 8), (2, 1, 40, 20)]  # s, b, h, d
@@ -38,7 +39,7 @@ def test_both_directions_are_the_oracles(interleaved, dtype, percent):
             angles = RotaryPositionEmbedding(d, percent, interleaved=interleaved)(s + 2, offset=1000, device=DEVICE)
             want = apply_rotary_pos_emb(t, angles, tensor_format, interleaved=interleaved)
             (wanted,) = torch.autograd.grad(want, t, dy)
-            both = kr.tables(angles)
+            both = rotary_tables(angles)
             got = kr.rotate(t.detach(), *both, tensor_format, interleaved=interleaved)
             assert torch.equal(got, want)
             got = kr.rotate(dy, *both, tensor_format, interleaved=interleaved, backward=True)
@@ -51,15 +52,15 @@ def test_each_feature_has_its_own_angle():
     for interleaved in (False, True):
         leaf = t.clone().requires_grad_()
         want = apply_rotary_pos_emb(leaf, angles, interleaved=interleaved)
-        assert torch.equal(kr.rotate(t, *kr.tables(angles), interleaved=interleaved), want)
+        assert torch.equal(kr.rotate(t, *rotary_tables(angles), interleaved=interleaved), want)
         (wanted,) = torch.autograd.grad(want, leaf, t)
-        assert torch.equal(kr.rotate(t, *kr.tables(angles), interleaved=interleaved, backward=True), wanted)
+        assert torch.equal(kr.rotate(t, *rotary_tables(angles), interleaved=interleaved, backward=True), wanted)
 
 
 def test_strides_are_followed():
     """Heads that lie in a wider projection, features apart, and a result that goes where it came from."""
     whole = queries(5, 2, 7, 8, "sbhd", torch.bfloat16)
-    both = kr.tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
+    both = rotary_tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
     part, apart = whole[:, :, 2:5], whole[:, :, 2:5].transpose(2, 3).contiguous().transpose(2, 3)
     want = kr.rotate(part.contiguous(), *both)
     assert torch.equal(kr.rotate(part, *both), want) and torch.equal(kr.rotate(apart, *both), want)
@@ -70,7 +71,7 @@ def test_strides_are_followed():
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 8), (5, 0, 3, 8), (5, 2, 0, 8)])
 def test_nothing_gives_nothing(shape):
-    both = kr.tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
+    both = rotary_tables(RotaryPositionEmbedding(8)(5, device=DEVICE))
     assert kr.rotate(torch.empty(shape, device=DEVICE), *both).shape == shape
 
 
@@ -90,5 +91,5 @@ def test_heads_that_lie_far_apart(kernels_on_cpu):
     """2**31 elements and more, of memory that is taken where it is used."""
     t = torch.empty_strided((1, 1, 3, 8), (8, 8, 2**30, 1), dtype=torch.bfloat16, device=DEVICE)
     t.copy_(queries(1, 1, 3, 8, "sbhd", torch.bfloat16))
-    both = kr.tables(RotaryPositionEmbedding(8)(1, device=DEVICE))
+    both = rotary_tables(RotaryPositionEmbedding(8)(1, device=DEVICE))
     assert torch.equal(kr.rotate(t, *both), kr.rotate(t.contiguous(), *both))

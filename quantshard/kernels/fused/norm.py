@@ -17,8 +17,9 @@ One kernel computes statistics of whole rows. A second kernel normalizes tiles a
 has a whole block of any shape. Both call `normalized`, so an amax from the first kernel is, bit for bit, the amax of
 the second kernel's results.
 
-Sums along a row are trees, in which no term passes through more than d = `depth(n)` additions. Let u = 2**-24, and m
-the mean of |z| * rstd, which measures cancellation in LayerNorm's centering (RMSNorm: m = 0). Before the rounding
+Sums along a row are trees, in which no term passes through more than d = 32 + 10 + ceil(n / `LONGEST_CENTERED`)
+additions (in one of 512 threads, over 1024 threads, over pieces). Let u = 2**-24, and m the mean of |z| * rstd, which
+measures cancellation in LayerNorm's centering (RMSNorm: m = 0). Before the rounding
 
     |rstd - exact| <= e rstd,          e = (d / 2 + 8) u + d u m
     |unit - exact| <= a |unit| + b,    a = e + 4 u, b = (a + d u) m
@@ -57,12 +58,6 @@ The number is fixed, so that the order of sums, and with it their bits, depends 
 PROGRAMS_IN_PIECES: Final = 132
 """The most programs of backward for rows in pieces: few enough to keep the sums that they update in the L2 cache."""
 PER_THREAD: Final = 16
-
-
-def depth(n: int) -> int:
-    """Bound the additions that one of n terms passes through: in a thread, over a row's 1024 threads, over pieces."""
-    # 32: backward has 512 threads for LONGEST elements; 10: a tree over 1024 threads
-    return 32 + 10 + -(n // -LONGEST_CENTERED)
 
 
 @triton.jit

@@ -97,12 +97,6 @@ def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
     return RotaryTiling(program_heads, planes, rest, min(max(program_heads * planes // 256, 1), 8))
 
 
-def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, float32 [S, rotated], of angles [S, 1, 1, rotated] from `RotaryPositionEmbedding`."""
-    flat = angles.reshape(angles.shape[0], angles.shape[-1]).float()
-    return flat.cos(), flat.sin()
-
-
 def rotate(
     t: Tensor,
     cos: Tensor,
@@ -119,7 +113,7 @@ def rotate(
     Args:
         t: queries or keys, [s, b, h, d], or [b, s, h, d] for tensor_format "bshd", with adjacent features and otherwise
             any strides; for `backward` the gradient of the result.
-        cos, sin: float32 [at least s, at most d], from `tables`; dims of size 1 in between are allowed.
+        cos, sin: float32 [at least s, at most d], of each feature; dims of size 1 in between are allowed.
         out: memory for the result, of the shape and dtype of t; can be t itself. Default: a new tensor.
         rotated_heads: number of heads to rotate; the rest are copied. Default: all.
     """

@@ -52,11 +52,6 @@ def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
         tl.store(new_scale_ptr + col * new_scale_stride + index, tl.where(index == row, scale, 0.0), mask=mask)
 
 
-def transpose(x: Tensor) -> Tensor:
-    """Transpose x uint8 [R, C] with contiguous rows to a contiguous [C, R]."""
-    return by_columns([(x, None, None)])[0][0].t()
-
-
 def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype = torch.uint8
 ) -> list[tuple[Tensor, Tensor | None]]:

@@ -289,9 +289,8 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
     """Transposed bytes. `blocks`: also the scales of their 128 x 128 blocks, with a NaN flag of 0 added."""
     codes = x.view(torch.uint8)[:, : x.shape[1]].contiguous()
     if not blocks:
-        return KernelCase(
-            lambda: [transpose.transpose(codes)], lambda: [codes.t().contiguous()], 2 * bytes_of(codes)
-        )  # fmt: skip
+        transposed = lambda: [transpose.by_columns([(codes, None, None)])[0][0].t()]  # noqa: E731
+        return KernelCase(transposed, lambda: [codes.t().contiguous()], 2 * bytes_of(codes))
     scales, zero = numerics.block_amax(x, (128, 128)), torch.zeros((), dtype=torch.float32, device=x.device)
 
     def oracle() -> list[Tensor | None]:
