@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.collectives import process_groups
+from quantshard.checkpoints.disk import agreement
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import pending_amaxes
+from quantshard.modules.graphs.recorder import tensors_in
 from quantshard.tensor import components, observation
 from quantshard.tensor.parameter_state import RNG_DRAWS
 
@@ -54,7 +54,6 @@ class UnrecordedAmaxes(PendingAmaxes):
     """Pending amaxes of a pass outside training; no history records them."""
 
     def flush(self) -> None:
-        """Drop the amaxes."""
         self.drop()
 
 
@@ -69,36 +68,19 @@ class FlagRecorder:
         ]
 
     def _look_at(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             self.add(_FORWARD, name, tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.add, _BACKWARD, name))
 
     def add(self, when: int, name: str, tensor: Tensor) -> None:
-        """Record whether all values of a tensor are finite."""
         local = private_torch.local_tensor(tensor.detach())
         if local.is_floating_point():
             self.flags.append((when, name, ~local.isfinite().all()))
 
     def stop(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-    def first(self) -> NonfiniteValue | None:
-        """Return the first value that was not finite; waits for the device."""
-        values = [
-            NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(self.flags) if bool(flag)
-        ]
-        return min(values, default=None)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (dict, tuple, list)):
-        for value in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(value)
 
 
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
@@ -127,15 +109,13 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     recorder.add(_GRADIENT, name, param.grad)
-        first = recorder.first()
+        # waits for the device
+        flags = enumerate(recorder.flags)
+        nonfinite = [NonfiniteValue(when, order, name) for order, (when, name, flag) in flags if flag]
     finally:
         recorder.stop()
-    group = process_groups.world()
-    if group is not None:
-        values_of_ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values_of_ranks, first, group=group)
-        first = min((value for value in values_of_ranks if value is not None), default=None)
-    return first
+    of_ranks = agreement.all_gather_object(min(nonfinite, default=None))
+    return min((value for value in of_ranks if value is not None), default=None)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

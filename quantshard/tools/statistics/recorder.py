@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
@@ -17,9 +17,9 @@ from quantshard.tools.statistics.rows import (
     Alarm,
     LossHistory,
     OnAlarm,
-    PendingNumbers,
     StatisticsRow,
     StatisticsSample,
+    copy_to_host,
     rows_of,
 )
 from quantshard.tools.statistics.step_sample import ModelNames, StepSample
@@ -67,19 +67,18 @@ class Statistics:
         self._optimizers = list(optimizers)
         self._group = process_groups.world()
         self._sample: StepSample | None = None
-        self._pending: tuple[int, list[int], PendingNumbers, list[Alarm]] | None = None
+        self._pending: tuple[int, list[int], Callable[[], Tensor], list[Alarm]] | None = None
         self._alarms_of_step: list[Alarm] = []
-        self._names = ModelNames(model, self._group) if every else None
+        self._names = ModelNames(model) if every else None
         self._begin()
 
     def __enter__(self) -> Statistics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stop()
         if kind is None:
-            self.close()
-        else:
-            self._stop()
+            self.settle()
 
     @property
     def is_sampling(self) -> bool:
@@ -138,9 +137,8 @@ class Statistics:
             current, self._sample = self._sample, None
             current.stop()
             sample = sample or current
-            if sample.numbers is None:
-                sample.measure(self._group)
-            self._pending = self.done, list(sample.order), sample.read(), alarms
+            numbers = sample.measure(self._group) if sample.numbers is None else sample.numbers
+            self._pending = self.done, list(sample.order), copy_to_host(numbers), alarms
         elif alarms:
             samples.append(StatisticsSample(self.done, alarms=tuple(alarms)))
         self._begin()
@@ -155,8 +153,8 @@ class Statistics:
         """Return the last sample if `step` has not returned it yet; waits for the device work of its step."""
         if self._pending is None or self._names is None:
             return []
-        (step, order, pending, earlier_alarms), self._pending = self._pending, None
-        rows = rows_of(pending.read(), self._names.weights, list(self._names.sizes), self._names.sizes)
+        (step, order, read, earlier_alarms), self._pending = self._pending, None
+        rows = rows_of(read(), self._names.weights, self._names.sizes)
         alarms = list(self._alarms(step, rows, order))
         for alarm in alarms:
             self._on_alarm(alarm)
@@ -174,8 +172,7 @@ class Statistics:
         def position_of(row: StatisticsRow) -> int:
             return positions.get((row.name, row.role), positions.get((_module(row.name), row.role), len(order)))
 
-        bad = [row for row in rows if row.nonfinite]
-        if bad:
+        if bad := [row for row in rows if row.nonfinite]:
             first = min(bad, key=position_of)
             share = first.nonfinite or 0.0
             yield Alarm(
@@ -184,8 +181,7 @@ class Statistics:
                 f"{first.name} are infinite or NaN, the first in this step of {len(bad)} operands with such values",
             )  # fmt: skip
         shares = [(row, row.error.saturated or 0.0, (row.wgrad and row.wgrad.saturated) or 0.0) for row in rows]
-        over = [(row, max(parts)) for row, *parts in shares if max(parts) > self._saturation]
-        if over:
+        if over := [(row, max(parts)) for row, *parts in shares if max(parts) > self._saturation]:
             row, share = max(over, key=lambda pair: pair[1])
             more = f"; {len(over) - 1} more are above" if len(over) > 1 else ""
             yield Alarm(

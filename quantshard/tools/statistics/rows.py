@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -44,17 +44,6 @@ _COPIES: Final = 16
 """Copies of each row that kernels add to, to spread contending atomic additions."""
 
 
-class SampleNumbers(NamedTuple):
-    """Numbers of a sampled step on the host, float64.
-
-    `sums`, `extremes`: [weights, kinds, columns]. `parameters`: [parameters, columns].
-    """
-
-    sums: Tensor
-    extremes: Tensor
-    parameters: Tensor
-
-
 class SampleBuffer:
     """Rows on one device, reused by every sampled step."""
 
@@ -68,7 +57,6 @@ class SampleBuffer:
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """Reset all rows for the next sampled step."""
         self.sums.zero_()
         self.extremes.copy_(self._empty)
         self.parameters.zero_()
@@ -110,7 +98,7 @@ def _merged(extremes: Tensor) -> Tensor:
 
 
 def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> Tensor:
-    """Reduce the numbers of all buffers and ranks to one float64 vector for `PendingNumbers`. A collective call."""
+    """Reduce the numbers of all buffers and ranks to one float64 vector for `rows_of`. A collective call."""
     sizes = _sizes(weights, parameters)
     device = buffers[0].sums.device
     if group is not None:
@@ -135,29 +123,20 @@ def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.cat([sums.sum(0), _merged(by_slot).flatten(), parameters.sum(0)])
 
 
-class PendingNumbers:
-    """The result of `gathered` on its way to the host."""
+def copy_to_host(numbers: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the host. The returned function waits for it, but not for work queued later."""
+    if numbers.device.type not in DEFERRED_DEVICES:
+        return lambda: numbers
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(numbers.device))
 
-    def __init__(self, flat: Tensor, weights: int, parameters: int) -> None:
-        self._weights, self._sizes, self._arrival, self._flat = weights, _sizes(weights, parameters), None, flat
-        if flat.device.type in DEFERRED_DEVICES:
-            self._flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-            self._flat.copy_(flat, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record(torch.cuda.current_stream(flat.device))
+    def read() -> Tensor:
+        arrival.synchronize()
+        return copy
 
-    def read(self) -> SampleNumbers:
-        """Return the numbers; waits for the copy to the host, but not for work queued later."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        sums, extremes, parameters = self._flat.split(self._sizes)
-        shape = (self._weights, len(KINDS))
-        return SampleNumbers(
-            sums.view(*shape, len(SUMS)), extremes.view(*shape, len(EXTREMES)), parameters.view(-1, len(PARAMETER))
-        )
-
-
-# On the host
+    return read
 
 
 @dataclass(frozen=True)
@@ -299,30 +278,31 @@ class StatisticsSample:
         return {"step": self.step, "rows": [row.to_dict() for row in self.rows], "alarms": alarms}
 
 
-def rows_of(
-    numbers: SampleNumbers, weights: Sequence[str], parameters: Sequence[str], sizes: Mapping[str, int]
-) -> list[StatisticsRow]:
-    """Build rows in the order of the parameters, only where data exists. `sizes`: global number of elements."""
+def rows_of(numbers: Tensor, weights: Sequence[str], sizes: Mapping[str, int]) -> list[StatisticsRow]:
+    """Build rows in the order of the parameters, only where data exists.
+
+    `numbers`: result of `gathered`, on the host. `sizes`: global number of elements of each parameter.
+    """
+    sums, extremes, parameters = numbers.split(_sizes(len(weights), len(sizes)))
+    sums, extremes = sums.view(-1, len(KINDS), len(SUMS)), extremes.view(-1, len(KINDS), len(EXTREMES))
     index_of_weight = {name: index for index, name in enumerate(weights)}
     rows = []
-    for number, name in enumerate(parameters):
-        updated = _of_parameter(numbers.parameters[number], sizes[name])
+    for (name, size), columns in zip(sizes.items(), parameters.view(-1, len(PARAMETER)), strict=True):
+        updated, weight = _of_parameter(columns, size), index_of_weight.get(name)
         for role in TensorRole:
             update = updated if role is TensorRole.WEIGHT else {}
-            operand = _of_operand(numbers, index_of_weight[name], role) if name in index_of_weight else {}
+            operand = {} if weight is None else _of_operand(sums[weight], extremes[weight], role)
             if operand or update:
                 rows.append(StatisticsRow(name, role.value, **operand, **update))
     return rows
 
 
-def _of_operand(numbers: SampleNumbers, place: int, role: TensorRole) -> dict[str, Any]:
+def _of_operand(sums_by_kind: Tensor, extremes_by_kind: Tensor, role: TensorRole) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for kind, (kind_role, for_wgrad) in enumerate(KINDS):
-        if kind_role is not role:
-            continue
-        sums = dict(zip(SUMS, numbers.sums[place, kind].tolist(), strict=True))
-        extremes = dict(zip(EXTREMES, numbers.extremes[place, kind].tolist(), strict=True))
-        if not sums["elements"]:
+        sums = dict(zip(SUMS, sums_by_kind[kind].tolist(), strict=True))
+        extremes = dict(zip(EXTREMES, extremes_by_kind[kind].tolist(), strict=True))
+        if kind_role is not role or not sums["elements"]:
             continue
         if not for_wgrad or "amax" not in fields:
             fields |= {"amax": extremes["amax"], "nonfinite": sums["nonfinite"] / sums["elements"]}

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.collectives.process_groups import Group
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Orientation
@@ -24,7 +24,7 @@ from quantshard.tensor import components, observation
 from quantshard.tensor.observation import Observer
 from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.storage import QuantizedStorage
-from quantshard.tools.statistics.rows import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
+from quantshard.tools.statistics.rows import KINDS, PARAMETER, SampleBuffer, gathered
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -38,15 +38,12 @@ class ModelNames:
     accumulators of samples, by device.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.own = dict(model.named_parameters())
         self.buffers: dict[torch.device, SampleBuffer] = {}
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
         local_info = {name: param.numel() for name, param in self.own.items()}, [name for name, _ in self._weights()]
-        info_of_ranks: list[Any] = [local_info]
-        if group is not None:
-            info_of_ranks = [None] * dist.get_world_size(group)
-            dist.all_gather_object(info_of_ranks, local_info, group=group)
+        info_of_ranks = agreement.all_gather_object(local_info)
         self.sizes = _as_in_one_process(sizes for sizes, _ in info_of_ranks)
         self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in info_of_ranks))
         self.places = {name: index for index, name in enumerate(self.sizes)}
@@ -92,8 +89,6 @@ class StepSample(Observer):
         self._by_param = {param: name for name, param in names.own.items()}
         self._hooks = [optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers]
 
-    # Observer --------------------------------------------------------------------------------------------------------
-
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
@@ -117,7 +112,6 @@ class StepSample(Observer):
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """See `Observer`."""
         rows = x.detach().reshape(-1, x.shape[-1])
         self.see_operand(keys[0], TensorRole.INPUT, False, rows, rows)
         for key, output in zip(keys, outputs, strict=True):
@@ -130,13 +124,9 @@ class StepSample(Observer):
             self.see_operand(key, TensorRole.GRAD_OUTPUT, False, rows, rows)
 
     def _buffer(self, device: torch.device) -> SampleBuffer:
-        buffer = self._by_device.get(device)
-        if buffer is None:
-            buffer = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
-            self._by_device[device] = buffer
-        return buffer
-
-    # Around an optimizer's step --------------------------------------------------------------------------------------
+        if device not in self._by_device:
+            self._by_device[device] = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
+        return self._by_device[device]
 
     @torch.no_grad()
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -174,14 +164,9 @@ class StepSample(Observer):
             indices = lasting_table((tuple(self._names.places[name] for name in names),), device).tensor()[0]
             rows.index_add_(0, indices, torch.stack(norms).double().square())
 
-    def read(self) -> PendingNumbers:
-        """Start copying the measured numbers to the host."""
-        assert self.numbers is not None
-        return PendingNumbers(self.numbers, len(self._names.weights), len(self._names.sizes))
-
     @torch.no_grad()
-    def measure(self, group: Group) -> None:
-        """After the optimizers' steps: measure the weights and reduce numbers over ranks. A collective call."""
+    def measure(self, group: Group) -> Tensor:
+        """After the optimizers' steps: measure the weights, and return `numbers`. A collective call."""
         self.stop()
         groups = [(optimizer, group) for optimizer in self._optimizers for group in optimizer.param_groups]
         owners = {param: optimizer for optimizer, group in groups for param in group["params"]}
@@ -207,6 +192,7 @@ class StepSample(Observer):
         # A captured sample lives on without these copies.
         for copies in (self._before, self._codes):
             copies.clear()
+        return self.numbers
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
@@ -231,7 +217,6 @@ class StepSample(Observer):
                 changed += part.count_nonzero()
 
     def stop(self) -> None:
-        """Stop observing and remove the hooks."""
         if observation.active is self:
             observation.active = None
         while self._hooks:
@@ -259,17 +244,15 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _codes(storage: QuantizedStorage) -> Tensor:
-    copy = storage.spec.format.copies[Orientation.ROWWISE]
-    return storage.components[copy.codes.name]
+    return storage.components[storage.spec.format.copies[Orientation.ROWWISE].codes.name]
 
 
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     """Whether `_values` returns a new tensor instead of a stored one."""
     if not has_master(optimizer.state.get(param, {})):
         return components.quantized_local(param) is not None
-    master = optimizer.state[param].get(MASTER)
-    is_float32 = isinstance(master, Tensor) and master.dtype is torch.float32
-    return isinstance(optimizer, ElementwiseOptimizer) and not is_float32
+    master_dtype = getattr(optimizer.state[param].get(MASTER), "dtype", None)
+    return isinstance(optimizer, ElementwiseOptimizer) and master_dtype is not torch.float32
 
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
