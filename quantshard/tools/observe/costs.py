@@ -96,9 +96,6 @@ def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, 
     return sum(sizes[p.name] for p in fmt.components if p.role is Role.CODES), sum(sizes[p.name] for p in parts)
 
 
-# Rows of a report
-
-
 @dataclass(frozen=True)
 class Row:
     """One parameter. Bytes are counted on this rank.
@@ -222,8 +219,6 @@ class StepMemory:
         result = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
         return result | ({"fits": self.fits} if self.fits else {})
 
-
-# Bytes per parameter
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 """Dtypes of optimizer states as `Row` spells them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +127,8 @@ def _row(
         # FSDP2 keeps the sizes of the first gather.
         sent, gather_count = _sent(storage, local, gathers), 2 if gathers.in_backward else 1
     mesh, placements = _placed(param)
-    recipe, is_traced = recipe_in(module, chosen), cast(Any, getattr(module, "is_traced", None))
-    gemm = gemm_of(leaf, module, param, storage, recipe)
+    recipe, is_traced = recipe_in(module, chosen), getattr(module, "is_traced", None)
+    gemm = gemm_of(leaf, module, param, recipe)
     if is_compiled and gemm.path and is_traced is not None:
         setting = autocast(enabled=recipe is not None, recipe=recipe).setting
         if not is_traced(setting, torch.empty(0, dtype=param.dtype, device=_device(param))):
@@ -214,8 +214,8 @@ def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGath
     if storage is None:
         return _padded_numel(storage, local, gathers) * local.itemsize, 0
     roles = {name: storage.spec.format.by_name[name].role for name in storage.components}
-    codes = sum(_nbytes(part) for name, part in storage.components.items() if roles[name] is Role.CODES)
-    return codes, sum(map(_nbytes, storage.components.values())) - codes
+    codes = sum(part.nbytes for name, part in storage.components.items() if roles[name] is Role.CODES)
+    return codes, sum(part.nbytes for part in storage.components.values()) - codes
 
 
 def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
@@ -250,7 +250,6 @@ def gemm_of(
     leaf: str,
     module: nn.Module,
     param: Tensor,
-    storage: QuantizedStorage | None,
     chosen: Recipe | None = None,
     device: torch.device | None = None,
 ) -> GemmPath:
@@ -267,7 +266,8 @@ def gemm_of(
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
-    if storage is not None:
+    if components.quantized_local(param) is not None:
+        storage = components.storage_of(param)
         return GemmPath(
             *predictions.gemm_path(storage.spec, device, chosen),
             (*predictions.fallbacks(storage, chosen, device), *joint),
@@ -290,9 +290,6 @@ def _device(param: Tensor) -> torch.device:
     return torch.device(param.device_mesh.device_type if isinstance(param, DTensor) else "cpu")
 
 
-# Sharding
-
-
 def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
     if not isinstance(param, DTensor):
         return {}, ()
@@ -312,9 +309,6 @@ def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, i
         return (0, 1)
     first = private_torch.global_offset(param)[0]
     return (first, first + private_torch.local_tensor(param).shape[0])
-
-
-# Optimizer
 
 
 class _OptimizerStates:
@@ -352,16 +346,12 @@ class _OptimizerStates:
         sizes: dict[str, int] = {}
         for key, value in self.tensors(param).items():
             state = scaled_state(key) or key.removesuffix(_REMAINDER_SUFFIX)
-            sizes[state] = sizes.get(state, 0) + _nbytes(value)
+            sizes[state] = sizes.get(state, 0) + value.nbytes
         return sizes
 
     def has_float32(self, param: Tensor) -> bool:
         """Whether states stay in float32 although other parameters have scaled ones."""
         return any(state in self.scaled and fmt == "fp32" for state, fmt in self.formats(param).items())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:

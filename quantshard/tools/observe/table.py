@@ -121,9 +121,6 @@ def _united(pattern: str, rows: Sequence[Row]) -> Row:
     return replace(rows[0], name=counted_name(pattern, len(rows)), **sums)
 
 
-# Printing
-
-
 def plain_table(
     headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, texts: int = 1, edge: bool = True
 ) -> Table:

@@ -107,9 +107,8 @@ def plan(
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
         gemms = [
-            gemm_of(leaf, module, param, None if quantized is None else quantized.quantized_storage, recipe, device)
+            gemm_of(leaf, module, param, recipe_in(module, None), device)
             for _, leaf, module, param in _parameters(model)
-            for quantized, recipe in ((components.quantized_local(param), recipe_in(module, None)),)
         ]
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
@@ -120,8 +119,8 @@ def plan(
     report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES)
     if step is None:
         return report
-    sharding = (mesh_rank.ranks, mesh_rank.replicas) if mesh_rank.is_wrapped else None
-    return replace(report, memory=step_memory(model, layers, report.totals, shares, sharding, step, memory))
+    peak_memory = step_memory(model, layers, report.totals, shares, mesh_rank.fsdp_ranks, step, memory)
+    return replace(report, memory=peak_memory)
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,6 @@ class _OptimizerSpec:
     ema: bool
     algorithm: str
     algorithms: Mapping[int, str]
-
-    def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """State -> dtype that a large quantized weight would get."""
-        return self.states.dtypes(self.algorithms.get(id(param), self.algorithm))
 
 
 @dataclass(frozen=True)
@@ -170,18 +165,13 @@ class _MeshRank:
         return cls(dict(mesh), coordinates)
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks that FSDP shards over."""
-        return self.mesh[self.shard_axis]
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that replicate each FSDP shard."""
-        return math.prod(size for axis, size in self.mesh.items() if axis not in (TP, self.shard_axis))
+    def fsdp_ranks(self) -> tuple[int, int] | None:
+        """Number of ranks that FSDP shards over, and of replicas of each shard; None without FSDP."""
+        replicas = math.prod(size for axis, size in self.mesh.items() if axis not in (TP, self.shard_axis))
+        return (self.mesh[self.shard_axis], replicas) if self.is_wrapped else None
 
     @property
     def shard_axis(self) -> str:
-        """The axis that FSDP shards over."""
         return [axis for axis in self.mesh if axis != TP][-1]
 
     def piece(self, shard: Shard, dim: int, axis: str) -> Shard:
@@ -287,7 +277,7 @@ def _optimizer(
     """State -> format, state -> local bytes, and whether states stay float32; as the optimizer allocates."""
     if not param.requires_grad:
         return {}, {}, False
-    requested = optimizer.dtypes(param)
+    requested = optimizer.states.dtypes(optimizer.algorithms.get(id(param), optimizer.algorithm))
     if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)

@@ -29,13 +29,14 @@ from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.kernels import tables, workspace
 from quantshard.modules import autocast, checkpoint
+from quantshard.modules.graphs.recorder import tensors_in
 from quantshard.readable import human_bytes
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.observe.costs import KINDS, PhaseMemory, Row, StepMemory, Totals
 from quantshard.tools.planning.sharded_passes import GRADIENTS, ShardedPasses, ShardedUnit, UnitSizes
-from quantshard.tools.planning.timeline import Allocation, MemoryTimeline, gpu_attention, tensors_in
+from quantshard.tools.planning.timeline import Allocation, MemoryTimeline, gpu_attention
 
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
 
@@ -242,7 +243,6 @@ class _Twins:
         self._layer_ids = [id(layer) for layer in layers]
 
     def resident_tensors(self) -> list[Tensor]:
-        """Tensors that exist before the step."""
         tensors = [*self.model.buffers()]
         for param in self.model.parameters():
             quantized = components.quantized_local(param)
@@ -294,7 +294,6 @@ class _PassMoments:
     head_end: int | None = None
 
     def kind_of(self, allocation: Allocation) -> str:
-        """Classify an allocation that was made in this pass."""
         if allocation.kind:
             return allocation.kind
         if self.head_begin is not None and self.head_begin < allocation.born <= (self.head_end or self.backward_end):
@@ -314,7 +313,6 @@ class _Recording:
             twins.layers[-1].register_forward_hook(self._behind_layers)
 
     def run(self, forward: Callable[[], Tensor], autocasting: Callable[[], Any], passes: ShardedPasses | None) -> None:
-        """Run one forward and backward."""
         moments = _PassMoments(self.timeline.now)
         self._passes.append(moments)
         with autocasting():

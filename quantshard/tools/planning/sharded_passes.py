@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes, tensors_in
+from quantshard.modules.graphs.recorder import tensors_in
+from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
 
 GATHERED, GRADIENTS = "gathered weights", "gradients"
 """Kinds of memory."""
@@ -73,7 +75,6 @@ class ShardedUnit:
         return next((param.dtype for param in self.params if param.requires_grad), torch.float32)
 
     def clear_gradients(self) -> None:
-        """Free the parameters' gradients."""
         for param in self.params:
             param.grad = None
 
@@ -103,8 +104,8 @@ class ShardedPasses:
             for unit, following in pairwise(units[1:]):
                 unit.follows = following
         for unit in self.units:
-            unit.module.register_forward_pre_hook(self._before(unit), prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(self._after(unit))
+            unit.module.register_forward_pre_hook(partial(self._before, unit), prepend=True, with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._after, unit))
 
     def finish(self) -> None:
         """End a backward: reduce the units without a gradient of their inputs, and free buffers."""
@@ -114,39 +115,31 @@ class ShardedPasses:
         self._reducing.clear()
         self._order.clear()
 
-    # Hooks -----------------------------------------------------------------------------------------------------------
+    def _before(self, unit: ShardedUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # During recomputation the unit is already unsharded.
+        if private_torch.in_backward():
+            return None
+        self._gather(unit)
+        self._unpack(unit, forward=True)
+        if unit.follows is not None:
+            self._gather(unit.follows)
+        return _with_node(partial(self._post_backward, unit), args, kwargs)
 
-    def _before(self, unit: ShardedUnit) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # During recomputation the unit is already unsharded.
-            if private_torch.in_backward():
-                return None
-            self._gather(unit)
-            self._unpack(unit, forward=True)
-            if unit.follows is not None:
-                self._gather(unit.follows)
-            return _with_node(lambda: self._post_backward(unit), args, kwargs)
+    def _after(self, unit: ShardedUnit, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if private_torch.in_backward():
+            return
+        if unit is self.units[0]:
+            self._last_buffer = None
+        if unit.sizes.reshards:
+            unit.weights = None
+        unit.passed.append(len(self._order))
+        self._order.append(unit)
+        unit.is_reduced = False
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._pre_backward, unit))
 
-        return hook
-
-    def _after(self, unit: ShardedUnit) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if private_torch.in_backward():
-                return
-            if unit is self.units[0]:
-                self._last_buffer = None
-            if unit.sizes.reshards:
-                unit.weights = None
-            unit.passed.append(len(self._order))
-            self._order.append(unit)
-            unit.is_reduced = False
-            for tensor in tensors_in(out):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._pre_backward(unit))
-
-        return hook
-
-    def _pre_backward(self, unit: ShardedUnit) -> None:
+    def _pre_backward(self, unit: ShardedUnit, gradient: Tensor) -> None:
         self._gather(unit)
         self._unpack(unit, forward=False)
         if unit.passed and (position := unit.passed.pop()) > 0:
@@ -174,8 +167,6 @@ class ShardedPasses:
             reduced = buffer.new_empty(unit.sizes.gradients // self.ranks)
             self._reducing = [buffer, *[reduced] * (self.replicas > 1)]
             unit.shard = reduced.to(unit.dtype)
-
-    # Buffers ---------------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.buffer is None and unit.weights is None:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from quantshard import private_torch
 from quantshard.modules import chunked_loss
+from quantshard.modules.graphs.recorder import tensors_in
 from quantshard.sharding import ceil_div
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -53,7 +54,6 @@ class Allocation:
     kind: str = ""
 
     def lives(self, moment: int) -> bool:
-        """Whether the allocation exists at a moment."""
         return self.born <= moment < self.died
 
 
@@ -77,11 +77,9 @@ class MemoryTimeline:
         self._known = set(map(id, self._held))
         self._conditions = WeakTensorKeyDictionary()
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[Any]:
         """Record the operations of the block."""
-        with private_torch.answer_operations(self.operation):
-            yield
+        return private_torch.answer_operations(self.operation)
 
     @contextmanager
     def labelled(self, kind: str) -> Iterator[None]:
@@ -93,7 +91,6 @@ class MemoryTimeline:
             self.kind = outer_kind
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation and record its outputs."""
         if function is _aten._local_scalar_dense.default and args[0] in self._conditions:
             return True
         if function is _aten._scaled_dot_product_flash_attention_backward.default:
@@ -117,9 +114,7 @@ class MemoryTimeline:
         return self.now
 
     def label(self, tensor: Tensor, kind: str) -> None:
-        """Set the kind of a tensor's allocation."""
-        entry = self._live.get(id(tensor.untyped_storage()))
-        if entry is not None:
+        if entry := self._live.get(id(tensor.untyped_storage())):
             entry[1].kind = kind
 
     def _add(self, tensor: Tensor) -> None:
@@ -157,23 +152,8 @@ class MemoryTimeline:
         return highest
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def meta_bytes(size: int) -> Tensor:
-    """Create a tensor of `size` bytes on the meta device."""
     return torch.empty(size, dtype=torch.uint8, device="meta")
-
-
-# Operations as a GPU runs them
 
 
 def _scaled_product(a: Tensor, b: Tensor, *others: Any) -> Tensor:
