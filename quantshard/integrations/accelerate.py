@@ -104,9 +104,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     return (model, *(prepared[index] for index in range(len(others)))) if others else model
 
 
-# Checks --------------------------------------------------------------------------------------------------------------
-
-
 def _check_settings(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
@@ -150,9 +147,6 @@ def _is_factory(other: object) -> bool:
     return callable(other) and not isinstance(other, other_kinds)
 
 
-# DDP and one process -------------------------------------------------------------------------------------------------
-
-
 def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, ...]) -> Any:
     model.to(accelerator.device)
     for arg in others:
@@ -166,9 +160,6 @@ def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, .
                 arg.reseed_masters()  # from rank 0's bits
     objects = [arg(model.named_parameters()) if _is_factory(arg) else arg for arg in others]
     return accelerator.prepare(model, *objects)
-
-
-# FSDP2 ---------------------------------------------------------------------------------------------------------------
 
 
 def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -272,9 +263,6 @@ def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Paramete
         optimizer.zero_grad()
 
 
-# Guards against loading codes as values ------------------------------------------------------------------------------
-
-
 def _guard(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> None:
     """Run `check` on the arguments of one of accelerate's functions first, wherever the function was imported.
 
@@ -340,7 +328,6 @@ def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
-    """Check that no high-precision weight of a model is quantized in a file."""
     # DistributedDataParallel adds "module."
     params = {
         _canonical_name(name).removeprefix("module."): param

@@ -97,7 +97,6 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Set up an optimizer of this strategy's models."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self._param_ids.isdisjoint(map(id, params)):
             raise ConfigurationError(
@@ -110,7 +109,6 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint folder."""
         objects = [state] if isinstance(state, nn.Module) else [*(state or {}).values()]
         check_folder(self.broadcast(path), [value for value in objects if isinstance(value, nn.Module)])
         return super().load_checkpoint(path, state, *args, **kwargs)
@@ -120,13 +118,11 @@ class TrainerStrategy(trainer_strategies.ModelParallelStrategy):
     """The Trainer's `ModelParallelStrategy`; rejects training of unsharded models, and single-file checkpoints."""
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up the strategy."""
         if trainer.state.fn == TrainerFn.FITTING and self.model is not None:
             check_sharded(type(self).__name__, components.named_parameters(self.model), self.world_size)
         super().setup(trainer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint folder."""
         check_folder(self.broadcast(checkpoint_path), [self.model] if self.model is not None else [])
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 

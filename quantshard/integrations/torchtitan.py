@@ -58,7 +58,6 @@ class TitanLinear(ConvertedLinear, Module):
         self.recipe = self.model_recipe = concrete_name(config.recipe)
 
     def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
-        """See `Linear`."""
         return super().forward(input)
 
     def parallelize(self, parallel_dims: Any) -> None:

@@ -154,37 +154,27 @@ class QuantshardQuantizer(HfQuantizer):
         self.layout: table.Layout | None = None
         self.serialized_names = {"weight": ["weight"]}
 
-    # Interface used by transformers
-
     def is_serializable(self) -> bool:
-        """Return True: `save_pretrained` is supported."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: quantized weights are trained directly."""
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Check that no weights are offloaded to disk."""
         if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
             raise ConfigurationError(
                 "from_pretrained: device_map puts weights on the disk, where they cannot be trained"
             )
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a tensor of a file belongs to a quantized weight."""
         return param_name.removesuffix(".weight") in self.layers and param_name.endswith(".weight")
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that fills converted layers with high-precision values."""
         return WeightFill(self)
 
     def get_load_operations(self) -> dict[str, Any]:
-        """Return the operations that fill converted layers with quantized values."""
         return {"deserialize": StoredWeightFill}
-
-    # Loading
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any

@@ -59,16 +59,13 @@ class SavedForm(HfQuantizer):
         self.tensors, self.quantization, self.metadata = tensors, quantization, metadata or {}
 
     def is_serializable(self) -> bool:
-        """Return True: `save_pretrained` may write the form."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: quantized weights are trained directly."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """Return what transformers writes to the files."""
         return self.tensors, dict(self.metadata)
 
 
@@ -136,9 +133,6 @@ def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {component.name: parts[component.key_suffix] for component in fmt.components}
 
 
-# Native
-
-
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the `quantization_config` of the native form, which lists quantized layers and their recipes.
 
@@ -176,9 +170,6 @@ def _converted_part(model: nn.Module, layer: str) -> nn.Module:
     if part is None:
         raise ConfigurationError(f"save_pretrained: {layer} was not converted; save with quantshard.checkpoints.save")
     return part
-
-
-# Layouts
 
 
 def _plain_form(
@@ -227,11 +218,7 @@ def _layout_form(
     return SavedForm({**others, **tensors}, row.config(ignored), amaxes)
 
 
-# save_pretrained
-
-
 def check_layout(layout: str) -> None:
-    """Check that a layout exists."""
     if layout != NATIVE and layout not in {*LAYOUTS, *(row.family for row in LAYOUTS.values())}:
         # raises an error that lists the names
         table.find(layout, set())
@@ -273,7 +260,6 @@ def _save(
 
 @contextmanager
 def _writing(model: PreTrainedModel, form: SavedForm) -> Iterator[None]:
-    """Temporarily make transformers' `save_pretrained` write a form's tensors and `quantization_config`."""
     config: Any = model.config
     setattr(model, "hf_quantizer", form)  # noqa: B010 (nn.Module has no such attribute)
     if form.quantization is not None:

@@ -168,9 +168,6 @@ def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict
     return adam(args)
 
 
-# Checkpoints
-
-
 def weight_files(folder: str) -> list[str]:
     """Return the files of a checkpoint that hold the model's weights, as the Trainer chooses them.
 

@@ -212,7 +212,6 @@ class ModelPair:
         return float(loss.detach())
 
     def compare(self) -> DebugReport:
-        """Run the passes and compare."""
         losses: list[float] = []
         gemms = sensitivity.gemm_errors(self.exact, self.recipes, lambda: losses.append(self._pass(self.exact)))
         if not math.isfinite(losses[0]):
@@ -230,7 +229,6 @@ class ModelPair:
         return DebugReport(losses[1], losses[0], math.sqrt(difference / norm) if norm else 0.0, gemms)
 
     def suggestion(self, report: DebugReport) -> RecipeSuggestion:
-        """Suggest layers to keep in high precision."""
         errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
         for row in report.gemms:
             errors[self._whole(row.layer)].append(row.error)

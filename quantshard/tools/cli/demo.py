@@ -91,7 +91,6 @@ class Demo:
         )
 
     def claim(self, text: str, holds: bool) -> None:
-        """Print whether a claim holds."""
         say(f"  {'ok' if holds else 'FAILED'}: {text}")
         if not holds:
             self.failures.append(text)
@@ -167,16 +166,12 @@ class Demo:
         return last_step(run)
 
     def equal(self, a: Path | str, b: Path | str) -> bool:
-        """Run `quantshard diff`, and return whether the checkpoints are equal."""
         say(f"  $ quantshard diff {a} {b}")
         result = subprocess.run(_command(["diff", str(a), str(b)]), env=_environment(), capture_output=True, text=True)
         if result.returncode not in (0, 1):
             raise DemoError(f"`quantshard diff` failed: {result.stderr.strip()}")
         say(f"  {result.stdout.strip().splitlines()[0]}")
         return result.returncode == 0
-
-
-# Running commands
 
 
 @contextmanager
@@ -214,7 +209,6 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: RunDir) -> int:
-    """Last step in the metrics of a run, or 0."""
     entries = records(run.metrics)
     return int(entries[-1]["step"]) if entries else 0
 

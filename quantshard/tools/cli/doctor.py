@@ -80,9 +80,6 @@ def recipe_names() -> list[str]:
     return list({kind: name for name, kind in reversed(recipes.NAMES.items())}.values())[::-1]
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-
-
 def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], bool] | None]]:
     """Iterate over names and checks, which return whether the results are right; None: kernels are missing here."""
     has_kernels = not why_no_kernels(device)
@@ -181,7 +178,6 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def _result(check: Callable[[], bool] | None) -> tuple[str, str]:
-    """Run a check; return its state and the reason."""
     if check is None:
         return NOT_HERE, "needs kernels"
     try:
@@ -192,9 +188,6 @@ def _result(check: Callable[[], bool] | None) -> tuple[str, str]:
     except Exception as error:
         traceback.print_exc()
         return WRONG, type(error).__name__
-
-
-# ------------------------------------------------------------------------------------------------------------- machine
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -232,9 +225,6 @@ def _device(device: torch.device) -> dict[str, Any]:
     gpu, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
     details = {"capability": [gpu.major, gpu.minor], "memory_bytes": gpu.total_memory}
     return {"type": device.type, "name": gpu.name, "count": count, **details}
-
-
-# ------------------------------------------------------------------------------------------------------------- printing
 
 
 def _tables(report: dict[str, Any]) -> Group:

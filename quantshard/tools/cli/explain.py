@@ -209,8 +209,6 @@ def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...
     screen.lines(*high_precision)
 
 
-# The training step of a plan
-
 _LACKS = "activations, gradients and gathered weights are not in it"
 
 
@@ -260,9 +258,6 @@ def _step(
         norm_dtype=torch.float64,
         capability=capability,
     )
-
-
-# The model of a run or a config.json
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,6 @@ def _totals(inspection: Inspection) -> Table:
     return plain_table(headings, rows, texts=2)
 
 
-# Verify
-
-
 def verify(
     checkpoint: Annotated[str, CHECKPOINT],
 ) -> None:
@@ -128,7 +125,6 @@ def verify(
 
 
 def verification_lines(verification: Verification) -> list[str]:
-    """Format a verification as lines of text."""
     lines = [f"wrong: {' '.join(line.split())}" for line in verification.problems]
     if not verification.checksums and verification.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
@@ -139,8 +135,6 @@ def verification_lines(verification: Verification) -> list[str]:
     state = f"not whole: {count} problem{'s' if count > 1 else ''}" if count else "whole"
     return [*lines, f"{state}: {verification.path}, {size}, {human_bytes(verification.bytes)}"]
 
-
-# Diff
 
 UNEQUAL, UNREADABLE = 1, 2
 """Exit codes, as in `diff` for text files."""

@@ -244,9 +244,6 @@ def _flag(setting: Field[Any]) -> inspect.Parameter:
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-# Tokenize
-
-
 def tokenize(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as for train --data")],
     out: Annotated[

@@ -37,14 +37,11 @@ _MOST_STARTS = 1000
 
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Flatten nested tables into entries with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         flat |= flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
     return flat
 
-
-# The whole run
 
 LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY = (
     "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes",
@@ -84,7 +81,6 @@ class RunHistory:
 
 
 def tokens_per_step(config: dict[str, Any]) -> float | None:
-    """Number of tokens per step according to the settings, or None."""
     sizes = [config.get(name) for name in ("global_batch", "seq_length")]
     return float(math.prod(sizes)) if all(type(size) is int and 0 < size < 1 << 40 for size in sizes) else None  # type: ignore[arg-type, operator]
 
@@ -147,11 +143,7 @@ def _omissions(file: RecordFile) -> list[str]:
     return [f"{file.path}: {text}" for text, applies in problems.items() if applies]
 
 
-# Lines of a log
-
-
 def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
-    """Format a step as one line of a log."""
     line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
     line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
     if number(entry.get("skipped_steps")) > 0:
@@ -167,8 +159,6 @@ def _said(value: object, form: str) -> str:
     """Format a figure; a value that is not a finite number is returned as text."""
     return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]
 
-
-# Following a run that another process trains
 
 START_SECONDS = 30.0
 """Seconds to wait for a run to start, because its processes lock it only after importing PyTorch."""

@@ -39,7 +39,6 @@ _STYLES = ("uPlot.min.css", "page.css")
 
 
 def is_report(content: bytes) -> bool:
-    """Whether the content of a file is that of a report."""
     return MARK.encode() in content[:_HEAD_BYTES]
 
 
@@ -83,8 +82,6 @@ def _by_name(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]
     return [(name[:_LONGEST], [said(table.get(name, NONE)) for table in tables]) for name in names]
 
 
-# Tables
-
 _LONGEST = 300
 _MOST_ROWS = 500
 NONE = "–"
@@ -121,7 +118,6 @@ def _progress(run: history.RunHistory) -> str:
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Settings that differ between runs, with the value of every run."""
     return [row for row in _by_name(tables) if len(set(row[1])) > 1][:_MOST_ROWS]
 
 
@@ -135,11 +131,7 @@ def environment_of(run: history.RunHistory) -> dict[str, Any]:
     return result
 
 
-# Texts
-
-
 def said(value: object) -> str:
-    """Format a value as a table cell."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list | tuple):
@@ -147,8 +139,6 @@ def said(value: object) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
-
-# Data of the charts and tables of statistics, for the script of the page
 
 _POINTS, _MARKS = 2_000, 100
 """Maximum number of points per curve, and of marks of resumes and of values that are not finite."""

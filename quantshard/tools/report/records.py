@@ -44,7 +44,6 @@ class RecordFile:
         self.restart()
 
     def restart(self) -> None:
-        """Read from the beginning of the file again."""
         self.broken, self.torn, self.skipped, self._offset = 0, False, 0, 0
         self._in_line, self._before = False, b""
 
@@ -99,8 +98,6 @@ def _record(line: bytes) -> Record | None:
         return None
     return value if type(value) is dict else None
 
-
-# Figures of steps
 
 Column = NDArray[np.float64]
 
@@ -182,8 +179,6 @@ def _is_column(name: str, columns: int) -> bool:
     return columns < MOST_COLUMNS and len(name) <= _LONGEST_NAME
 
 
-# Statistics of tensors, and alarms
-
 MOST_SAMPLES, MOST_ALARMS, _LONGEST = 80, 400, 300
 _NO_STATISTICS = ("name", "role")
 
@@ -192,8 +187,6 @@ MapValues = dict[tuple[str, str], dict[str, float]]
 
 
 class AlarmEntry(NamedTuple):
-    """One alarm of a run."""
-
     step: int
     kind: str
     text: str

@@ -78,7 +78,6 @@ def remove_unfinished(folder: Path, *names: str) -> None:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create a new file and open it for writing."""
     with _errors_of(path):
         return open(path, "xb")
 
@@ -107,7 +106,6 @@ def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | No
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents."""
     with _errors_of(path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -96,11 +96,9 @@ class TransferBar(progress.Progress):
     """Progress in bytes, relative to the total expected so far."""
 
     def expect(self, count: int) -> None:
-        """Add `count` bytes to the expected total."""
         self.update(self.tasks[0].id, total=(self.tasks[0].total or 0) + count)
 
     def moved(self, count: int) -> None:
-        """Add `count` bytes to the completed bytes."""
         self.advance(self.tasks[0].id, count)
 
 

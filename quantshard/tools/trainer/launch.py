@@ -68,7 +68,6 @@ def is_worker() -> bool:
 
 
 def process_numbers() -> tuple[int, int, int]:
-    """Return the rank, the world size and the local rank of this process, as its launcher set them."""
     rank = int(os.environ["RANK"])
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 
@@ -79,7 +78,6 @@ def default_processes() -> int:
 
 
 def check_processes(processes: int) -> None:
-    """Refuse more ranks than this machine can reasonably run."""
     cores = os.cpu_count() or 1
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
     if processes > most:

@@ -159,7 +159,6 @@ class RunStatistics:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the next step is sampled."""
         return self._statistics.is_sampling
 
     @contextmanager

@@ -32,7 +32,6 @@ class Progress:
         self.console = Screen(soft_wrap=True)
 
     def step(self, entry: Mapping[str, Any]) -> None:
-        """Show a record of `metrics.jsonl`."""
         if self.shown:
             self._lines(step_line(entry, self.settings.steps))
 
@@ -118,6 +117,5 @@ class ScreenHandler(logging.Handler):
     """Shows records on standard error, except notes, which the progress output shows already."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a line."""
         if record.name != __name__:
             complain(f"{record.levelname}: {record.getMessage().strip().removeprefix(_SHOWN_WARNING)}")

@@ -40,7 +40,6 @@ _ALWAYS = ("deterministic", "device")
 
 
 def recorded(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings as a start of the run records them."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
     return values | {"preset": named_preset(settings.preset)}
 

@@ -97,8 +97,6 @@ class RunDir:
         self._is_locked = False
         self._lock: object = None  # held as long as this object lives
 
-    # Configuration ---------------------------------------------------------------------------------------------------
-
     def check_new(self) -> None:
         """Refuse a folder that holds anything except tokens and what `withdraw` leaves."""
         checkpoints = self.path / _CHECKPOINTS
@@ -112,7 +110,6 @@ class RunDir:
             )
 
     def is_begun(self) -> bool:
-        """Return True if there is a run here, with or without a checkpoint."""
         return os.path.lexists(self.config)
 
     def create(
@@ -181,14 +178,11 @@ class RunDir:
             locks = [ownership.LOCK_FILE, f"{_CHECKPOINTS}/{ownership.LOCK_FILE}"]
             outputs.check_no_links(self.path, (*names, *locks, f"{self.model.name}/{CONFIGURATION}"))
 
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
     def follow(self, settings: TrainSettings) -> None:
         """Use the location of checkpoints in the settings from now on."""
         self.checkpoints = settings.checkpoints or self.path / _CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path | str:
-        """Return the folder or URL of the checkpoint after a step."""
         name = f"step-{step:0{_STEP_DIGITS}d}"
         return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
@@ -266,8 +260,6 @@ class RunDir:
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
 
-    # Records ---------------------------------------------------------------------------------------------------------
-
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
         """Append one JSON object as a line. Numbers without a JSON form (inf, nan) become strings."""
         plain = {
@@ -295,10 +287,7 @@ class RunDir:
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
 
     def write(self, file: Path, content: str | bytes) -> None:
-        """Write or replace a file of the run."""
         outputs.write_file(file, content, within=self.path)
-
-    # Lock ------------------------------------------------------------------------------------------------------------
 
     def lock(self) -> None:
         """Lock the run until this process ends, however it ends."""

@@ -86,20 +86,17 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(str(run.tensorboard), purge_step=done + 1 if done else None)
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Log a record of `metrics.jsonl`."""
         for name, value in entry.items():
             if name != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step_of(entry))
 
     def statistics(self, record: Mapping[str, Any]) -> None:
-        """Log a record of `statistics.jsonl`."""
         for tag, value in _figures_of(record):
             self.writer.add_scalar(tag, value, step_of(record))
         for alarm in record["alarms"]:
             self.writer.add_text(f"alarm/{alarm['kind']}", alarm["text"], step_of(record))
 
     def close(self, failed: bool) -> None:
-        """Flush pending records."""
         self.writer.close()
 
 
@@ -133,16 +130,13 @@ class WandbTracker:
             sys.stdin = stdin
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Log a record of `metrics.jsonl`."""
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=step_of(entry))
 
     def statistics(self, record: Mapping[str, Any]) -> None:
-        """Log a record of `statistics.jsonl`."""
         alarms = {f"alarm/{alarm['kind']}": 1 for alarm in record["alarms"]}
         self.run.log(dict(_figures_of(record)) | alarms, step=step_of(record))
 
     def close(self, failed: bool) -> None:
-        """Flush or upload pending records."""
         self.run.finish(exit_code=int(failed))
 
 

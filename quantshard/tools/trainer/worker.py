@@ -396,7 +396,6 @@ def device_kind(wanted: str) -> str:
 
 
 def check_local_gpu(local: int) -> None:
-    """Check that this machine has a GPU for local rank `local`."""
     count = torch.cuda.device_count()
     if local >= count:
         raise ConfigurationError(

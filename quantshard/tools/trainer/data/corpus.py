@@ -84,7 +84,6 @@ class Document:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per token."""
         return TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1
 
     @property
@@ -128,7 +127,6 @@ class Corpus:
 
     @cached_property
     def sources(self) -> list[tuple[Document, ...]]:
-        """Training documents of each source."""
         trained = self.documents[: len(self.documents) - self.heldout_files]
         if not self.weights:
             return [trained]
@@ -142,7 +140,6 @@ class Corpus:
 
     @property
     def heldout(self) -> tuple[Document, ...]:
-        """Documents for evaluation only."""
         return self.documents[len(self.documents) - self.heldout_files :]
 
     def leaks(self) -> str:
@@ -155,7 +152,6 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all documents."""
         return sum(document.tokens for document in self.documents)
 
     @property
@@ -165,7 +161,6 @@ class Corpus:
         return hashlib.sha256(lines.encode("ascii")).hexdigest()
 
     def table(self) -> dict[str, Any]:
-        """Return the table that `config.toml` records."""
         table: dict[str, Any] = {
             "sha256": self.sha256,
             "bytes": sum(document.size for document in self.documents),

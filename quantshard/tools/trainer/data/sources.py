@@ -89,7 +89,6 @@ class DataSource:
 
     @property
     def size(self) -> int:
-        """Total size of the files in bytes."""
         return sum(size for _, size in self.files)
 
 
@@ -122,7 +121,6 @@ def distinct(sources: list[DataSource]) -> list[DataSource]:
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:
-    """Merge several sources of one kind."""
     first = sources[0]
     for other in sources[1:]:
         if other.kind != first.kind or other.kind == DATASET:
@@ -223,21 +221,16 @@ def _check_text(path: Path) -> None:
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """Return the error for an unreadable data file."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
     return ConfigurationError(f"cannot read the data file {path}: {reason}")
 
 
 def library(name: str, what: str) -> Any:
-    """Import an optional library."""
     try:
         return importlib.import_module(name)
     except ImportError:
         extra = name if name == "transformers" else "train"
         raise ConfigurationError(f"{what} needs the package {name}; run: pip install 'quantshard[{extra}]'") from None
-
-
-# Texts ----------------------------------------------------------------------------------------------------------------
 
 
 def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[Text, bool]]:

@@ -35,7 +35,6 @@ class ByteTokenizer:
     vocabulary, end_of_document, digest = VOCABULARY, END_OF_DOCUMENT, BYTES_DIGEST
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Return the UTF-8 bytes of each text."""
         return [text.encode("utf-8") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -91,9 +90,6 @@ class LibraryTokenizer:
 Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
 def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
     """Return the digest of a tokenizer: of the names and contents of its files."""
     lines = "".join(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in sorted(contents.items()))
@@ -134,7 +130,6 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
 
 
 def end_token(path: str, contents: Mapping[str, bytes]) -> str:
-    """Return the eos_token in a tokenizer's files."""
     for name in SPECIAL:
         content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
         token = content.get("eos_token")

@@ -81,7 +81,6 @@ class SettingType:
 
 
 def shown_value(value: object) -> str:
-    """Format a value for a message, shortened."""
     return _short.repr(value)
 
 
@@ -109,13 +108,9 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
     return result
 
 
-# Data -----------------------------------------------------------------------------------------------------------------
-
 STREAM, DOCUMENTS, BEST_FIT = PACKINGS = ("stream", "documents", "best-fit")
 """Ways to make sequences of documents; see `data.packing`."""
 
-
-# The mesh -------------------------------------------------------------------------------------------------------------
 
 EP, TP = "ep", "tp"
 """Names of the axes of expert and tensor parallelism."""
@@ -167,7 +162,6 @@ class MeshSpec:
 
     @property
     def processes(self) -> int:
-        """The number of ranks."""
         return self.data_parallel * self.tp
 
     @property
@@ -179,8 +173,6 @@ class MeshSpec:
         """Create the DeviceMesh over all ranks. Collective."""
         return init_device_mesh(device_type, tuple(self.present.values()), mesh_dim_names=tuple(self.present))
 
-
-# Recipes --------------------------------------------------------------------------------------------------------------
 
 _ALL = "*"
 
@@ -256,8 +248,6 @@ class LayerRecipes:
         return HighPrecision() if recipe_name is None else recipe.resolve(recipe_name)
 
 
-# Masters and moments --------------------------------------------------------------------------------------------------
-
 AUTO: Final = "auto"
 """Use the preset's value, or float32 without a preset."""
 
@@ -321,7 +311,6 @@ def named_preset(preset: str) -> str:
 
 
 def as_settings(options: StateOptions) -> dict[str, Any]:
-    """Convert options to settings."""
     values = {name: getattr(options, option) for name, option in STATE_SETTINGS.items()}
     words = {name: next((word for word, of in _VALUES.items() if of is value), value) for name, value in values.items()}
     return words | {"master_weights": options.master_weights}
