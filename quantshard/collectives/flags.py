@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,25 +14,32 @@ DEFERRED_DEVICES = {"cuda"}
 """Device types that run asynchronously to the host."""
 
 
+def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the host, of the values after all work queued so far. The returned function waits for it only."""
+    if tensor.device.type not in DEFERRED_DEVICES:
+        values = tensor.clone()
+        return lambda: values
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> Tensor:
+        arrival.synchronize()
+        return copy
+
+    return read
+
+
 class PendingFlag:
-    """A bool scalar that is being copied to the host, with its value after all work queued so far."""
+    """A bool scalar that is being copied to the host; see `copy_to_host`."""
 
     def __init__(self, flag: Tensor) -> None:
         self.is_here = flag.device.type not in DEFERRED_DEVICES
-        self._value, self._arrival = (flag.clone(), None) if self.is_here else _sent(flag)
+        self._read = copy_to_host(flag)
 
     def __bool__(self) -> bool:
-        """Return the value. Waits for the copy, but not for work queued after it."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return bool(self._value)
-
-
-def _sent(flag: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    on_host = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record(torch.cuda.current_stream(flag.device))
-    return on_host, arrival
+        return bool(self._read())
 
 
 class MismatchRecord:
@@ -53,10 +62,7 @@ class MismatchRecord:
         flag = self.flags.get(differs.device)
         if flag is None:
             if is_capturing:  # a graph's memory has no value before the first replay
-                raise ConfigurationError(
-                    "a CUDA graph captures a check that ranks agree, which never ran before; run a step before the "
-                    "capture"
-                )
+                raise ConfigurationError("a graph captures a new check of ranks; run a step before the capture")
             with torch.inference_mode(False):
                 flag = self.flags[differs.device] = torch.zeros((), dtype=torch.bool, device=differs.device)
         flag.logical_or_(differs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard.collectives import process_groups
+from quantshard.collectives.flags import copy_to_host
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import observation
 from quantshard.tools.statistics.rows import (
@@ -19,7 +20,6 @@ from quantshard.tools.statistics.rows import (
     OnAlarm,
     StatisticsRow,
     StatisticsSample,
-    copy_to_host,
     rows_of,
 )
 from quantshard.tools.statistics.step_sample import ModelNames, StepSample
@@ -89,9 +89,7 @@ class Statistics:
         if self._names is None or not self.every or (self.done + 1) % self.every:
             return
         if observation.active is not None:
-            raise ConfigurationError(
-                "another Statistics samples this step; close() it first, or use it in a `with` block"
-            )
+            raise ConfigurationError("another Statistics samples this step; close() it first, or use a `with` block")
         self._sample = observation.active = StepSample(self._names, self._optimizers)
 
     @contextmanager

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch
 from quantshard.collectives import process_groups
-from quantshard.collectives.flags import DEFERRED_DEVICES
 from quantshard.collectives.process_groups import Group
 from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS
 from quantshard.recipe import TensorRole
@@ -62,10 +61,7 @@ class SampleBuffer:
         self.parameters.zero_()
 
     def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, partial: bool = False) -> None:
-        """Add values [R, C] and their quantized form; a plain tensor as `operand` adds only the values.
-
-        `partial`: a large matrix can be sampled in part.
-        """
+        """Add values [R, C] and their quantized form, if there is one. `partial`: sample a large matrix in part."""
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
@@ -121,22 +117,6 @@ def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     sums, extremes, parameters = rows.split(list(sizes), dim=1)
     by_slot = extremes.unflatten(1, (-1, len(EXTREMES)))
     return torch.cat([sums.sum(0), _merged(by_slot).flatten(), parameters.sum(0)])
-
-
-def copy_to_host(numbers: Tensor) -> Callable[[], Tensor]:
-    """Start a copy to the host. The returned function waits for it, but not for work queued later."""
-    if numbers.device.type not in DEFERRED_DEVICES:
-        return lambda: numbers
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    copy.copy_(numbers, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record(torch.cuda.current_stream(numbers.device))
-
-    def read() -> Tensor:
-        arrival.synchronize()
-        return copy
-
-    return read
 
 
 @dataclass(frozen=True)
@@ -279,10 +259,7 @@ class StatisticsSample:
 
 
 def rows_of(numbers: Tensor, weights: Sequence[str], sizes: Mapping[str, int]) -> list[StatisticsRow]:
-    """Build rows in the order of the parameters, only where data exists.
-
-    `numbers`: result of `gathered`, on the host. `sizes`: global number of elements of each parameter.
-    """
+    """Build rows in the order of `sizes` (global number of elements by parameter) from the result of `gathered`."""
     sums, extremes, parameters = numbers.split(_sizes(len(weights), len(sizes)))
     sums, extremes = sums.view(-1, len(KINDS), len(SUMS)), extremes.view(-1, len(KINDS), len(EXTREMES))
     index_of_weight = {name: index for index, name in enumerate(weights)}
