@@ -7,7 +7,7 @@ can be repeated from the same weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -35,10 +35,7 @@ _WHAT: Final = {
 
 @dataclass(frozen=True, order=True)
 class NonfiniteValue:
-    """The first infinite or NaN value of a pass.
-
-    `when`: the phase. `order`: position within the pass. `name`: a parameter or a module.
-    """
+    """The first infinite or NaN value of a pass: its phase, its position there, and the parameter or module."""
 
     when: int
     order: int
@@ -57,32 +54,6 @@ class UnrecordedAmaxes(PendingAmaxes):
         self.drop()
 
 
-class FlagRecorder:
-    """Checks outputs of modules and their gradients, without waiting for the device."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.flags: list[tuple[int, str, Tensor]] = []
-        self._hooks = [
-            module.register_forward_hook(partial(self._look_at, name or "the model"))
-            for name, module in model.named_modules()
-        ]
-
-    def _look_at(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in tensors_in(output):
-            self.add(_FORWARD, name, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self.add, _BACKWARD, name))
-
-    def add(self, when: int, name: str, tensor: Tensor) -> None:
-        local = private_torch.local_tensor(tensor.detach())
-        if local.is_floating_point():
-            self.flags.append((when, name, ~local.isfinite().all()))
-
-    def stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Locate the first infinite or NaN value of a pass. A collective call of all ranks.
 
@@ -98,22 +69,33 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
         of an output in backward order; otherwise the first gradient of a parameter; None if all are finite. All ranks
         return the value that is first over all ranks.
     """
-    recorder = FlagRecorder(model)
-    try:
+    flags: list[tuple[int, str, Tensor]] = []
+
+    def add(when: int, name: str, tensor: Tensor) -> None:
+        local = private_torch.local_tensor(tensor.detach())
+        if local.is_floating_point():
+            flags.append((when, name, ~local.isfinite().all()))
+
+    def check_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            add(_FORWARD, name, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(add, _BACKWARD, name))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(check_output, name or "the model")).remove)
         for name, param in model.named_parameters():
             quantized = components.quantized_local(param)
             values = private_torch.local_tensor(param)
-            recorder.add(_WEIGHT, name, values if quantized is None else quantized.quantized_storage.dequantize())
+            add(_WEIGHT, name, values if quantized is None else quantized.quantized_storage.dequantize())
         with _undone(model):
             run()
             for name, param in model.named_parameters():
                 if param.grad is not None:
-                    recorder.add(_GRADIENT, name, param.grad)
-        # waits for the device
-        flags = enumerate(recorder.flags)
-        nonfinite = [NonfiniteValue(when, order, name) for order, (when, name, flag) in flags if flag]
-    finally:
-        recorder.stop()
+                    add(_GRADIENT, name, param.grad)
+    # waits for the device
+    nonfinite = [NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(flags) if flag]
     of_ranks = agreement.all_gather_object(min(nonfinite, default=None))
     return min((value for value in of_ranks if value is not None), default=None)
 
