@@ -171,7 +171,6 @@ class PendingAmaxes:
                 pending.slots.append(slot)
 
     def histories(self) -> list[PendingHistory]:
-        """Return all histories that have pending amaxes."""
         return list(self._noted.values())
 
     def flush(self) -> None:
@@ -200,7 +199,6 @@ class PendingAmaxes:
         MISMATCHES.check(waits=False)
 
     def drop(self) -> None:
-        """Discard all pending amaxes."""
         self._end(is_whole=False)
 
     def _end(self, is_whole: bool) -> None:
@@ -224,8 +222,7 @@ def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]], list[PendingHistory]]:
-    """Sort pending histories by identities that are equal on all ranks. Modules that share a weight, and so its key,
-    are distinguished by their order."""
+    """Sort pending histories by identities that are equal on all ranks; equal identities stay in order."""
     keys = torch.cat([member.key for member in members]).tolist()
     by_identity: dict[tuple[int, int], PendingHistory] = {}
     counts: dict[int, int] = {}

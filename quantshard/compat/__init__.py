@@ -1,2 +1,1 @@
-"""Compatibility modules with the names and paths of other libraries. Scripts for these libraries only change an
-import."""
+"""Compatibility modules with the names and paths of other libraries, for scripts that change only an import."""

@@ -52,7 +52,6 @@ class TensorParallelConfig:
 
 
 def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Create a 1-D mesh from a process group."""
     kind = device.type
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,9 +68,7 @@ def put_on_mesh(module: Any, tp_mesh: DeviceMesh) -> None:
         return
     for name, param in named:
         if isinstance(param, DTensor) and not (module._from_group and param.device_mesh == module.tp_mesh):
-            raise ConfigurationError(
-                f"{owner}.set_device_mesh: {name} lies on {param.device_mesh} already; call it once, before fully_shard"
-            )
+            raise ConfigurationError(f"{owner}.set_device_mesh: {name} is on {param.device_mesh} already; call it once")
     for name, param in named:
         if isinstance(param, DTensor):
             setattr(module, name, on_mesh(param, tp_mesh))
@@ -95,10 +92,8 @@ def local_part(module: Any, name: str, param: Any) -> Any:
         raise ConfigurationError(_cut_otherwise(module, name, f"{param.placements} on tp_mesh"))
     if whole or (on_tp_mesh and cut is not None and param.placements == (Shard(cut),)):
         return param.to_local()
-    raise ConfigurationError(
-        f"{type(module).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
-        "FSDP-wrapped module around it, or its unshard() first"
-    )
+    subject = f"{type(module).__name__}.{name}"
+    raise ConfigurationError(f"{subject} is still sharded ({param.placements}); call the FSDP-wrapped module around it")
 
 
 def _cut_otherwise(module: Any, name: str, actual: str) -> str:
@@ -108,9 +103,6 @@ def _cut_otherwise(module: Any, name: str, actual: str) -> str:
         f"{type(module).__name__}.{name} is {actual}, but tensor parallelism over {module.tp_size} ranks {action}; "
         "cut a weight that modules share equally in all of them, before it is assigned here"
     )
-
-
-# Parameters one by one
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
@@ -177,7 +169,6 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None) -> tuple[int, int]:
-    """Return the start and length of this rank's shard along `dim`."""
     if mesh.ndim != 1:
         raise ConfigurationError(
             f'the tensor-parallel mesh has the axes {mesh.mesh_dim_names}; pass one, such as mesh["tp"]'

@@ -65,10 +65,7 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) or param.is_meta:
             where = "sharded" if isinstance(param, DTensor) else "on the meta device"
-            raise ConfigurationError(
-                f"{name} is {where}; check_replicas and broadcast_ are for whole models, and models under fully_shard "
-                "do not need them"
-            )
+            raise ConfigurationError(f"{name} is {where}; pass a whole model, before fully_shard")
     live.update(model.named_buffers())
     live.update(model.state_dict())
     return {name: value for name, value in live.items() if isinstance(value, Tensor)}
@@ -81,7 +78,6 @@ def _initial_values(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Return the initial values that every rank has kept."""
     initial_values = _initial_values(model)
     if not initial_values:
         return {}
@@ -108,7 +104,6 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _digest(parts: Iterable[bytes]) -> Tensor:
-    """Hash bytes to int64 [1]."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)

@@ -53,9 +53,7 @@ class TensorParallel:
             return cls(None, 1, 0, mode, sequence_parallel)
         rank = dist.get_rank(group)
         if rank < 0:
-            raise ConfigurationError(
-                f"rank {dist.get_rank()} is not in its tensor-parallel group; pass each rank its own group"
-            )
+            raise ConfigurationError(f"rank {dist.get_rank()} is not in its tensor-parallel group; pass its own group")
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
     def split(self, dim: int) -> OperandSplit:
@@ -70,14 +68,10 @@ NONE = TensorParallel()
 
 
 def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
-    """Check that a linear layer can be cut in this mode."""
     if mode not in MODES:
         raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
     if mode is None and sequence_parallel:
-        raise ConfigurationError(
-            f"{owner}(sequence_parallel=True) needs parallel_mode, or set_parallel_mode=True for modules of several "
-            "layers"
-        )
+        raise ConfigurationError(f"{owner}(sequence_parallel=True) needs parallel_mode or set_parallel_mode=True")
 
 
 def stream_base(group: Groups) -> int:
@@ -148,10 +142,8 @@ def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
     """Return the number of rows (dim 0) of an activation of `shape` per rank under sequence parallelism."""
     if shape[0] % tp.size:
-        raise ConfigurationError(
-            f"sequence parallelism cannot divide the {shape[0]} rows (dim 0) of an activation {list(shape)} equally "
-            f"over {tp.size} ranks; pad or cut the sequence to a multiple of {tp.size}, or leave sequence_parallel off"
-        )
+        rows = f"the {shape[0]} rows (dim 0) of {list(shape)} over {tp.size} ranks"
+        raise ConfigurationError(f"sequence parallelism cannot divide {rows}; pad to a multiple of {tp.size}")
     return shape[0] // tp.size
 
 

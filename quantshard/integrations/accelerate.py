@@ -55,8 +55,7 @@ class ReplicaArguments(DistributedDataParallelKwargs):
 
 
 def replica_arguments(accelerator: Accelerator) -> ReplicaArguments:
-    """Return an accelerator's DistributedDataParallel arguments with `init_sync=False`, so that weights are not
-    copied."""
+    """Return an accelerator's DistributedDataParallel arguments, so that DDP does not copy weights."""
     current = accelerator.ddp_handler
     return ReplicaArguments(**{**({} if current is None else vars(current)), "init_sync": False})
 
@@ -79,10 +78,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
         The model and the others, in order; only the model if there are no others.
     """
     if not components.quantized_parameters(model):
-        raise ConfigurationError(
-            f"prepare: {type(model).__name__} has no quantized weight; call quantshard.convert first, or use "
-            "accelerator.prepare"
-        )
+        raise ConfigurationError(f"prepare: {type(model).__name__} has no quantized weight; call quantshard.convert")
     _check_settings(accelerator)
     if not accelerator.is_fsdp2:
         return _replicated(accelerator, model, others)
@@ -108,37 +104,28 @@ def _check_settings(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
     if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
-        raise ConfigurationError(
-            f"prepare: accelerate runs {'FSDP1' if is_fsdp1 else kind.value}, which flattens parameters; use "
-            "FullyShardedDataParallelPlugin(fsdp_version=2) or DDP"
-        )
+        name = "FSDP1" if is_fsdp1 else kind.value
+        raise ConfigurationError(f"prepare: {name} is not supported; use FSDP2 (fsdp_version=2) or DDP")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and kind != DistributedType.FSDP:
         # plugins set this variable too
         warn_of_replicas(accelerator)
     if accelerator.mixed_precision == "fp8":
         raise ConfigurationError("prepare: mixed_precision='fp8' would convert layers itself; use 'bf16' or 'no'")
     if accelerator.is_fsdp2 and "FULL" in str(accelerator.state.fsdp_plugin.state_dict_type):
-        raise ConfigurationError(
-            "prepare: load_state cannot restore FULL_STATE_DICT of quantized weights; set "
-            "state_dict_type='SHARDED_STATE_DICT'"
-        )
+        raise ConfigurationError("prepare: FULL_STATE_DICT cannot be loaded; set state_dict_type='SHARDED_STATE_DICT'")
 
 
 def warn_of_replicas(accelerator: Accelerator) -> None:
     """Warn that accelerate was configured for FSDP but runs without it."""
-    warn_user(
-        f"accelerate was asked for FSDP but runs {accelerator.distributed_type.value}: each process holds the whole "
-        "model; it shards only on GPUs, under its launcher or torchrun"
-    )
+    kind = accelerator.distributed_type.value
+    warn_user(f"accelerate was asked for FSDP but runs {kind}; launch it on GPUs, by its launcher or torchrun")
 
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
     names = {id(param): _canonical_name(name) for name, param in named.items()}
     params = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     if not names.keys() >= {param for group in params for param in group}:
-        raise ConfigurationError(
-            f"prepare: {type(optimizer).__name__} holds parameters that are not the model's; build it after convert"
-        )
+        raise ConfigurationError(f"prepare: {type(optimizer).__name__} has foreign parameters; build it after convert")
     return [[names[param] for param in group] for group in params]
 
 
@@ -187,10 +174,7 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def check_before_sharding(model: nn.Module) -> None:
-    """Check that all ranks hold the same bits before each keeps its shard. A collective call.
-
-    Skipped unless all ranks hold the whole model with values.
-    """
+    """Check that all ranks that hold the whole model with values hold the same bits. A collective call."""
     params = components.named_parameters(model).values()
     if all(agreement.all_gather_object(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
         check_replicas(model)
@@ -207,15 +191,10 @@ def _taken(model: nn.Module) -> dict[str, Tensor]:
         values = dict(model.named_buffers()) | model.state_dict()
         for name, param in params:
             if param.is_meta:
-                raise ConfigurationError(
-                    f"{name} is on the meta device on rank 0, and cpu_ram_efficient_loading sends its values; load the "
-                    f"model on rank 0, or {hint}"
-                )
+                raise ConfigurationError(f"cpu_ram_efficient_loading: rank 0 has no values of {name}; {hint}")
             weight = components.quantized_local(param)
             if weight is not None and weight.get_high_precision_init_val() is not None:
-                raise ConfigurationError(
-                    f"cpu_ram_efficient_loading does not send the high-precision initial values of {name}; {hint}"
-                )
+                raise ConfigurationError(f"cpu_ram_efficient_loading omits the initial values of {name}; {hint}")
     model.to("meta")
     return values
 
@@ -253,9 +232,7 @@ def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Paramete
     """Replace the parameters of an optimizer that was built before sharding by the model's sharded ones."""
     adopts = hasattr(optimizer, "reseed_masters")
     if not adopts and optimizer.state:
-        raise ConfigurationError(
-            f"prepare: sharding would lose the states of {type(optimizer).__name__}; prepare before its first step"
-        )
+        raise ConfigurationError(f"prepare: {type(optimizer).__name__} would lose its states; prepare it before a step")
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = [named[name] for name in members]
     if adopts:
@@ -337,10 +314,8 @@ def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) 
     mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if mismatched:
         tag = components.read_format_tag(names[mismatched[0]])
-        raise CheckpointError(
-            f"{path} holds quantized weights ({mismatched[0]}: {tag}), but {type(model).__name__} is not quantized; "
-            "call quantshard.convert(model, recipe) with the recipe that was saved"
-        )
+        what = f"quantized weights ({mismatched[0]}: {tag})"
+        raise CheckpointError(f"{path} holds {what}; call quantshard.convert with the recipe that was saved")
 
 
 _guard(modeling.load_checkpoint_in_model, _check_checkpoint)

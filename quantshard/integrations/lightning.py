@@ -59,15 +59,10 @@ def convert_and_shard(
         The model.
     """
     if isinstance(model, LightningModule):
-        raise ConfigurationError(
-            f"convert_and_shard: the Trainer does not call the forward of a LightningModule ({type(model).__name__}); "
-            "pass the network inside: convert_and_shard(self.model, ...)"
-        )
+        kind = type(model).__name__
+        raise ConfigurationError(f"convert_and_shard: {kind} is a LightningModule; pass the network inside: self.model")
     if mesh[TENSOR].size() > 1:
-        raise ConfigurationError(
-            f"convert_and_shard: tensor_parallel_size={mesh[TENSOR].size()} is not supported; make the strategy with "
-            f"data_parallel_size={mesh.size()}, tensor_parallel_size=1"
-        )
+        raise ConfigurationError("convert_and_shard: only tensor_parallel_size=1 is supported; use data_parallel_size")
     if isinstance(model, FSDPModule) and components.quantized_parameters(model):
         return model
     rank_zero_info(str(convert(model, recipe, filter=filter)))
@@ -99,10 +94,8 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if self._param_ids.isdisjoint(map(id, params)):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} has no parameter of a model from fabric.setup; build it from "
-                "fabric.setup(model).named_parameters()"
-            )
+            kind = type(optimizer).__name__
+            raise ConfigurationError(f"{kind} has no parameter of a model from fabric.setup; build it afterwards")
         names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
         names = names or [f"parameter {number}" for number in range(len(params))]
         check_sharded(type(self).__name__, dict(zip(names, params, strict=True)), self.world_size)
@@ -133,16 +126,12 @@ def check_sharded(strategy: str, params: Mapping[str, Tensor], ranks: int) -> No
     trained = {name: param for name, param in params.items() if param.requires_grad}
     items = {name: param for name, param in trained.items() if name in quantized} or trained
     if ranks > 1 and quantized and items and not any(isinstance(param, DTensor) for param in items.values()):
-        raise ConfigurationError(
-            f"{strategy} does not reduce gradients of unsharded weights ({next(iter(items)).removeprefix(_IN_FABRIC)}) "
-            f"over {ranks} ranks; shard the network with convert_and_shard, or with fully_shard after convert"
-        )
+        name = next(iter(items)).removeprefix(_IN_FABRIC)
+        text = f"does not reduce gradients of unsharded weights ({name}) over {ranks} ranks"
+        raise ConfigurationError(f"{strategy} {text}; shard the network with convert_and_shard")
 
 
 def check_folder(path: Any, models: Iterable[nn.Module]) -> None:
     """Reject single-file checkpoints of quantized models: Lightning loads one key at a time, not scales."""
     if Path(path).is_file() and any(components.quantized_parameters(model) for model in models):
-        raise CheckpointError(
-            f"{path} is a single file, which Lightning cannot load into quantized weights; save with "
-            "save_distributed_checkpoint=True"
-        )
+        raise CheckpointError(f"{path} is a single file; save with save_distributed_checkpoint=True")

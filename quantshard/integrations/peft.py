@@ -44,9 +44,7 @@ def register(config: PeftConfig) -> PeftConfig:
         raise ConfigurationError(f"register({type(config).__name__}) is not supported; use a LoraConfig")
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in ("gaussian", "orthogonal"):
-        raise ConfigurationError(
-            f"init_lora_weights={init!r} would change the base weights; use True, 'gaussian' or 'orthogonal'"
-        )
+        raise ConfigurationError(f"init_lora_weights={init!r} changes the base weights; use True or 'gaussian'")
     variants = [option.name for option in fields(config) if option.metadata.get("is_lora_variant")]
     if unsupported := [name for name in variants if name != "use_dora" and getattr(config, name)]:
         raise ConfigurationError(f"LoraConfig({unsupported[0]}=...) is not supported; use LoRA or DoRA")
@@ -69,10 +67,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftMo
 
 
 def _check_whole_layers(model: nn.Module, path: Path) -> None:
-    """Check that layers in `modules_to_save` are quantized in both the files and the model, or in neither.
-
-    Otherwise PEFT would load codes as values.
-    """
+    """Check that layers in `modules_to_save` are quantized in both the files and the model, or in neither."""
     if not path.is_file():
         return
     with safe_open(path, framework="pt") as file:
@@ -81,10 +76,8 @@ def _check_whole_layers(model: nn.Module, path: Path) -> None:
         key = f"base_model.model.{name}"
         in_file, in_model = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
         if key in keys and in_file != in_model:
-            raise ConfigurationError(
-                f"load_adapter: {name} is {'quantized' if in_file else 'plain'} in {path} (modules_to_save), but not "
-                "in this model; convert the model as for training"
-            )
+            kind = "quantized" if in_file else "plain"
+            raise ConfigurationError(f"{name} (modules_to_save) is {kind} in {path} only; convert as for training")
 
 
 def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:
@@ -103,12 +96,15 @@ def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:
 
 
 class QuantizedLoraLinear(lora.Linear):
-    """PEFT's LoRA layer over a quantized layer. While merged, it also keeps the original codes, doubling the weight's
-    memory."""
+    """PEFT's LoRA layer over a quantized layer. While merged, it also keeps the original codes."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **options: Any) -> None:
         base = base_layer.get_base_layer() if isinstance(base_layer, lora.LoraLayer) else base_layer
-        _check_base(base)
+        weight = getattr(base, "weight", None)
+        if components.quantized_local(weight) is None:
+            raise ConfigurationError(f"{base} has no quantized weight for an adapter; leave it out of target_modules")
+        if isinstance(weight, DTensor):
+            raise ConfigurationError(f"{base} is sharded; call fully_shard after get_peft_model or load_adapter")
         super().__init__(base_layer, adapter_name, **options)
         self._before: tuple[Tensor, Tensor | None] | None = None
 
@@ -130,9 +126,7 @@ class QuantizedLoraLinear(lora.Linear):
             return
         base: Any = self.get_base_layer()
         if isinstance(base.weight, DTensor):
-            raise UnsupportedOperationError(
-                "merge: the weight is sharded; write adapters with save_adapter, and merge them on an unsharded model"
-            )
+            raise UnsupportedOperationError("merge: the weight is sharded; use save_adapter, and merge unsharded")
         bias = None if base.bias is None else base.bias.clone()
         original = self._before or (base.weight.detach().clone(), bias)
         merged = [*self.merged_adapters, *names]
@@ -177,14 +171,3 @@ class QuantizedLoraLinear(lora.Linear):
                     raise ConfigurationError(f"merge: adapter {name!r} has a bias, but its layer has none")
                 bias = bias + self.lora_B[name].bias * self.scaling[name]
         return values, bias
-
-
-def _check_base(base: nn.Module) -> None:
-    """Check that a layer has an unsharded quantized weight of its own."""
-    weight = getattr(base, "weight", None)
-    if components.quantized_local(weight) is None:
-        raise ConfigurationError(f"{base} has no quantized weight for an adapter; leave it out of target_modules")
-    if isinstance(weight, DTensor):
-        raise ConfigurationError(
-            f"{base} is sharded; call convert, then get_peft_model or load_adapter, then fully_shard"
-        )

@@ -45,8 +45,7 @@ class TitanLinearConfig(PlainLinear.Config):
 
 
 class TitanLinear(ConvertedLinear, Module):
-    """torchtitan's linear layer with a quantized weight. Enters its recipe unless the caller is already in an
-    autocast."""
+    """torchtitan's linear layer with a quantized weight. Enters its recipe unless the caller is in an autocast."""
 
     Config = TitanLinearConfig
     _param_init: dict[str, Callable[..., Any]] | None = None  # set by torchtitan, after the constructor
@@ -63,20 +62,13 @@ class TitanLinear(ConvertedLinear, Module):
     def parallelize(self, parallel_dims: Any) -> None:
         """Apply torchtitan's parallelization, which must leave weights to FSDP2."""
         if parallel_dims.tp > 1:
-            raise ConfigurationError(
-                f"{type(self).__name__}: tensor parallelism is not supported; use "
-                "--parallelism.tensor_parallel_degree 1"
-            )
+            raise ConfigurationError(f"{type(self).__name__} has no TP; use --parallelism.tensor_parallel_degree 1")
         if parallel_dims.spmd_backend != "partial_dtensor":
-            raise ConfigurationError(
-                f"{type(self).__name__}: spmd_backend {parallel_dims.spmd_backend!r} is not supported; use "
-                "--parallelism.spmd_backend partial_dtensor"
-            )
+            raise ConfigurationError(f"{type(self).__name__} needs --parallelism.spmd_backend partial_dtensor")
         super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
-        """Run the config's initializers on unsharded weights with per-weight RNG keys, so that results do not depend on
-        the mesh."""
+        """Run the config's initializers with per-weight RNG keys, so that results do not depend on the mesh."""
         initializers = self._param_init or {}
         if initializers:
             for name, spec in self._weights.items():
@@ -101,8 +93,7 @@ def _as_live(value: Any, live: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class TitanConverterConfig(QuantizationConverter.Config):
-    """Config of TitanConverter. `filter`: name patterns as in `quantshard.convert`; default: all layers except the head
-    and routers."""
+    """Config of TitanConverter. `filter`: patterns as in `quantshard.convert`; default: all but head and routers."""
 
     recipe: str = AUTO
     filter: list[str] = field(default_factory=list)
@@ -169,10 +160,10 @@ def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         tagged = [key.removesuffix(FORMAT_SUFFIX) for key in arguments["state_dict"] if key.endswith(FORMAT_SUFFIX)]
         if arguments.get(flag) and tagged:
-            raise ConfigurationError(
-                f"torchtitan's Hugging Face adapter would write or read codes as values ({tagged[0]}); use "
-                "quantshard.checkpoints.high_precision_state_dict or load_high_precision"
+            function = (
+                f"quantshard.checkpoints.{'high_precision_state_dict' if flag == 'to_hf' else 'load_high_precision'}"
             )
+            raise ConfigurationError(f"{flag} would read codes as values ({tagged[0]}); use {function}")
         return method(*args, **kwargs)
 
     return checked
@@ -191,10 +182,8 @@ def linear(config: PlainLinear.Config, recipe: str = AUTO) -> TitanLinearConfig:
     """
     resolve(recipe)
     if type(config) is not PlainLinear.Config:
-        raise ConfigurationError(
-            f"quantshard.integrations.torchtitan.linear: {type(config).__qualname__} computes in its own way; use "
-            "TitanConverter, which skips such layers"
-        )
+        name = type(config).__qualname__
+        raise ConfigurationError(f"torchtitan.linear: {name} computes in its own way; TitanConverter skips it")
     return derive(config, TitanLinearConfig, recipe=recipe)
 
 

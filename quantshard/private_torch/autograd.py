@@ -43,12 +43,10 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """True if a module has hooks on its forward or its backward."""
     return any(getattr(module, name) for name in HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of a module's forward, and those before it."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
@@ -68,8 +66,7 @@ def has_gradient_hooks(param: Tensor) -> bool:
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
-    """True if a call of a module runs only the forward of its class: no hook of the module or of all modules, no
-    forward set on the object, and no compiled call."""
+    """True if a call of a module runs only the forward of its class: without hooks, other forwards or compilation."""
     global_hooks = any(getattr(torch_modules, name) for name in _GLOBAL_HOOKS)
     return not (global_hooks or has_call_hooks(module) or is_compiled(module) or "forward" in vars(module))
 
@@ -88,7 +85,6 @@ def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Pa
 
 
 def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
-    """`registered_buffer` of each name."""
     return [module._buffers.get(name) for name in names]
 
 
@@ -101,8 +97,7 @@ def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Replace a parameter without the checks of registering one, as FSDP2 does unless a class overrides
-    `__setattr__`."""
+    """Replace a parameter without the checks of registration, as FSDP2 does unless a class overrides `__setattr__`."""
     module._parameters[name] = param
 
 

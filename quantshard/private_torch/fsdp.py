@@ -56,7 +56,6 @@ def has_offloaded_parameters() -> bool:
 
 
 def sharded_parameters() -> list[DTensor]:
-    """FSDP2's sharded parameters in this process."""
     return [_sharded_param(fsdp_param) for _, fsdp_param in _managed_parameters()]
 
 

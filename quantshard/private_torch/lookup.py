@@ -47,7 +47,6 @@ def private_name_later(path: str, feature: str) -> Callable[[], Any]:
 
 
 def resolve_name(path: str) -> Any:
-    """The object with a dotted name in PyTorch."""
     names = path.split(".")
     result: Any = torch
     for number, name in enumerate(names[1:], 2):
@@ -61,16 +60,15 @@ def resolve_name(path: str) -> Any:
 
 
 class MissingName:
-    """Placeholder for a name that this version of PyTorch lacks. Calls, attribute access and isinstance checks of
-    PyTorch objects raise."""
+    """Placeholder for a name that this version of PyTorch lacks. Calls, attributes and isinstance checks raise."""
 
     def __init__(self, path: str, feature: str) -> None:
         self._path, self._feature = path, feature
 
     def error(self) -> TorchVersionError:
         return TorchVersionError(
-            f"torch {torch.__version__} has no {self._path}, without which {self._feature} cannot work; "
-            f"install torch {_TESTED}, with which quantshard was tested"
+            f"torch {torch.__version__} has no {self._path}, without which {self._feature} cannot work; install torch "
+            f"{_TESTED}"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

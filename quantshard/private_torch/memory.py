@@ -50,5 +50,4 @@ def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})
 
-    mode: AbstractContextManager[Any] = OperationMode()
-    return mode
+    return OperationMode()

@@ -34,8 +34,7 @@ def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGrou
 
 def process_group(name: str) -> dist.ProcessGroup:
     """Return the process group with this name, for operators, which take no groups as arguments."""
-    group: dist.ProcessGroup = _resolve_group(name)
-    return group
+    return _resolve_group(name)
 
 
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
@@ -43,10 +42,7 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     root_names = root.mesh_dim_names or names or ("",)
     if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in root_names)):
-        raise ConfigurationError(
-            f"the mesh {mesh} is not an axis of a mesh of all {dist.get_world_size()} processes; make one with "
-            "init_device_mesh, and slice it"
-        )
+        raise ConfigurationError(f"{mesh} is not an axis of a mesh of all processes; slice one from init_device_mesh")
     if root == mesh:
         return ()
     assert names is not None

@@ -57,14 +57,10 @@ def traced_scaled_mm(
 ) -> Tensor:  # fmt: skip
     """`scaled_mm` in a graph that is being traced."""
     if len(a_scales) == len(b_scales) == 1 and a_scales[0].numel() == b_scales[0].numel() == 1:
-        single: Tensor = scaled_mm_single(
-            a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast
-        )
-        return single
-    out: Tensor = torch.ops.quantshard.scaled_product(
+        return scaled_mm_single(a, b, a_scales[0], b_scales[0], bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch.ops.quantshard.scaled_product(
         a, b, a_scales, a_kinds, a_swizzle, b_scales, b_kinds, b_swizzle, bias, dtype, dims, fast
     )
-    return out
 
 
 # an operator, because torch 2.11 rejects scales of fewer than 128 columns when it computes the shape

@@ -153,9 +153,7 @@ def test_changed_data_are_refused(trained, folder, tmp_path):
         "give a number above 0 for each --data, of which there are 1",
     )
     other = sources.tokenizer_folder(tmp_path / "other", eos_token="<|other|>")
-    one_line(
-        quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer that the data were made"
-    )
+    one_line(quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer of the data")
     assert (run / "config.toml").read_bytes() == before
 
 

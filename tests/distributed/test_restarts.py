@@ -104,7 +104,7 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         (folder / "step-000003" / ".metadata").unlink()
     assert quantshard("status", run, "--checkpoints", place).returncode == NOT_DONE
     if kind == "url":
-        one_line(quantshard("status", run), "if you pass it: --checkpoints")
+        one_line(quantshard("status", run), "pass --checkpoints")
     result = quantshard("resume", run, "--steps", 6)
     assert result.returncode == 0 and f"resumed after step 2, from {place}/step-000002" in result.stdout, result.stderr
     assert f"skipped the incomplete checkpoint {place}/step-000003" in result.stdout

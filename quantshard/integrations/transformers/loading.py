@@ -69,7 +69,20 @@ class QuantshardConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Create from the `quantization_config` that the native form writes to config.json."""
-        config = _native(cls, config_dict)
+        recipe, layers = config_dict.get("recipe"), layers_of(config_dict)
+        layer_recipes = config_dict.get("layer_recipes") or {}
+        unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
+        if unnamed:
+            raise ConfigurationError(f"config.json lacks the recipe of {unnamed[0]}; pass config=training_config(...)")
+        default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
+        recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
+        config = cls(
+            recipes,
+            filter=NameFilter(layers),
+            modules=config_dict.get("modules", "linear"),
+            autocast=config_dict.get("autocast", True),
+        )
+        config.stored = dict(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,26 +97,6 @@ class QuantshardConfig(QuantizationConfigMixin):
     def get(self, key: str, default: Any = None) -> Any:
         """Look up a setting as in a dict, because transformers expects a file's configuration to be one."""
         return getattr(self, key, default)
-
-
-def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> QuantshardConfig:
-    """Create the configuration described by the native form, which lists layer names."""
-    recipe, layers, layer_recipes = saved.get("recipe"), layers_of(saved), saved.get("layer_recipes") or {}
-    unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
-    if unnamed:
-        raise ConfigurationError(
-            f"config.json cannot hold the custom recipe of {unnamed[0]}; pass config=training_config(path, recipe)"
-        )
-    default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
-    recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
-    config = cls(
-        recipes,
-        filter=NameFilter(layers),
-        modules=saved.get("modules", "linear"),
-        autocast=saved.get("autocast", True),
-    )
-    config.stored = dict(saved)
-    return config
 
 
 def training_config(
@@ -122,10 +115,7 @@ def training_config(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     file_config = getattr(config, "quantization_config", None)
     if file_config is None:
-        raise ConfigurationError(
-            f"training_config({str(path)!r}): config.json has no quantization_config; pass quantization_config="
-            "QuantshardConfig(recipe) to from_pretrained"
-        )
+        raise ConfigurationError(f"training_config({str(path)!r}): no quantization_config; pass QuantshardConfig()")
     file_config = file_config if isinstance(file_config, dict) else file_config.to_dict()
     if filter is None and file_config.get("quant_method") == METHOD:
         filter = NameFilter(layers_of(file_config))
@@ -137,8 +127,7 @@ def training_config(
 
 @register_quantizer(METHOD)
 class QuantshardQuantizer(HfQuantizer):
-    """The quantizer that transformers calls while loading: layers are converted on the meta device, then filled one by
-    one."""
+    """Quantizer that transformers calls while loading; converts layers on the meta device, then fills each."""
 
     serialized_names: dict[str, list[str]]
 
@@ -163,9 +152,7 @@ class QuantshardQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
-            raise ConfigurationError(
-                "from_pretrained: device_map puts weights on the disk, where they cannot be trained"
-            )
+            raise ConfigurationError("from_pretrained: weights on the disk cannot be trained; change device_map")
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return param_name.removesuffix(".weight") in self.layers and param_name.endswith(".weight")
@@ -180,9 +167,7 @@ class QuantshardQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> PreTrainedModel:
         if getattr(model.config, "distributed_config", None) is not None:
-            raise ConfigurationError(
-                "from_pretrained(distributed_config=...) is not supported; load without it, then call fully_shard"
-            )
+            raise ConfigurationError("from_pretrained: distributed_config is not supported; call fully_shard later")
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
         # convert rejects models with this attribute as quantized by another program
@@ -223,7 +208,11 @@ class QuantshardQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         # transformers records load conversions to undo them in a save; filled layers need no undoing
         loaded: Any = model
-        conversions = [entry for entry in getattr(model, "_weight_conversions", ()) if not _is_fill(entry)]
+        conversions = [
+            entry
+            for entry in getattr(model, "_weight_conversions", ())
+            if not any(isinstance(operation, WeightFill) for operation in getattr(entry, "operations", ()))
+        ]
         # from here on, the model is like any other converted model
         self.remove_quantization_config(model)
         # removed with the configuration, but saving reads them
@@ -233,10 +222,8 @@ class QuantshardQuantizer(HfQuantizer):
         empty = [name for name, layer in self.layers.items() if components.quantized_local(layer.weight) is None
                  or layer.awaits_values]  # fmt: skip
         if empty:
-            raise CheckpointError(
-                f"from_pretrained: the files have no weight for {len(empty)} of {len(self.layers)} quantized layers "
-                f"(first: {empty[0]}); choose others with filter="
-            )
+            count = f"{len(empty)} of {len(self.layers)} quantized layers"
+            raise CheckpointError(f"from_pretrained: the files lack {count} (first: {empty[0]}); change filter=")
         if self.report is not None:
             setattr(model, REPORT, self.report)
         if self.given.layout != NATIVE:
@@ -244,8 +231,7 @@ class QuantshardQuantizer(HfQuantizer):
         return model
 
     def fill(self, name: str, parts: Mapping[str, Tensor], missing: set[str] | None) -> None:
-        """Fill a converted layer with one weight of the files. `parts`: tensors keyed by the name that replaces
-        "weight"."""
+        """Fill a converted layer with a weight of the files. `parts`: tensors by the name that replaces "weight"."""
         layer = self.layers[name]
         if missing is not None:  # transformers would initialize keys that no file has, one by one
             missing -= {f"{n}.{key}" for n, converted in self.layers.items() for key in _own_keys(converted)}
@@ -266,9 +252,7 @@ class QuantshardQuantizer(HfQuantizer):
             layer.leave_meta(weight.device)
             return component_loading.load_components(layer.weight, entries, name)
         if not weight.is_floating_point() or weight.shape != layer.weight.shape or weight.element_size() < 2:
-            raise CheckpointError(
-                f"the files have {weight.dtype} {list(weight.shape)}, not values {list(layer.weight.shape)}"
-            )
+            raise CheckpointError(f"the files have {weight.dtype} {list(weight.shape)}, not {list(layer.weight.shape)}")
         if weight.dtype != layer.weight.dtype:
             layer.to(weight.dtype)  # transformers keeps some modules in float32
         layer.take_values(weight, f"{name}.weight", self.given.preserve_high_precision_init_val)
@@ -356,11 +340,6 @@ class StoredWeightFill(WeightFill):
         return {full_layer_name: weight.to(dtype) if weight.is_floating_point() else weight}
 
 
-def _is_fill(conversion: Any) -> bool:
-    """Return whether an entry of transformers' list of conversions is a `WeightFill`, which saving need not undo."""
-    return any(isinstance(operation, WeightFill) for operation in getattr(conversion, "operations", ()))
-
-
 def layers_of(saved: Mapping[str, Any]) -> list[str]:
     """Return the layers that the native form of a `quantization_config` lists."""
     layers = saved.get("layers")
@@ -382,10 +361,7 @@ class NameFilter:
         return name in self.names
 
     def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, NameFilter]:
-        """Adapt recipes and names to a model that is the saved model's base, or has the saved model as its base.
-
-        A name prefix is then removed or added.
-        """
+        """Adapt recipes and names to the base model of the saved one, or to a model around it, by a prefix."""
         module_names = {name for name, _ in model.named_modules()}
         prefix = f"{model.base_model_prefix}."
         names = {}

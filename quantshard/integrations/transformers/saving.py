@@ -7,8 +7,7 @@ without quantshard see a wrong shape and raise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -48,10 +47,7 @@ _WRAPPED: Final = ".base_layer"
 
 
 class SavedForm(HfQuantizer):
-    """What a save writes: tensors by name, `quantization_config`, and strings for file headers.
-
-    A quantizer, because transformers' `save_pretrained` asks the model's quantizer for tensors and headers.
-    """
+    """What a save writes; a quantizer, because `save_pretrained` asks the model's quantizer for tensors."""
 
     def __init__(
         self, tensors: dict[str, Tensor], quantization: dict[str, Any] | None, metadata: dict[str, str] | None = None
@@ -72,8 +68,15 @@ class SavedForm(HfQuantizer):
 def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> SavedForm:
     """Build a converted model's tensors in `layout` from its unsharded state dict."""
     weights = components.quantized_parameters(model)
-    _check_whole(entries)
-    parts = {name: _parts(param, name, entries) for name, param in weights.items()}
+    for name, value in entries.items():
+        if isinstance(value, DTensor):
+            raise ConfigurationError(
+                f"save_pretrained: {name} is sharded; pass state_dict=get_model_state_dict(model, options="
+                "StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0"
+            )
+        if value.is_meta:
+            raise ConfigurationError(f"save_pretrained: {name} is on the meta device; load the model first")
+    parts = {name: {s: entries[name + s] for s in components.suffixes(param)} for name, param in weights.items()}
     part_keys = {name + suffix for name, entry in parts.items() for suffix in entry}
     plain_entries = {name: value for name, value in entries.items() if name not in part_keys}
     if layout == NATIVE:
@@ -101,31 +104,11 @@ def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]
             if any(size % block and size > safe_size for size, block in zip(param.shape, row.block, strict=True))
         ]
         if unaligned:
-            warn_user(
-                f"save_pretrained(layout={row.name!r}): transformers misreads weights whose sides are not multiples of "
-                f"{row.block[0]} ({unaligned[0]}); read them with quantshard's training_config"
-            )
+            text = f"transformers misreads sides that are not multiples of {row.block[0]} ({unaligned[0]})"
+            warn_user(f"save_pretrained(layout={row.name!r}): {text}; read them by training_config")
     experts = stacked_experts(model)
     if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
-        warn_user(
-            f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) in "
-            "this layout; use 'native' or 'plain-bf16'"
-        )
-
-
-def _check_whole(entries: Mapping[str, Tensor]) -> None:
-    for name, value in entries.items():
-        if isinstance(value, DTensor):
-            raise ConfigurationError(
-                f"save_pretrained: {name} is sharded; pass state_dict=get_model_state_dict(model, options="
-                "StateDictOptions(full_state_dict=True, cpu_offload=True)) on rank 0"
-            )
-        if value.is_meta:
-            raise ConfigurationError(f"save_pretrained: {name} is on the meta device; load the model first")
-
-
-def _parts(param: Tensor, name: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {suffix: entries[name + suffix] for suffix in components.suffixes(param)}
+        warn_user(f"save_pretrained(layout={row.name!r}): transformers reads no stacked experts ({experts[0][0]})")
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -142,9 +125,7 @@ def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     parts = {name: _converted_part(model, name) for name in layers}
     enters = {bool(getattr(part, ENTERS)) for part in parts.values() or [model]}
     if len(enters) > 1:
-        raise ConfigurationError(
-            "save_pretrained: config.json cannot hold both autocast=True and autocast=False; convert all parts alike"
-        )
+        raise ConfigurationError("save_pretrained: parts have autocast=True and autocast=False; convert all alike")
     explicit = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
     recipes: dict[str, Recipe] = {
         name: resolve(explicit[name] or getattr(part, RECIPE)) for name, part in parts.items()
@@ -178,16 +159,12 @@ def _plain_form(
 ) -> SavedForm:  # fmt: skip
     dtype = next(iter(weights.values())).dtype if weights else row.dtype
     if row.dtype != dtype:
-        raise ConfigurationError(
-            f"save_pretrained(layout={row.name!r}): the model's dtype is {dtype}; call model.to({row.dtype}) first"
-        )
+        raise ConfigurationError(f"save_pretrained(layout={row.name!r}): call model.to({row.dtype}) first, not {dtype}")
     tensors = {}
     for name, param in weights.items():
-        copy, shape = (
-            components.storage_of(param).spec.format.copies[Orientation.ROWWISE],
-            (param.shape[0], param.shape[1]),
-        )
-        tensors[name] = numerics.dequantize(copy, _components(param, parts[name]), shape).to(row.dtype)
+        copy = components.storage_of(param).spec.format.copies[Orientation.ROWWISE]
+        values = numerics.dequantize(copy, _components(param, parts[name]), (param.shape[0], param.shape[1]))
+        tensors[name] = values.to(row.dtype)
     return SavedForm({**others, **tensors}, None)
 
 
@@ -240,32 +217,22 @@ def _save(
             )
         return plain(save_directory, **kwargs)
     if wrapped := next((name for name, _ in model.named_modules() if name.endswith(_WRAPPED)), None):
-        raise ConfigurationError(
-            f"save_pretrained: {wrapped.removesuffix(_WRAPPED)} has a PEFT adapter; save the PeftModel, or the model "
-            "after merge_and_unload()"
-        )
+        name = wrapped.removesuffix(_WRAPPED)
+        raise ConfigurationError(f"save_pretrained: {name} has a PEFT adapter; save the PeftModel, or merge it")
     if kwargs.get("distributed_checkpoint"):
-        raise ConfigurationError(
-            "save_pretrained(distributed_checkpoint=True) would write codes as values; use quantshard.checkpoints.save"
-        )
+        raise ConfigurationError("save_pretrained(distributed_checkpoint=True): use quantshard.checkpoints.save")
     state = kwargs.pop("state_dict", None)
     if state is not None and not state and not kwargs.get("is_main_process", True):
         # a rank that does not write, after a gather on rank 0
         return None
     layout_name = str(layout or getattr(model, LAYOUT, NATIVE))
     form = saved_form(model, model.state_dict() if state is None else state, layout_name)
-    with _writing(model, form):
-        return plain(save_directory, **kwargs)
-
-
-@contextmanager
-def _writing(model: PreTrainedModel, form: SavedForm) -> Iterator[None]:
     config: Any = model.config
     setattr(model, "hf_quantizer", form)  # noqa: B010 (nn.Module has no such attribute)
     if form.quantization is not None:
         config.quantization_config = form.quantization
     try:
-        yield
+        return plain(save_directory, **kwargs)
     finally:
         del model.hf_quantizer
         if form.quantization is not None:
@@ -276,17 +243,12 @@ def _check_requested(model: nn.Module, layout: str) -> None:
     check_layout(str(layout))
     layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
     if not any(components.quantized_local(module.weight) is not None for module in layers):
-        raise ConfigurationError(
-            f"save_pretrained(layout={layout!r}): this {type(model).__name__} has no quantized weight; call "
-            "quantshard.convert first"
-        )
+        kind = type(model).__name__
+        raise ConfigurationError(f"save_pretrained(layout=): {kind} has no quantized weight; call quantshard.convert")
 
 
 def _with_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument `layout` to transformers' `save_pretrained`, and reject it for models that are not converted.
-
-    transformers accepts any keyword argument and would ignore it.
-    """
+    """Add the argument `layout` to `save_pretrained`, and reject it for models that are not converted."""
 
     # also copies the guard's mark
     @functools.wraps(plain)

@@ -92,26 +92,27 @@ class QuantizedTraining:
         target = trainer.model if model is None else model
         if components.quantized_parameters(target):
             if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
-                trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
+                name = getattr(trainer.args.optim, "value", trainer.args.optim)
+                if name not in ADAMS:
+                    raise ConfigurationError(f"TrainingArguments(optim={name!r}) is not supported; keep the default")
+                trainer.optimizer_cls_and_kwargs = adam(trainer.args)
             if trainer.args.fsdp and not trainer.is_fsdp_enabled:
                 warn_of_replicas(trainer.accelerator)
             if trainer.is_fsdp_enabled:
-                _check_sharded_checkpoints(trainer)
+                kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+                if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
+                    raise ConfigurationError(f"{kind} cannot be resumed; set state_dict_type='SHARDED_STATE_DICT'")
                 if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # otherwise rank 0's is sent
                     check_before_sharding(target)
             elif trainer.args.world_size > 1:
                 check_replicas(target)
         else:
-            warn_user(
-                f"QuantizedTraining: {type(target).__name__} has no quantized weight; call quantshard.convert(model, "
-                "recipe) first",
-                is_counted=True,
-            )
+            name = type(target).__name__
+            warn_user(f"QuantizedTraining: {name} has no quantized weight; call quantshard.convert", is_counted=True)
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Like the Trainer's, but rank 0 writes the whole model under FSDP2, which the Trainer omits with sharded
-        checkpoints."""
+        """Like the Trainer's, but under FSDP2 rank 0 also writes the whole model if checkpoints are sharded."""
         trainer = cast(Any, self)
         plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
         if plugin is not None and _internal_call and output_dir is not None:
@@ -150,29 +151,8 @@ def _is_read_here(trainer: Any, model: nn.Module, folder: str) -> bool:
     return is_whole and bool(weight_files(folder))
 
 
-def _check_sharded_checkpoints(trainer: Any) -> None:
-    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-    if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
-        raise ConfigurationError(
-            "checkpoints of FULL_STATE_DICT cannot be resumed; set fsdp_config={'state_dict_type': "
-            "'SHARDED_STATE_DICT'}"
-        )
-
-
-def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict[str, Any]]:
-    name = getattr(args.optim, "value", args.optim)
-    if name not in ADAMS:
-        raise ConfigurationError(
-            f"TrainingArguments(optim={name!r}) is not supported; keep the default, which becomes FusedAdam"
-        )
-    return adam(args)
-
-
 def weight_files(folder: str) -> list[str]:
-    """Return the files of a checkpoint that hold the model's weights, as the Trainer chooses them.
-
-    Files of other kinds (adapters, FSDP) are ignored.
-    """
+    """Return the files of a checkpoint that hold the model's weights, as the Trainer chooses them."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if os.path.isfile(path := os.path.join(folder, name)):
             return [path]
@@ -212,7 +192,9 @@ def _by_live_names(model: PreTrainedModel, stored: Mapping[str, Tensor], folder:
     live, prefix = {**components.named_parameters(model), **model.state_dict()}, model.base_model_prefix
     entries: dict[str, Tensor] = {}
     pending: dict[str, WeightConverter] = {}
-    for key in sorted(stored, key=_with_numbers):
+    # in transformers' order: expert 2 before expert 10
+    numbered = {key: [(0, int(n)) if n.isdigit() else (1, n) for n in key.split(".")] for key in stored}
+    for key in sorted(stored, key=numbered.__getitem__):
         name, pattern = rename_source_key(key, renamings, converters, prefix, live)
         # unknown to the model, or a rule changed a name that was already correct
         if name not in live:
@@ -232,38 +214,25 @@ def _by_live_names(model: PreTrainedModel, stored: Mapping[str, Tensor], folder:
     return entries
 
 
-def _with_numbers(key: str) -> list[tuple[int, int | str]]:
-    """Sort key that orders numbers in names numerically, as transformers does: expert 2 before expert 10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
-
-
 def _check_forms(
     model: nn.Module, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor], folder: str
 ) -> None:  # fmt: skip
     for name, param in components.named_parameters(model).items():
         own = components.storage_of(param).spec.tag if name in weights else None
-        tag = _tag_of(name, entries)
+        bits = entries.get(name + components.FORMAT_SUFFIX)
+        if bits is None and name in entries and is_packed(entries[name]):
+            bits = entries[name][: components.FORMAT_TAG_BYTES]
+        tag = None if bits is None else components.read_format_tag(bits)
         is_missing = tag is None and (own is None or name not in entries)
         if tag != own and not is_missing and param.is_floating_point():
-            raise ConfigurationError(
-                f"{folder}: {name} is {tag or entries[name].dtype} in the checkpoint, but {own or 'plain'} in this "
-                f"{type(model).__name__}; convert the model with the saved recipe, or use from_pretrained"
-            )
-
-
-def _tag_of(name: str, entries: Mapping[str, Tensor]) -> str | None:
-    """Return the format tag of a weight that is quantized in a checkpoint, packed or as separate parts."""
-    tag = entries.get(name + components.FORMAT_SUFFIX)
-    if tag is None and name in entries and is_packed(entries[name]):
-        tag = entries[name][: components.FORMAT_TAG_BYTES]
-    return None if tag is None else components.read_format_tag(tag)
+            kinds = f"{tag or entries[name].dtype} in the checkpoint, but {own or 'plain'} in the model"
+            raise ConfigurationError(f"{folder}: {name} is {kinds}; convert with the saved recipe")
 
 
 def _check_complete(
     model: nn.Module, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor], folder: str
 ) -> None:  # fmt: skip
-    """Check that the checkpoint has every state dict entry: by name, in a packed weight, or by the name of a tied
-    tensor."""
+    """Check that the checkpoint has each state dict entry: by name, in a packed weight, or as a tied tensor."""
     packed = {name for name in weights if name in entries and is_packed(entries[name])}
     parts = {name + suffix: (name, suffix) for name, param in weights.items() for suffix in components.suffixes(param)}
     names_by_tensor: dict[int, list[str]] = {}
@@ -282,10 +251,8 @@ def _check_complete(
     if missing:
         # name a completely missing weight once, without its scales
         named = list(dict.fromkeys(key if (name := parts.get(key, (key,))[0]) in entries else name for key in missing))
-        raise CheckpointError(
-            f"{folder}: {len(named)} weights of this {type(model).__name__} are not in the checkpoint: {_listed(named)}"
-            "; resume with the model that was saved"
-        )
+        what = f"{len(named)} weights of this {type(model).__name__}"
+        raise CheckpointError(f"{folder}: {what} are not in the checkpoint: {_listed(named)}; resume the saved model")
 
 
 def _listed(names: list[str]) -> str:

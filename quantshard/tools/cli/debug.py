@@ -122,9 +122,7 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     is_run = "://" not in source and (location / "config.toml").is_file()
     run = RunDir(location) if is_run else run_of_checkpoint(source)
     if run is None or not (is_run or "://" in source or is_complete(source)):
-        raise ConfigurationError(
-            f"{source} is no run, and no complete checkpoint of one; name RUN/checkpoints/step-..."
-        )
+        raise ConfigurationError(f"{source} is no run or complete checkpoint of one; name RUN/checkpoints/step-...")
     settings, _, corpus = run.read_config()
     if not any(layer_recipe.table for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values()):
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
@@ -215,9 +213,7 @@ class ModelPair:
         losses: list[float] = []
         gemms = sensitivity.gemm_errors(self.exact, self.recipes, lambda: losses.append(self._pass(self.exact)))
         if not math.isfinite(losses[0]):
-            raise ConfigurationError(
-                f"the loss of this batch is {losses[0]} in float32 too; name an older checkpoint, or other --data"
-            )
+            raise ConfigurationError(f"the loss of this batch is {losses[0]} in float32 too; name other --data")
         losses.append(self._pass(self.model))
         params = dict(self.model.named_parameters())
         difference = norm = 0.0
@@ -238,8 +234,7 @@ class ModelPair:
 def _of_transformers(
     configuration: Mapping[str, Any], where: str, recipes: LayerRecipes, device: torch.device
 ) -> tuple[nn.Module, nn.Module]:
-    """Build a transformers model under its recipes, and in float32 with layers that report their operands, both without
-    values. Both are in eval mode, which disables dropout, except for the quantized layers."""
+    """Build a transformers model under its recipes, and in float32, both without values and dropout."""
     model, _ = huggingface.converted(configuration, where, recipes, causal=True)
     plain = LayerRecipes.parse(HighPrecision.name)
     exact, _ = huggingface.converted({**configuration, "dtype": "float32"}, where, plain, causal=True)

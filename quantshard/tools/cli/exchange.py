@@ -175,10 +175,7 @@ def _write_beside(folder: str, name: str, content: bytes) -> None:
 
 
 def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:
-    """Build the model on the meta device, if it is not larger than the files.
-
-    Otherwise one line of an untrusted config.json could request all memory.
-    """
+    """Build the model on the meta device, if it is not larger than the untrusted files."""
     tensors = SafetensorsFiles(folder).tensors
     # Two 4-bit codes are stored in one byte.
     max_elements = 2 * sum(math.prod(shape) for _, shape in tensors.values())
@@ -186,10 +183,8 @@ def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> Langua
         model = LanguageModel(settings, recipes_of(settings), "meta", vocabulary=vocabulary)
         if sum(param.numel() for param in model.parameters()) <= max_elements:
             return model
-    raise CheckpointError(
-        f"{folder}: the model of config.json, with {settings.layers} layers, is larger than the {len(tensors)} tensors "
-        "of the files; use the files of one model"
-    )
+    size = f"the model of config.json, with {settings.layers} layers,"
+    raise CheckpointError(f"{folder}: {size} is larger than the {len(tensors)} tensors of the files")
 
 
 def size(text: str, option: str = "--max-shard-size") -> int:

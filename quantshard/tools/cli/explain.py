@@ -132,7 +132,10 @@ def plan(
     model_source = find_model(source, recipe_)
     axes = _axes(model_source, mesh)
     cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
-    capability = _capability(compute_capability)
+    numbers = re.fullmatch(r"(\d{1,2})\.(\d)", compute_capability, re.ASCII)
+    if numbers is None:
+        raise ConfigurationError(f"--compute-capability {compute_capability}: give two numbers, such as 9.0")
+    capability = int(numbers[1]), int(numbers[2])
     step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
     if isinstance(step, str) and (batch or seq_length or checkpoint_activations or memory is not None):
         raise ConfigurationError(f"the memory of a step cannot be computed: {step}")
@@ -179,10 +182,7 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
                 limits.refusal("uneven axis", f"{name} {shape}, dim {dim} of {shape[dim]} over {ranks} ranks of {TP!r}")
             )
     if not cuts:
-        raise ConfigurationError(
-            f"no weight has a name that says how {TP!r} cuts it, such as q_proj.weight (the first is {names[0]}); "
-            "plan it from Python: quantshard.plan(..., tensor_parallel=...)"
-        )
+        raise ConfigurationError(f"{TP!r} cuts no weight of this model (the first is {names[0]}); use quantshard.plan")
     return cuts
 
 
@@ -210,15 +210,6 @@ def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...
 
 
 _LACKS = "activations, gradients and gathered weights are not in it"
-
-
-def _capability(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,2})\.(\d)", text, re.ASCII)
-    if match is None:
-        raise ConfigurationError(
-            f"--compute-capability {text}: give two numbers, such as 9.0 (an H100 or H200) or 10.0 (a B200)"
-        )
-    return int(match[1]), int(match[2])
 
 
 def _step(
@@ -302,13 +293,9 @@ def find_model(path: str, recipe_name: str | None) -> ModelSource:
         mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
         return ModelSource(model, about, mesh=mesh, settings=settings)
     if (location / CONFIGURATION).is_file() or location.suffix == ".json":
-        file, recipe_name = (
-            location / CONFIGURATION if location.is_dir() else location,
-            recipe_name or recipe.auto_name(),
-        )
+        file = location / CONFIGURATION if location.is_dir() else location
+        recipe_name = recipe_name or recipe.auto_name()
         model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
         about = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
         return ModelSource(model, about, () if report is None else tuple(report.high_precision()))
-    raise ConfigurationError(
-        f"{path} is no run (which has a {_RUN}), and holds no Hugging Face {CONFIGURATION}; inspect shows a checkpoint"
-    )
+    raise ConfigurationError(f"{path} has no {_RUN} of a run and no {CONFIGURATION}; inspect shows a checkpoint")

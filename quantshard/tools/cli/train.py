@@ -50,7 +50,6 @@ _COMMON = frozenset(
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
-    """Print the help including hidden settings, and exit."""
     if not asked:
         return
     for option in context.command.params:

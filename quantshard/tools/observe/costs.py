@@ -174,8 +174,7 @@ class Totals:
 
 
 KINDS = ("weights", "optimizer states", "gathered weights", "gradients", "activations", "head and loss", "temporary")
-"""Kinds of memory. Activations are what a forward saves for its backward. Head and loss are what follows the repeated
-layers: logits, their gradient, and related buffers."""
+"""Kinds of memory. Activations: saved for backward. Head and loss: all that follows the repeated layers."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,6 @@ class PhaseMemory:
 
     @property
     def total(self) -> int:
-        """Sum over all kinds."""
         return sum(self.bytes.values())
 
 
@@ -210,7 +208,6 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of the step."""
         return self.highest.total
 
     def to_dict(self) -> dict[str, Any]:

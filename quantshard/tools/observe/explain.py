@@ -9,6 +9,7 @@ float32 masters and float32 moments.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -87,24 +88,16 @@ def explain(
 
 
 def _warn_of_differences(names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
-    """Warn about trained parameters that the optimizer lacks, and about its parameters that are not in the model.
-
-    `names`: the parameters of the model with their names.
-    """
+    """Warn about trained parameters that the optimizer lacks, and about its parameters that `names` lacks."""
     kind = type(optimizer).__name__
     optimized = {param for group in optimizer.param_groups for param in group["params"]}
     if strange := len(optimized - names.keys()):
-        warn_user(
-            f"{strange} of the {len(optimized)} parameters of {kind} are not in this model, so it does not train them; "
-            "build it after convert and fully_shard"
-        )
+        advice = "build it after convert and fully_shard"
+        warn_user(f"{strange} of the {len(optimized)} parameters of {kind} are not in this model; {advice}")
     missing = [name for param, name in names.items() if param.requires_grad and param not in optimized]
     if missing and strange < len(optimized):
         more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW else ""
-        warn_user(
-            f"{', '.join(missing[:_FEW])}{more}: trained, but not in this {kind}; unless another optimizer has them, "
-            "pass model.named_parameters() to it, or freeze them"
-        )
+        warn_user(f"{', '.join(missing[:_FEW])}{more}: trained, but not in this {kind}; pass model.named_parameters()")
 
 
 def _row(
@@ -138,7 +131,7 @@ def _row(
         param,
         storage,
         gemm,
-        (states.formats(param), states.sizes(param), states.has_float32(param)),
+        states.of(param),
         stored=_resident(local, storage, gathers),
         numel=_padded_numel(storage, local, gathers),
         sent=sent,
@@ -329,29 +322,21 @@ class _OptimizerStates:
             if isinstance(value, Tensor) and (value.ndim > 0 or param.ndim == 0)
         }
 
-    def formats(self, param: Tensor) -> dict[str, str]:
-        """State -> format. Scales belong to their state; a remainder and its parameter form one master."""
-        formats = {}
-        for key, value in self.tensors(param).items():
-            if key.endswith(_REMAINDER_SUFFIX):
-                formats[key.removesuffix(_REMAINDER_SUFFIX)] = (
-                    costs.SPLIT if value.ndim == param.ndim else costs.REMAINDER
-                )
-            elif not scaled_state(key):
-                formats[key] = costs.SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
-        return formats
+    def of(self, param: Tensor) -> tuple[dict[str, str], dict[str, int], bool]:
+        """State -> format, state -> bytes on this rank, and whether states stay float32 although others are scaled.
 
-    def sizes(self, param: Tensor) -> dict[str, int]:
-        """State -> bytes on this rank, scales included."""
-        sizes: dict[str, int] = {}
+        Scales belong to their state; a remainder and its parameter form one master.
+        """
+        formats: dict[str, str] = {}
+        sizes: Counter[str] = Counter()
         for key, value in self.tensors(param).items():
             state = scaled_state(key) or key.removesuffix(_REMAINDER_SUFFIX)
-            sizes[state] = sizes.get(state, 0) + value.nbytes
-        return sizes
-
-    def has_float32(self, param: Tensor) -> bool:
-        """Whether states stay in float32 although other parameters have scaled ones."""
-        return any(state in self.scaled and fmt == "fp32" for state, fmt in self.formats(param).items())
+            sizes[state] += value.nbytes
+            if key.endswith(_REMAINDER_SUFFIX):
+                formats[state] = costs.SPLIT if value.ndim == param.ndim else costs.REMAINDER
+            elif not scaled_state(key):
+                formats[state] = costs.SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+        return formats, dict(sizes), any(state in self.scaled and fmt == "fp32" for state, fmt in formats.items())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

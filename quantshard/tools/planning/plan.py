@@ -98,10 +98,7 @@ def plan(
     if step is None and memory is not None:
         raise ConfigurationError("plan(memory=...) needs a step, whose batch is to fit")
     if step is not None and (tp_ranks := mesh_rank.mesh.get(TP, 1)) > 1:
-        raise ConfigurationError(
-            f"plan: the memory of a step is not counted under tensor parallelism ({TP!r} of {tp_ranks}); leave the "
-            "step out"
-        )
+        raise ConfigurationError(f"plan: a step's memory is unknown under {TP!r} of {tp_ranks}; leave the step out")
     rows, shares = [], []
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
@@ -125,10 +122,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _OptimizerSpec:
-    """How the optimizer stores masters and moments, and whether it averages weights.
-
-    `algorithms`: id of a parameter -> its algorithm, where it is not `algorithm`.
-    """
+    """Storage of optimizer states. `algorithms`: id of a parameter -> its algorithm, if not `algorithm`."""
 
     states: state_storage.StateOptions
     ema: bool
@@ -152,13 +146,10 @@ class _MeshRank:
         sharding_axes = [axis for axis in mesh if axis != TP]
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
             raise ConfigurationError(
-                f"plan: mesh {dict(mesh)} must have the axis that fully_shard shards over, at most one before it "
-                f"(HSDP), and tensor parallelism only as the last, named {TP!r}"
+                f"plan: mesh {dict(mesh)} needs one or two axes for fully_shard, and {TP!r} only last"
             )
         if not 0 <= rank < ranks:
-            raise ConfigurationError(
-                f"plan: there is no rank {rank} in a mesh of {dict(mesh)}, which has {ranks} ranks"
-            )
+            raise ConfigurationError(f"plan: there is no rank {rank} in mesh {dict(mesh)} of {ranks} ranks")
         coordinates: dict[str, int] = {}
         for axis, size in reversed(list(mesh.items())):
             rank, coordinates[axis] = divmod(rank, size)
@@ -202,15 +193,11 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
 def _check_model(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in params.values()):
-        raise ConfigurationError(
-            "plan: the model is sharded already; plan it before, or describe it with explain(model)"
-        )
+        raise ConfigurationError("plan: the model is sharded already; plan it before, or use explain(model)")
     for end, dim in cut_by_tp.items():
         if TP not in place.mesh or dim not in (0, 1) or not any(name.endswith(end) for name in params):
-            raise ConfigurationError(
-                f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
-                f"name ends so; the mesh is {place.mesh}"
-            )
+            cut = f"tensor_parallel={{{end!r}: {dim}}}"
+            raise ConfigurationError(f"plan: {cut} needs the axis {TP!r}, dim 0 or 1, and a parameter of this name")
 
 
 def _row(

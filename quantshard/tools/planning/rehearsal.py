@@ -196,9 +196,7 @@ def rehearse(
     `sizes`: by the id of each layer, and of None for the rest of the model. `mesh`: as for `step_memory`.
     """
     if not kernels.USABLE:
-        raise ConfigurationError(
-            "plan: the memory of a step is computed with the kernels' code; pip install triton (no GPU is needed)"
-        )
+        raise ConfigurationError("plan: the memory of a step needs the kernels' code; pip install triton")
     # Drop caches, so that a plan does not depend on earlier ones.
     for lasting in (workspace, tables):
         lasting.discard(torch.device("meta"))
@@ -264,10 +262,7 @@ class _Twins:
 
 
 def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
-    """Copy a weight's shape and format to the meta device.
-
-    The copy has its own draw count, which stays on the CPU as for every device.
-    """
+    """Copy a weight's shape and format to the meta device. Its draw count stays on the CPU."""
     storage = weight.quantized_storage
     state = {name: value.clone() if value.is_cpu else torch.empty_like(value) for name, value in storage.state.items()}
     parts = {name: torch.empty_like(part, device="meta") for name, part in storage.components.items()}
@@ -277,8 +272,7 @@ def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
 def _language_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """The model's own loss if its forward takes `labels`, otherwise the mean cross-entropy of its logits."""
     if "labels" in inspect.signature(model.forward).parameters:
-        loss: Tensor = model(input_ids=tokens, labels=targets).loss
-        return loss
+        return model(input_ids=tokens, labels=targets).loss
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 

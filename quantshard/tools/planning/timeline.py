@@ -197,18 +197,16 @@ def _attention(
     backends = torch.backends.cuda
     is_flash = query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= _LARGEST_FLASH_HEAD
     if is_flash and (backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()):
-        flash: Tensor = _aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return flash
+        return _aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if query.ndim == 4 and query.shape[-3] == key.shape[-3] and backends.mem_efficient_sdp_enabled():
         bias = attn_mask
         if bias is not None:
             shape = (*query.shape[:-1], key.shape[-2])
             bias = (torch.empty_like(bias, dtype=query.dtype) if bias.dtype is torch.bool else bias).expand(shape)
         saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
-        memory_efficient: Tensor = _aten._scaled_dot_product_efficient_attention.default(
+        return _aten._scaled_dot_product_efficient_attention.default(
             query, key, value, bias, saves_logsumexp, dropout_p, is_causal, scale=scale
         )[0]
-        return memory_efficient
     return plain()

@@ -181,10 +181,7 @@ class RunWatch:
         self._starts_until = time.monotonic() + START_SECONDS
 
     def poll(self, most: int) -> list[str]:
-        """Read new records, and return a line for each new step and alarm, at most the last `most` of both.
-
-        After a resume has rewritten the file, steps seen before do not count as new.
-        """
+        """Read new records; return a line for each new step and alarm, at most the last `most` of both."""
         last_step = -1
         if self._metrics.was_rewritten():
             # A resume rewrote the file, possibly with a new number of steps.

@@ -71,13 +71,11 @@ def render(runs: Sequence[history.RunHistory], now: datetime | None = None) -> s
 
 
 def labels(runs: Sequence[history.RunHistory]) -> list[str]:
-    """Labels of the runs: their names, or the paths given by the user where names are equal."""
     counts = Counter(run.name for run in runs)
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
 
 
 def _by_name(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Rows of a table with a column for each run."""
     names = dict.fromkeys(name for table in tables for name in table)
     return [(name[:_LONGEST], [said(table.get(name, NONE)) for table in tables]) for name in names]
 

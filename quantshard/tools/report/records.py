@@ -108,10 +108,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def number(value: object) -> float:
-    """Convert an entry of a record to float.
-
-    Returns NaN if `value` is not a number, and infinity if it is not finite in float32, including the text "nan".
-    """
+    """Convert an entry to float: NaN if it is no number, infinity if it is not finite in float32 (also "nan")."""
     if type(value) in (int, float) or (type(value) is str and len(value) < 10):
         try:
             result = float(value)  # type: ignore[arg-type]
@@ -158,7 +155,8 @@ class MetricTable:
             for name, value in record.items():
                 figure = value if type(value) is float and -LARGEST <= value <= LARGEST else number(value)
                 if name not in columns:
-                    if name == "step" or math.isnan(figure) or not _is_column(name, len(columns)):
+                    is_full = len(columns) >= MOST_COLUMNS or len(name) > _LONGEST_NAME
+                    if name == "step" or math.isnan(figure) or is_full:
                         continue
                     columns[name] = array("d", [math.nan]) * len(steps)
                 columns[name].append(figure)
@@ -173,10 +171,6 @@ class MetricTable:
         values = self.columns.get(name, np.full(len(self.steps), np.nan))
         finite = np.isfinite(values)
         return self.steps[finite], values[finite]
-
-
-def _is_column(name: str, columns: int) -> bool:
-    return columns < MOST_COLUMNS and len(name) <= _LONGEST_NAME
 
 
 MOST_SAMPLES, MOST_ALARMS, _LONGEST = 80, 400, 300

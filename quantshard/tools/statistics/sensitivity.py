@@ -127,10 +127,7 @@ def gaussian_error(spec: QuantSpec | None) -> float:
 
 
 def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], object]) -> list[GemmError]:
-    """Measure the error that each operand of each GEMM adds to one pass (`run`) of a float32 model, largest first.
-
-    `recipes`: recipe by name of each module to measure.
-    """
+    """Measure the errors of all operands in one pass (`run`) of a float32 model under `recipes`, largest first."""
     names: dict[int, tuple[str, str]] = {}
     for name in recipes:
         module = model.get_submodule(name)

@@ -97,10 +97,8 @@ class StepSample(Observer):
         if entry is None:
             return
         if not self.captures and kernel_dispatch.is_capturing():
-            raise UnsupportedOperationError(
-                "Statistics: a CUDA graph is captured in a sampled step, which would count every replay; capture "
-                "before creating Statistics, or a whole step within `with statistics.whole_step()`"
-            )
+            advice = "capture before creating Statistics, or within `with statistics.whole_step()`"
+            raise UnsupportedOperationError(f"Statistics: a CUDA graph is captured in a sampled step; {advice}")
         row = entry[1] + _KIND_NUMBERS[role, for_wgrad]
         # Sample in part if the previous operand was quantized from the same values.
         is_second = for_wgrad and self._last == entry[1] + _KIND_NUMBERS[role, False]
@@ -224,11 +222,7 @@ class StepSample(Observer):
 
 
 def _as_in_one_process(values_of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge values by name over ranks, in the order of the model in one process.
-
-    All ranks have modules in the same order; the experts of a `GroupedLinear` are consecutive over ranks. Modules that
-    some ranks lack come last.
-    """
+    """Merge values by name over ranks, in the model's order; experts are consecutive over ranks."""
     by_module: dict[str, dict[str, Any]] = {}
     for local in values_of_ranks:
         for name, value in local.items():

@@ -35,10 +35,7 @@ def existing(path: P, what: str) -> P:
 
 
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
-    """Atomically write a file, replacing a regular one.
-
-    `within`: folder of the run that contains the file; missing folders below it are created.
-    """
+    """Atomically write a file, replacing a regular one. `within`: the run's folder; folders below it are made."""
     with written_file(path, within=within) as file, _errors_of(path):
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
@@ -67,10 +64,7 @@ def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO
 
 
 def remove_unfinished(folder: Path, *names: str) -> None:
-    """Remove temporary files that a killed process left in `folder`, and the files `names`.
-
-    The caller must hold the folder's lock.
-    """
+    """Remove temporary files of a killed process in a locked `folder`, and the files `names`."""
     with _errors_of(folder):
         for name in os.listdir(folder):
             if name in names or _UNFINISHED.fullmatch(name):

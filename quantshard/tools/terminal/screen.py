@@ -74,7 +74,6 @@ def say_whole(text: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print one line on standard error."""
     print(f"quantshard: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
@@ -104,10 +103,7 @@ class TransferBar(progress.Progress):
 
 @contextmanager
 def transfer_bar(what: str) -> Iterator[None]:
-    """Show a bar of the bytes that saves, loads and checks transfer during the block, on a terminal's standard error.
-
-    `what`: description of the work.
-    """
+    """Show a bar of the bytes that are transferred during the block, if standard error is a terminal."""
     screen = Screen(stderr=True, soft_wrap=True)
     columns = (
         progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(),

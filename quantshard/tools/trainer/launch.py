@@ -81,10 +81,7 @@ def check_processes(processes: int) -> None:
     cores = os.cpu_count() or 1
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
     if processes > most:
-        raise ConfigurationError(
-            f"{processes} processes are too many for this machine of {cores} CPU cores; start at most {most}, or use "
-            "torchrun on several machines"
-        )
+        raise ConfigurationError(f"{processes} processes are too many for {cores} CPU cores; start at most {most}")
 
 
 def command_script() -> str:
@@ -183,8 +180,7 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
 
 
 def report_failure(error: BaseException, logs: Path) -> str:
-    """Report the failure of this rank to the launcher and return it as one line. A crash, which is no error that
-    quantshard raises on purpose, also writes its traceback to a file in `logs`."""
+    """Report the failure of this rank, and return it as one line. Crashes write their traceback into `logs`."""
     rank = os.environ.get("RANK", "0").replace("/", "_")
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, QuantshardError):

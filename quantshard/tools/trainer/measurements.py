@@ -38,8 +38,8 @@ BF16_PEAKS: Final[Mapping[str, float]] = MappingProxyType(
 
 
 def flops_of_token(model: nn.Module, settings: TrainSettings) -> float | None:
-    """Return the FLOP of forward and backward per token: 6 per matrix weight, plus 12 L H D T for attention over T
-    tokens in L layers of H heads of D features. None if unknown, as for stacked experts of transformers."""
+    """Return the FLOP per token: 6 per matrix weight, and 12 L H D T for attention over T tokens in L layers of
+    H heads of D features. None if unknown, as for stacked experts of transformers."""
     params, head_features = list(model.parameters()), settings.layers * settings.heads * settings.head_size
     if not settings.is_by_sizes:
         config: Any = model.config
@@ -163,14 +163,12 @@ class RunStatistics:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Context around all device work of a sampled step, which can be captured as a CUDA graph. Replays use the
-        sample of the last capture."""
+        """Context around all device work of a sampled step. Replays of its CUDA graph use the sample of the capture."""
         with self._statistics.whole_step() as self._sample:
             yield
 
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
-        """Finish a step, which ran within `whole_step` if it was sampled. Collective. `again`: callable that repeats
-        the step's forward and backward."""
+        """Finish a step, sampled or not. Collective. `again`: repeats the step's forward and backward."""
         skipped = self._optimizer.skipped_steps
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
@@ -188,8 +186,7 @@ class RunStatistics:
         return "nan", source.name, source.text
 
     def settle(self) -> None:
-        """Record the pending sample before a checkpoint is saved, because a resume from the checkpoint would lose
-        it."""
+        """Record the pending sample before a checkpoint is saved; a resume from the checkpoint would lose it."""
         self._write(self._statistics.settle())
 
     def __enter__(self) -> RunStatistics:

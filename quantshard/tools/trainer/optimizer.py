@@ -27,8 +27,7 @@ _NO_HIDDEN_LAYERS = ("embedding", "positions", "head", "layers.*.mlp.router")
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> ElementwiseOptimizer:
-    """Build the optimizer. Only matrices (including stacked experts) get weight decay. The model's high-precision
-    initial values are freed, because the masters hold them now."""
+    """Build the optimizer; only matrices get weight decay. Frees initial values that its masters hold now."""
     betas = (settings.beta1, settings.beta2)
     adam: dict[str, Any] = {"betas": betas, "eps": settings.eps, "weight_decay": settings.weight_decay}
     common: dict[str, Any] = {

@@ -47,10 +47,9 @@ def recorded(settings: TrainSettings) -> dict[str, Any]:
 def overrides(
     run: str, before: TrainSettings, now: TrainSettings, given: Collection[str], processes: int
 ) -> dict[str, Any]:
-    """Return the settings that a restart on `processes` ranks changes. `given`: names of the settings that the user
-    gave.
+    """Return the settings among `given` that a restart on `processes` ranks changes.
 
-    A mesh for another number of ranks is left out; the run then continues with all ranks in dp_shard, as `resume` does.
+    A mesh for another number of ranks is left out; all ranks are then in dp_shard, as after `resume`.
     """
     before = replace(before, **as_settings(before.state_options))
     result: dict[str, Any] = {}
@@ -61,10 +60,8 @@ def overrides(
         if name not in CHANGEABLE:
             since = " or resumed" if name in _CONVERTED else ""
             was, now_ = (shown_value(FLOAT32_STATES if name == "preset" and not v else v) for v in (old, value))
-            raise ConfigurationError(
-                f"{run} was started{since} with {name} = {was}, but {name} = {now_} is given; give what it was, or "
-                "name another --run"
-            )
+            text = f"{name} = {was}, but {name} = {now_} is given; give what it was, or name another --run"
+            raise ConfigurationError(f"{run} was started{since} with {text}")
         result[name] = list(value) if isinstance(value, tuple) else value
     return result | {name: getattr(now, name) for name in _ALWAYS}
 

@@ -104,10 +104,8 @@ class RunDir:
         if self.path.is_dir() and set(self.path.iterdir()) <= allowed and not any(checkpoints.glob("step-*")):
             return
         if os.path.lexists(self.path):
-            raise ConfigurationError(
-                f"{self.path} exists: go on with it by `quantshard resume {self.path}` or --auto-resume, remove it, or "
-                "name another --run"
-            )
+            way_on = f"`quantshard resume {self.path}` or --auto-resume"
+            raise ConfigurationError(f"{self.path} exists: go on with it by {way_on}, or name another --run")
 
     def is_begun(self) -> bool:
         return os.path.lexists(self.config)
@@ -119,8 +117,7 @@ class RunDir:
         corpus: Mapping[str, Any],
         model: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the folder of a new run and write its configuration. `model`: configuration of a transformers
-        model."""
+        """Create the folder of a new run and write its configuration. `model`: that of a transformers model."""
         self.check_new()
         self.follow(settings)
         if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
@@ -133,8 +130,7 @@ class RunDir:
         self.write_config(settings, launch, corpus)
 
     def withdraw(self) -> None:
-        """Undo `create` for a locked run that failed before its first step, so that the corrected command can use the
-        folder. Logs and tokens stay."""
+        """Undo `create` for a locked run that failed before its first step; logs and tokens stay."""
         # the user must see the original failure
         with suppress(QuantshardError):
             if self._is_locked and not os.path.lexists(self.metrics) and not any(self.saved_steps()):
@@ -163,8 +159,7 @@ class RunDir:
         return settings, _table("launch", _LAUNCH, content, where), _table("corpus", _CORPUS, content, where)
 
     def here(self, path: str) -> str:
-        """Return the current path of something in `tokens` if the run's folder was renamed; other paths are
-        unchanged."""
+        """Return the current path of something in `tokens` if the run's folder was renamed; otherwise `path`."""
         _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
         moved = self.tokens.absolute() / rest
         return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
@@ -199,11 +194,9 @@ class RunDir:
         return complete, [step for step in numbers if step not in complete]
 
     def check_place(self, named: bool) -> None:
-        """Check that checkpoints outside of the run's folder belong to the run. `named`: the user just named their
-        location.
+        """Check that outside checkpoints belong to the run, unless the user just named their location.
 
-        A malicious `config.toml` could otherwise name another run's checkpoints, and the oldest of these would be
-        removed.
+        A malicious `config.toml` could name another run's checkpoints, and the oldest of these would be removed.
         """
         if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
             return
@@ -214,17 +207,14 @@ class RunDir:
         )
 
     def look_in(self, named: str | None) -> None:
-        """Choose where to look for checkpoints: the location that the user just named, or the one in the settings if it
-        is local and marked as the run's. A URL from `config.toml` alone is never contacted, because the file is
-        untrusted.
+        """Look for checkpoints where the user says, or where the settings say, if that is local and marked.
+
+        A URL from the untrusted `config.toml` alone is never contacted.
         """
         if named is not None:
             self.checkpoints = named or self.path / _CHECKPOINTS
         elif isinstance(self.checkpoints, str) and not is_local(self.checkpoints):
-            raise ConfigurationError(
-                f"the checkpoints of {self.config} are at a URL, which is requested only if you pass it: --checkpoints "
-                f"{self.checkpoints}"
-            )
+            raise ConfigurationError(f"checkpoints of {self.path} are at a URL; pass --checkpoints {self.checkpoints}")
         self.check_place(named is not None)
 
     def _marked(self) -> str:
@@ -246,17 +236,15 @@ class RunDir:
             store.make(path)
             store.write(store.join(path, _OF_RUN), json.dumps({"run": run}).encode())
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write to {self.checkpoints} ({why(error)}); name another place with --checkpoints"
-            ) from error
+            reason = f"({why(error)}); name another place with --checkpoints"
+            raise CheckpointError(f"cannot write to {self.checkpoints} {reason}") from error
 
     def last_complete(self) -> tuple[int, list[int]]:
         """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
         complete, incomplete = self.saved_steps()
         if not complete:
             raise ConfigurationError(
-                f"{self.checkpoints} has no complete checkpoint; start again with `quantshard train --config "
-                f"{self.config} --run ANOTHER`"
+                f"{self.checkpoints} has no complete checkpoint; train with --config {self.config}"
             )
         return complete[-1], [step for step in incomplete if step > complete[-1]]
 
@@ -274,14 +262,12 @@ class RunDir:
         return [start for line in content.split(b"\n") if (start := _record(line))]
 
     def requantized(self) -> tuple[bool, bool]:
-        """Return whether any start requantized the weights to another recipe, and whether any did so without
-        masters."""
+        """Return whether any start requantized the weights to another recipe, and whether any without masters."""
         starts = [start for start in self.read_starts() if "requantized" in start]
         return bool(starts), any(start.get("lossy") is True for start in starts)
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps and a truncated line, so that the files read as one run. Steps are in
-        order."""
+        """Drop the records of later steps and a truncated line, so that the files read as one run."""
         for file in (self.metrics, self.samples, self.starts, self.statistics):
             if os.path.lexists(file):
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
@@ -299,9 +285,7 @@ class RunDir:
 
 
 def run_of_checkpoint(checkpoint: str) -> RunDir | None:
-    """Return the run that owns a checkpoint: the run around it, or the run that a local mark names. A mark is
-    untrusted, so it counts only if that run's settings name the location. None if there is no such run.
-    """
+    """Return the run around a checkpoint, or the run that a mark names if its settings name the location too."""
     if not is_local(checkpoint):
         return None
     folder = local(checkpoint, "a checkpoint").absolute().parent
@@ -323,7 +307,6 @@ def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
 
 
 def recorded_processes(content: Mapping[str, Any], where: str) -> int:
-    """Return the number of ranks in the content of a `config.toml`; 0 if the file belongs to no run."""
     return int(_table("launch", _LAUNCH, content, where)["processes"]) if "launch" in content else 0
 
 

@@ -51,9 +51,7 @@ def _check_wandb_settings(*folders: str) -> None:
             raise ConfigurationError(f"{file}: {shown_value(str(error))}; delete it") from None
         keys = {*parser.defaults(), *(key for section in parser.sections() for key in parser[section])}
         if unsafe := sorted(keys - _WANDB_FILE_KEYS):
-            raise ConfigurationError(
-                f"{file} sets {shown_value(unsafe[0])}; delete it, or set WANDB_{unsafe[0][:40].upper()} instead"
-            )
+            raise ConfigurationError(f"{file} sets {shown_value(unsafe[0])}; delete it, or use WANDB_* variables")
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:

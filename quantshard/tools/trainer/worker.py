@@ -101,9 +101,7 @@ class RunSetup:
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
-    """Validate the settings of a new run and create its folder. Texts without random access are tokenized into the
-    folder first; these tokens stay even if a later check fails.
-    """
+    """Validate the settings of a new run and create its folder. Tokens stay even if a later check fails."""
     run.check_new()
     settings.check_ranks(processes)
     kind = device_kind(settings.device)
@@ -133,11 +131,7 @@ def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     # "4,2": 4 on the outermost level
     openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     default = int(openmp) if openmp.isdecimal() else 1 if processes > 1 else os.cpu_count() or 1
-    return {
-        "processes": processes,
-        "mesh": str(settings.axes(processes)),
-        "threads": settings.threads or default,
-    }
+    return {"processes": processes, "mesh": str(settings.axes(processes)), "threads": settings.threads or default}
 
 
 def of_mesh(settings: TrainSettings) -> int:
@@ -398,9 +392,7 @@ def device_kind(wanted: str) -> str:
 def check_local_gpu(local: int) -> None:
     count = torch.cuda.device_count()
     if local >= count:
-        raise ConfigurationError(
-            f"process {local} of this machine has no GPU: there are {count}; start fewer processes, or set LOCAL_RANK"
-        )
+        raise ConfigurationError(f"process {local} here has no GPU: there are {count}; start fewer, or set LOCAL_RANK")
 
 
 def main(run: Path, order: WorkerJob) -> NoReturn:

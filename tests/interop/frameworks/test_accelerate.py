@@ -241,7 +241,7 @@ def test_codes_of_save_model_are_not_read_as_values(
     for path in [tmp_path, *tmp_path.glob("*.index.json")]:
         with pytest.raises(CheckpointError, match=CODES) as caught:
             load_checkpoint_in_model(other, path)
-        assert "call quantshard.convert(model, recipe)" in str(caught.value)
+        assert "call quantshard.convert with the recipe" in str(caught.value)
     assert bits(other) == before
     other = build("mxfp8", seed=1)
     load_checkpoint_in_model(other, tmp_path)
@@ -418,16 +418,16 @@ def test_wrong_use_is_said_in_one_line() -> None:
     """1 rank."""
     (lines,) = run_ranks(1, refused, None)
     words = [
-        "LlamaForCausalLM has no quantized weight; call quantshard.convert first",
-        "holds parameters that are not the model's; build it after convert",
+        "LlamaForCausalLM has no quantized weight; call quantshard.convert",
+        "has foreign parameters; build it after convert",
         "state_dict_type='SHARDED_STATE_DICT'",
-        "FullyShardedDataParallelPlugin(fsdp_version=2)",
+        "fsdp_version=2",
         "use 'bf16' or 'no'",
-        "accelerate runs DEEPSPEED",
-        "does not send the high-precision initial values",
+        "DEEPSPEED is not supported",
+        "omits the initial values",
         "would separate tied weights",
-        "is on the meta device on rank 0",
-        "lose the states of AdamW",
+        "rank 0 has no values of",
+        "AdamW would lose its states",
     ]
     for line, expected in zip(lines, words, strict=True):
         assert expected in line and "\n" not in line
@@ -439,6 +439,6 @@ def test_fsdp_that_accelerate_does_not_do_is_told(monkeypatch: pytest.MonkeyPatc
         model = nn.Sequential(qs.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu"))
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.warns(UserWarning, match="asked for FSDP but runs NO: each process holds the whole model"):
+    with pytest.warns(UserWarning, match="asked for FSDP but runs NO"):
         prepare(Accelerator(cpu=True), model)
     AcceleratorState._reset_state(reset_partial_state=True)

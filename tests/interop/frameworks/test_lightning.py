@@ -402,14 +402,12 @@ def refused(folder: Path) -> dict[str, str]:
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     """2 ranks."""
     for found in run_ranks(2, refused, tmp_path):
-        assert found["tensor parallelism"].endswith(
-            "make the strategy with data_parallel_size=2, tensor_parallel_size=1"
-        )
-        assert "a LightningModule (Classifier)" in found["LightningModule"]
+        assert found["tensor parallelism"].endswith("only tensor_parallel_size=1 is supported; use data_parallel_size")
+        assert "Classifier is a LightningModule" in found["LightningModule"]
         assert "it has no torch.nn.Linear" in found["no layer"]
         assert "FusedAdam has no parameter of a model from fabric.setup" in found["together"]
         for kind in ("a file", "a raw file", "a file of the Trainer"):
-            assert "is a single file, which Lightning cannot load into quantized weights" in found[kind]
+            assert "is a single file; save with" in found[kind]
         for kind, name in {"whole in the Trainer": "model.layers.0.0", "whole in Fabric": "layers.0.0"}.items():
             assert f"does not reduce gradients of unsharded weights ({name}.weight) over 2 ranks" in found[kind]
         assert not any("\n" in each for each in found.values())

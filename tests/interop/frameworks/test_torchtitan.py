@@ -262,8 +262,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 
 
 SAID = {
-    "tensor parallelism": "tensor parallelism is not supported; use --parallelism.tensor_parallel_degree 1",
-    "backend": "'spmd_types' is not supported; use --parallelism.spmd_backend partial_dtensor",
+    "tensor parallelism": "has no TP; use --parallelism.tensor_parallel_degree 1",
+    "backend": "needs --parallelism.spmd_backend partial_dtensor",
     "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: auto,",
     "pattern": "TitanConverter(filter='wz') matches none of the 13 linear layers of this model (the first: ",
     "converter's recipe": "unknown recipe 'fp7'; choose one of: auto,",

@@ -386,7 +386,7 @@ def test_stacked_experts_that_transformers_does_not_read_are_told(tmp_path: Path
     config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=40, num_local_experts=2)
     model = MixtralForCausalLM(config).to(torch.bfloat16)
     qs.convert(model, "nvfp4")
-    with pytest.warns(UserWarning, match=r"does not read stacked experts \(model.layers.0.mlp.experts"):
+    with pytest.warns(UserWarning, match=r"reads no stacked experts \(model.layers.0.mlp.experts"):
         model.save_pretrained(tmp_path, layout="compressed-tensors")
 
 
@@ -401,7 +401,7 @@ def test_plain_values_on_request(recipe: str, folder: Path, tmp_path: Path) -> N
     assert same_values(model, again) == (recipe == "mxfp8")
     qs.revert(model)
     assert differing(model, load(tmp_path)) == []
-    with pytest.raises(ConfigurationError, match=r"dtype is torch.bfloat16; call model.to\(torch.float32\) first"):
+    with pytest.raises(ConfigurationError, match=r"call model.to\(torch.float32\) first, not torch.bfloat16"):
         again.save_pretrained(tmp_path / "fp32", layout="plain-fp32")
 
 
@@ -524,7 +524,7 @@ def test_a_model_converted_in_part_is_written_as_one_converted_whole(recipe: Any
     model = load(folder)
     for part, enters in zip(model.model.layers, (True, False), strict=True):
         qs.convert(part, recipe, autocast=enters)
-    with pytest.raises(ConfigurationError, match="both autocast=True and autocast=False"):
+    with pytest.raises(ConfigurationError, match="autocast=True and autocast=False"):
         model.save_pretrained(tmp_path / "x")
 
 
@@ -579,7 +579,7 @@ def test_wrong_arguments_are_named(folder: Path) -> None:
         (lambda: load(folder, {"layers.1": "block", "*": "mxfp8"}), "the layers in a module are 'module.*'"),
         (lambda: load(folder, {"*": "mxfp8", "q_proj": "block"}), "convert(recipe): 'q_proj' would do nothing, since"),
         (lambda: load(folder, "bf16"), "no layer of this model can be converted: recipe bf16; the head"),
-        (lambda: qt.training_config(folder, "mxfp8"), "has no quantization_config; pass quantization_config="),
+        (lambda: qt.training_config(folder, "mxfp8"), "no quantization_config; pass QuantshardConfig()"),
         (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is already quantized"),
     ]
     for call, wanted in cases:
@@ -620,7 +620,7 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
         (
             CheckpointError,
             lambda: AutoModelForCausalLM.from_pretrained(folder, config=deeper, quantization_config=given),
-            "no weight for 7 of 21 quantized layers (first: model.layers.2.self_attn.q_proj)",
+            "the files lack 7 of 21 quantized layers (first: model.layers.2.self_attn.q_proj)",
         ),
         (ConfigurationError, lambda: load(tmp_path / "nan", "mxfp8"), "layers.1.mlp.up_proj.weight: 1 of 10240 values"),
         (CheckpointError, lambda: read(tmp_path / "mx", "nvfp4"), "down_proj.weight: it cannot be copied into nvfp4"),
@@ -633,7 +633,7 @@ def test_files_that_do_not_fit_are_refused_by_name(folder: Path, tmp_path: Path)
         (
             ConfigurationError,
             lambda: load(tmp_path / "own"),
-            "cannot hold the custom recipe of the model",
+            "lacks the recipe of the model",
         ),
         (
             ConfigurationError,
@@ -659,10 +659,10 @@ def test_places_without_values_are_refused_by_name(folder: Path, tmp_path: Path)
     )
     given = qt.QuantshardConfig("mxfp8")
     for options, wanted in (
-        ({"device_map": {"": "disk"}}, "device_map puts weights on the disk"),
+        ({"device_map": {"": "disk"}}, "weights on the disk cannot be trained"),
         (
             {"distributed_config": transformers.DistributedConfig(fsdp_size=1)},
-            "(distributed_config=...) is not supported",
+            "distributed_config is not supported",
         ),
     ):
         call = lambda options=options: AutoModelForCausalLM.from_pretrained(  # noqa: E731

@@ -250,17 +250,17 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path: Path) -> None:
     made(small).save_pretrained(tmp_path / "served", layout="compressed-tensors")
     told = resumed_error(made(small, recipe=None), tmp_path / "codes")
     assert (
-        "q_proj.weight is mxfp8_32x32 in the checkpoint, but plain in this LlamaForCausalLM; convert the model" in told
+        "q_proj.weight is mxfp8_32x32 in the checkpoint, but plain in the model; convert with the saved recipe" in told
     )
     for folder, dtype in (("values", "bfloat16"), ("served", "float8_e4m3fn")):
         told = resumed_error(made(small), tmp_path / folder)
-        assert f"q_proj.weight is torch.{dtype} in the checkpoint, but mxfp8_32x32 in this" in told
+        assert f"q_proj.weight is torch.{dtype} in the checkpoint, but mxfp8_32x32 in the model" in told
     for parts in (False, True):
         if parts:
             entries = made(small).state_dict()
             save_file(entries, tmp_path / "codes" / "model.safetensors", metadata={"format": "pt"})
         told = resumed_error(made(small, recipe="nvfp4"), tmp_path / "codes")
-        assert "q_proj.weight is mxfp8_32x32 in the checkpoint, but nvfp4_16x16 in this" in told
+        assert "q_proj.weight is mxfp8_32x32 in the checkpoint, but nvfp4_16x16 in the model" in told
         assert "mxfp8_32x32 in the checkpoint, but plain" in resumed_error(made(small, recipe=None), tmp_path / "codes")
 
 
@@ -321,8 +321,8 @@ def test_a_layout_for_no_quantized_weight_is_refused(tmp_path: Path) -> None:
     for part in (model, model.model, around.model):
         for layout, wanted in (
             ("compressed-tensor", "unknown layout 'compressed-tensor'; did you mean 'compressed-tensors'"),
-            ("compressed-tensors", f"this {type(part).__name__} has no quantized weight"),
-            ("native", f"layout='native'): this {type(part).__name__} has no quantized weight"),
+            ("compressed-tensors", f"{type(part).__name__} has no quantized weight"),
+            ("native", f"{type(part).__name__} has no quantized weight"),
         ):
             with pytest.raises(ConfigurationError, match=re.escape(wanted)):
                 part.save_pretrained(tmp_path, layout=layout)

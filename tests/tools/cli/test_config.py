@@ -98,7 +98,7 @@ def test_resolved_fills_in_what_follows():
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
         (
             {"preset": "laen6"},
-            "preset = 'laen6': there is no such preset; did you mean 'lean6'? there are lean8, lean6",
+            "preset = 'laen6': there is no such preset; did you mean 'lean6'? choose one of lean8, lean6",
         ),
         (
             {"preset": "lean8", "exp_avg_sq_dtype": "bfloat16"},
@@ -214,9 +214,9 @@ def test_settings_spelled_out_are_the_preset(name):
         ("hidden = true", "hidden = True must be int"),
         ("data = 'x'", "must be a list of paths"),
         ("hidden =", "is not TOML"),
-        ("recipe = { 'layers.0' = 3 }", "recipe has 'layers.0' = 3; it must be a pattern"),
-        ("recipe = { 'a,b' = 'mxfp8' }", "recipe has 'a,b' = 'mxfp8'; it must be a pattern"),
-        ("recipe = {}", "recipe has '' = ''; it must be a pattern"),
+        ("recipe = { 'layers.0' = 3 }", "recipe has 'layers.0' = 3; write PATTERN = RECIPE"),
+        ("recipe = { 'a,b' = 'mxfp8' }", "recipe has 'a,b' = 'mxfp8'; write PATTERN = RECIPE"),
+        ("recipe = {}", "recipe has '' = ''; write PATTERN = RECIPE"),
     ],
 )
 def test_refused_file(tmp_path, text, says):

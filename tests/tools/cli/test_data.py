@@ -207,7 +207,7 @@ def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
 
 
 def test_text_needs_the_tokens_of_bytes(folder):
-    with pytest.raises(ConfigurationError, match=r"vocabulary = 256, but there are 257 tokens of bytes"):
+    with pytest.raises(ConfigurationError, match=r"vocabulary = 256, but bytes have 257 tokens"):
         collect([str(folder)], like=Corpus((), vocabulary=256))
     assert collect([str(folder)], like=Corpus((), vocabulary=320)).vocabulary == 320
 

@@ -240,7 +240,7 @@ def test_names_from_anybody_are_patterns_too() -> None:
         (["explain", "confg"], "there is nothing at confg; name a run or a config.json"),
         (["plan", "far/away"], "there is nothing at far/away"),
         (["inspect", "tetx"], "there is nothing at tetx"),
-        (["explain", "text"], "text is no run (which has a config.toml), and holds no Hugging Face config.json"),
+        (["explain", "text"], "text has no config.toml of a run and no config.json"),
         (["inspect", ""], "there is nothing at an empty path"),
         (["explain", "config.json", "--recipe", "mxpf8"], "unknown recipe 'mxpf8'"),
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'; did you mean 'dp_shard'?"),
@@ -265,7 +265,7 @@ def test_names_from_anybody_are_patterns_too() -> None:
         (["plan", "gpt2.json"], "no layer of this model can be converted"),
         (
             ["plan", "gpt2.json", "--mesh", "tp=2", "--recipe", "bf16"],
-            "no weight has a name that says how 'tp' cuts it",
+            "'tp' cuts no weight of this model",
         ),
     ],
 )

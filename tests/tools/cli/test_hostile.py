@@ -26,7 +26,7 @@ from tests.tools.cli.hostile import Started, content, made, resumed, told
 
 FILE = r"run/config\.toml"
 CASES: list[tuple[Any, str]] = [
-    ({"launch": {"processes": 4000}}, r"4000 processes are too many for this machine"),
+    ({"launch": {"processes": 4000}}, r"4000 processes are too many for"),
     ({"launch": {"processes": -2}}, rf"{FILE}: \[launch\]: processes = -2: must be 1 or more"),
     ({"launch": {"processes": True}}, rf"{FILE}: \[launch\]: processes = True must be int: 1 or more"),
     ({"launch": {"processes": 2, "threads": 0}}, r"\[launch\]: threads = 0: must be 1 or more"),

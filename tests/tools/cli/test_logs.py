@@ -293,7 +293,7 @@ def test_refused_before_a_folder_is_made(
     ("flags", "says"),
     [
         (["--device", "cuda"], "device = 'cuda', but torch sees no GPU here; use --device cpu or auto"),
-        (["--device", "cuda", "--nproc-per-node", 3], "process 2 of this machine has no GPU: there are 2; start fewer"),
+        (["--device", "cuda", "--nproc-per-node", 3], "process 2 here has no GPU: there are 2; start fewer"),
     ],
 )
 def test_a_mistake_leaves_no_folder_in_the_way(

@@ -95,7 +95,7 @@ def test_a_url_is_asked_only_if_the_user_names_it(run: Path) -> None:
     with mock.patch.object(store, "FsspecStore", side_effect=ZeroDivisionError) as asked:
         for command in ("status", "debug"):
             code, _, (line,) = told(command, run)
-            assert code == 1 and line.endswith(f"at a URL, which is requested only if you pass it: --checkpoints {URL}")
+            assert code == 1 and line.endswith(f"at a URL; pass --checkpoints {URL}")
         assert not asked.called
         with pytest.raises(ZeroDivisionError):
             found = RunDir(run)

@@ -215,7 +215,7 @@ def line(answer, says):
 BAD_LINES = {
     "[1]": "line 2 is not a JSON object",
     "{": "line 2 is not JSON",
-    '{"body": "x"}': "line 2 has no 'text', only 'body'; name the text with --text-field",
+    '{"body": "x"}': "line 2 has no 'text', only 'body'; see --text-field",
     '{"text": 3}': "line 2: 'text' is 3, and must be a text",
     "\xff": "is not JSON",
     "[" * 100_000: "is not JSON",
@@ -268,7 +268,7 @@ def test_bad_options_are_refused(folder, tmp_path):
         "--tokenizer", tokenizer, "--end-of-document", "<|ent|>",
     )  # fmt: skip
     bare = tokenizer / "tokenizer.json"
-    refused("name it with --end-of-document TOKEN", "--tokenizer", bare)
+    refused("give --end-of-document TOKEN", "--tokenizer", bare)
     refused("--shard-size '0' is not a size", "--shard-size", "0")
     refused("data_format = 'jsonl': choose one of: auto, text", "--data-format", "jsonl")
     refused("text_field = ''", "--text-field", "")

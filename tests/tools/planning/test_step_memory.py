@@ -235,7 +235,7 @@ class Asking(Layers):
 
 
 def test_tensor_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"not counted under tensor parallelism \('tp' of 2\)"):
+    with pytest.raises(ConfigurationError, match=r"memory is unknown under 'tp' of 2"):
         memory_of(Layers(64), {"dp_shard": 2, "tp": 2})
 
 

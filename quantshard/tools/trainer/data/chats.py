@@ -67,10 +67,8 @@ class ChatTokenizer:
                 before = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True)
                 upto = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
                 if not upto.startswith(before) or not text.startswith(upto):
-                    raise ConfigurationError(
-                        f"{chat.where}: the chat template changes earlier turns; mark the assistant's text in it with "
-                        "{% generation %}"
-                    )
+                    hint = "mark the assistant's text in it with {% generation %}"
+                    raise ConfigurationError(f"{chat.where}: the chat template changes earlier turns; {hint}")
                 spans.append(range(len(before), len(upto)))
             encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except ConfigurationError:

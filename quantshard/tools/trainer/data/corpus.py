@@ -44,6 +44,7 @@ from quantshard.tools.trainer.data.sources import (
     TextOptions,
     distinct,
     find,
+    read_head,
     unreadable,
 )
 from quantshard.tools.trainer.data.tokenizer import (
@@ -93,7 +94,6 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the stream."""
         return self.stored + (not self.dtype)
 
     @property
@@ -135,7 +135,6 @@ class Corpus:
 
     @property
     def is_masked(self) -> bool:
-        """Whether some tokens have no loss."""
         return any(document.dtype == MASKED for document in self.documents)
 
     @property
@@ -203,13 +202,9 @@ def check_vocabulary(corpus: Corpus) -> None:
     """Check that the vocabulary covers bytes (if there are texts) and the end of a document."""
     has_texts = any(not document.dtype for document in corpus.documents)
     if has_texts and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
-        raise ConfigurationError(
-            f"vocabulary = {corpus.vocabulary}, but there are {VOCABULARY} tokens of bytes; leave it out"
-        )
+        raise ConfigurationError(f"vocabulary = {corpus.vocabulary}, but bytes have {VOCABULARY} tokens; leave it out")
     if not 0 <= corpus.end_of_document < corpus.vocabulary:
-        raise ConfigurationError(
-            f"vocabulary = {corpus.vocabulary} must be more than the token {corpus.end_of_document} that ends documents"
-        )
+        raise ConfigurationError(f"vocabulary = {corpus.vocabulary} lacks end_of_document = {corpus.end_of_document}")
 
 
 def _entry(entry: str) -> Document:
@@ -255,8 +250,7 @@ def collect(
 
 
 def collect_recorded(paths: Sequence[str], recorded: Corpus, heldout: Sequence[str] = ()) -> Corpus:
-    """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
-    documents are compared first, then contents are read up to the first difference."""
+    """Read the documents at `paths`, and check lengths, then contents: they must be those of the run's start."""
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
     unread = [document for source in sources for document in _unread(source, recorded.vocabulary)]
@@ -275,8 +269,7 @@ def collect_recorded(paths: Sequence[str], recorded: Corpus, heldout: Sequence[s
 
 
 def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[Document]:
-    """List the documents of a source; their SHA-256 is "" except in an index. With `data_format` "", files without an
-    index are not opened to find their header."""
+    """List the documents of a source, with SHA-256 only from an index. `data_format`: "" reads no headers."""
     if source.kind == SHARDS:
         index = read_index(source.path)
         documents = [
@@ -288,7 +281,11 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
             raise ConfigurationError(f"there are no tokens in {source.path}")
         return documents
     if source.kind == TEXT and data_format == "auto":
-        return [Document(path, size, "", "", _byte_order_mark(path)) for path, size in source.files]
+        mark = codecs.BOM_UTF8
+        return [
+            Document(path, size, "", "", len(mark) if read_head(path, len(mark)) == mark else 0)
+            for path, size in source.files
+        ]
     if source.kind == RAW and data_format:
         dtype = token_dtype(vocabulary)
         return [Document(path, size, "", *raw_layout(path, size, dtype)) for path, size in source.files]
@@ -316,14 +313,6 @@ def _read(document: Document, vocabulary: int) -> Document:
     if document.sha256 not in ("", digest.hexdigest()):
         raise ConfigurationError(f"{path}: its SHA-256 is not the one in {INDEX}; make the shards again")
     return replace(document, sha256=digest.hexdigest())
-
-
-def _byte_order_mark(path: Path) -> int:
-    try:
-        with open_regular(path, follow=True) as file:
-            return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
@@ -366,9 +355,7 @@ class Preparation:
         self.described = replace(tokens, weights=weights, vocabulary=vocabulary)
 
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
-        """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of
-        tokens if the settings name none.
-        """
+        """Tokenize where necessary, by default into `folder`; return the settings to record and the corpus."""
         settings = self.settings
         cache = Path(settings.token_cache) if settings.token_cache else folder
         readable = [self._readable(source, cache) for source in self._sources]
@@ -404,20 +391,15 @@ def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -
     tokenizer, path, tokens = _find_tokenizer(settings, sources, indices)
     for folder, index in indices:
         if index.tokenizer != (tokens.tokenizer or BYTES_DIGEST) or index.end_of_document != tokens.end_of_document:
-            raise ConfigurationError(
-                f"{folder} was made by another tokenizer, or with another end of documents, than "
-                f"{settings.tokenizer or indices[0][0]}; make it again by quantshard tokenize --tokenizer"
-            )
+            other = settings.tokenizer or indices[0][0]
+            raise ConfigurationError(f"{folder} was tokenized otherwise than {other}; repeat quantshard tokenize")
     if settings.vocabulary and settings.vocabulary < tokens.vocabulary:
         raise ConfigurationError(
-            f"vocabulary = {settings.vocabulary}, but the tokenizer has {tokens.vocabulary} tokens; leave it out"
+            f"vocabulary = {settings.vocabulary}, but the tokenizer has {tokens.vocabulary} tokens"
         )
     is_of_bytes = tokenizer is not None and not path
     if settings.init_from and is_of_bytes and settings.vocabulary not in (0, tokens.vocabulary):
-        raise ConfigurationError(
-            f"--init-from {settings.init_from} is a model of {settings.vocabulary} tokens, not of bytes; name its "
-            "tokenizer with --tokenizer"
-        )
+        raise ConfigurationError(f"--init-from {settings.init_from} is not a model of bytes; name its --tokenizer")
     return tokenizer, path, tokens
 
 

@@ -114,9 +114,7 @@ def distinct(sources: list[DataSource]) -> list[DataSource]:
     """Return the sources, after checking that no two contain the same file."""
     counts = Counter(path for source in sources for path in ([file for file, _ in source.files] or [source.path]))
     for path in [path for path, count in counts.items() if count > 1]:
-        raise ConfigurationError(
-            f"{path} is named twice; name it once, or set the share of each --data: --data-weights"
-        )
+        raise ConfigurationError(f"{path} is named twice; name it once, or set shares with --data-weights")
     return sources
 
 
@@ -124,9 +122,7 @@ def joined(sources: Sequence[DataSource]) -> DataSource:
     first = sources[0]
     for other in sources[1:]:
         if other.kind != first.kind or other.kind == DATASET:
-            raise ConfigurationError(
-                f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each by itself"
-            )
+            raise ConfigurationError(f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each")
     return DataSource(first.path, first.kind, tuple(file for source in sources for file in source.files))
 
 
@@ -206,11 +202,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 def _check_text(path: Path) -> None:
     """Check that the start of a file is UTF-8, so that compressed or binary files are not trained on by mistake."""
-    try:
-        with open_regular(path, follow=True) as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        raise unreadable(path, error) from None
+    head = read_head(path, _HEAD_BYTES)
     try:
         # a character may continue after the head
         is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < _HEAD_BYTES)
@@ -218,6 +210,15 @@ def _check_text(path: Path) -> None:
         is_text = False
     if not is_text:
         raise ConfigurationError(f"the data file {path} is no text in UTF-8; convert it, or give --data-format text")
+
+
+def read_head(path: Path, size: int) -> bytes:
+    """Return the first bytes of a data file."""
+    try:
+        with open_regular(path, follow=True) as file:
+            return file.read(size)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
@@ -249,9 +250,7 @@ def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[Text, bool
         except (ConfigurationError, KeyboardInterrupt):
             raise
         except UnicodeDecodeError:
-            raise ConfigurationError(
-                f"the data file {path} is not UTF-8; convert it, or train on bytes: --data-format text, no --tokenizer"
-            ) from None
+            raise ConfigurationError(f"{path} is not UTF-8; convert it, or read bytes by --data-format text") from None
         # the libraries raise errors of any type
         except Exception as error:
             raise unreadable(path, error) from None
@@ -312,9 +311,7 @@ def _columns(names: Iterable[str], where: str, field: str) -> tuple[str, ...]:
     names = list(names)
     columns = next((columns for columns in ((field,), *_CHAT_COLUMNS) if set(columns) <= set(names)), None)
     if columns is None:
-        raise ConfigurationError(
-            f"{where} has no {field!r}, only {', '.join(map(shown, names[:8]))}; name the text with --text-field"
-        )
+        raise ConfigurationError(f"{where} has no {field!r}, only {', '.join(map(shown, names[:8]))}; see --text-field")
     return columns
 
 
@@ -323,8 +320,7 @@ def _text(record: dict[str, Any], where: str, field: str, columns: tuple[str, ..
     if len(columns) > 1 or columns == _CHAT_COLUMNS[0]:
         return Chat(where, {name: record[name] for name in columns})
     if not isinstance(value, str):
-        raise ConfigurationError(
-            f"{where}: {field!r} is {'null' if value is None else shown(value)}, and must be a text; remove the row"
-        )
+        kind = "null" if value is None else shown(value)
+        raise ConfigurationError(f"{where}: {field!r} is {kind}, and must be a text; remove the row")
     # halves of surrogate pairs, which no encoding has
     return value.encode("utf-8", "replace").decode("utf-8")

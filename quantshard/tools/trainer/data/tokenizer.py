@@ -38,8 +38,7 @@ class ByteTokenizer:
         return [text.encode("utf-8") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
-        line."""
+        """Decode tokens for display: invalid characters are replaced, and END_OF_DOCUMENT becomes a line."""
         out = bytearray()
         for token in tokens:
             out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
@@ -122,9 +121,7 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
     contents = tokenizer_contents(path)
     actual = tokenizer_digest(contents)
     if digest not in ("", actual):
-        raise ConfigurationError(
-            f"{path} is not the tokenizer that the data were made with (SHA-256 {digest[:12]}...); name that one"
-        )
+        raise ConfigurationError(f"{path} is not the tokenizer of the data (SHA-256 {digest[:12]}...); name that one")
     backend = _backend(path, contents)
     return LibraryTokenizer(backend, end_of_document or end_token(path, contents), actual)
 
@@ -136,13 +133,10 @@ def end_token(path: str, contents: Mapping[str, bytes]) -> str:
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
             return token
-    raise ConfigurationError(
-        f"--tokenizer {path} has no eos_token in {SPECIAL[0]}; name it with --end-of-document TOKEN"
-    )
+    raise ConfigurationError(f"--tokenizer {path} has no eos_token in {SPECIAL[0]}; give --end-of-document TOKEN")
 
 
 def end_text(tokenizer: Tokenizer) -> str:
-    """Return the text of the token that ends a document; "" for bytes."""
     if isinstance(tokenizer, ByteTokenizer):
         return ""
     return str(tokenizer.backend.id_to_token(tokenizer.end_of_document))

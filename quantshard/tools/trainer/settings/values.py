@@ -142,10 +142,10 @@ class MeshSpec:
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
             if name not in axes:
-                raise ConfigurationError(
-                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; {meant(name, axes)}write "
-                    f"AXIS=SIZE with {', '.join(axes)}"
+                problem = (
+                    f"there is no axis {shown_value(name)}; {meant(name, axes)}write AXIS=SIZE with {', '.join(axes)}"
                 )
+                raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
             if name in sizes or not _SIZE.fullmatch(size):
                 problem = f"{shown_value(entry.strip())} must be AXIS=SIZE, with each axis once"
                 raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
@@ -181,10 +181,8 @@ def recipe_text(table: Mapping[str, object], where: str) -> str:
     """Convert a TOML table pattern -> recipe to the text that `LayerRecipes.parse` reads."""
     for pattern, name in (table or {"": ""}).items():
         if not isinstance(name, str) or not pattern or "=" in pattern or "," in pattern:
-            raise ConfigurationError(
-                f"{where}: recipe has {shown_value(pattern)} = {shown_value(name)}; it must be a pattern without ',' "
-                "and '=', and the name of a recipe"
-            )
+            entry = f"{shown_value(pattern)} = {shown_value(name)}"
+            raise ConfigurationError(f"{where}: recipe has {entry}; write PATTERN = RECIPE, without ',' and '='")
     return ",".join(f"{pattern}={name}" for pattern, name in table.items())
 
 
@@ -225,9 +223,7 @@ class LayerRecipes:
         return [self.of_layer(name) for name in names]
 
     def of_parts(self, names: Sequence[str]) -> LayerRecipes:
-        """Return equivalent patterns for linear layers of these names. A pattern that matches a layer also applies to
-        all linear layers inside it.
-        """
+        """Return patterns for linear layers of these names. A pattern for a layer also matches those inside it."""
         patterns, unmatched = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():
             is_reached = pattern == _ALL
@@ -303,10 +299,8 @@ def named_preset(preset: str) -> str:
     """Return the preset's name, after checking it; "" for `FLOAT32_STATES`."""
     names = [*PRESETS, FLOAT32_STATES]
     if preset and preset not in names:
-        raise ConfigurationError(
-            f"preset = {shown_value(preset)}: there is no such preset; {meant(preset, names)}there are "
-            f"{', '.join(PRESETS)} and, for float32 masters and moments, {FLOAT32_STATES}"
-        )
+        problem = f"there is no such preset; {meant(preset, names)}choose one of {', '.join(names)}"
+        raise ConfigurationError(f"preset = {shown_value(preset)}: {problem}")
     return "" if preset == FLOAT32_STATES else preset
 
 
