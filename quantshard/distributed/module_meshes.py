@@ -26,7 +26,6 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
 AXIS = "tp"
-"""Name of a mesh axis that is created from a process group."""
 
 
 @dataclass(frozen=True)

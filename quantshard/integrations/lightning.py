@@ -27,7 +27,6 @@ from quantshard.tensor import components
 __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""Axes of Lightning's device mesh."""
 
 _IN_FABRIC = "_forward_module."
 """Prefix of parameter names in the module returned by `fabric.setup`."""

@@ -43,7 +43,6 @@ ADAPTERS_ALONE: Final = "_hf_peft_config_loaded"
 """transformers' private mark on models that save and load only adapters."""
 
 _WRAPPED: Final = ".base_layer"
-"""Suffix of the names of layers that are wrapped by PEFT adapters."""
 
 
 class SavedForm(HfQuantizer):

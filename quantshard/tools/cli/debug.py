@@ -44,7 +44,6 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _SHOWN = 20
-"""Maximum number of table rows without --wide."""
 
 
 def debug(

@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
     "hidden": 128, "layers": 3, "heads": 4, "seq_length": 128, "steps": 120, "global_batch": 8, "lr": 3e-3,
     "warmup": 10, "save_every": 20, "eval_every": 20, "eval_sequences": 16, "device": "cpu", "threads": 1,
 }  # fmt: skip
-"""Settings of all runs."""
 
 MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
 """Entries of a metrics record that differ between bitwise equal runs."""

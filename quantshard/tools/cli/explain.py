@@ -44,7 +44,6 @@ _ALONE = "none"
 """Value of --mesh for one process without FSDP2."""
 
 _WORLD_SIZE = 8
-"""Default number of ranks of a plan."""
 
 _CUTS = {
     **{f"layernorm_qkv.{name}": 0 for name in ("weight", "query_weight", "key_weight", "value_weight")},

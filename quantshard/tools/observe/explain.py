@@ -38,7 +38,6 @@ _REMAINDER_SUFFIX = "_low"
 """Suffix of the state with the low bits of a master; the parameter has the high bits."""
 
 _FEW = 4
-"""Number of parameters that a warning names."""
 
 
 def explain(

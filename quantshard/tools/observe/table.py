@@ -24,7 +24,6 @@ EMULATED = "emulated"
 """Path of a GEMM that dequantizes its operands, and the name of that fallback."""
 
 _WIDE = 120
-"""Width of a terminal from which a report shows all columns."""
 
 
 @dataclass(frozen=True)

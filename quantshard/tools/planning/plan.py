@@ -32,7 +32,6 @@ from quantshard.tools.observe.table import Report
 from quantshard.tools.planning.rehearsal import ParameterShare, TrainingStep, step_memory
 
 TP = "tp"
-"""Name of the mesh axis of tensor parallelism."""
 
 _ALONE = "alone"
 """Name of the single axis that represents an empty mesh."""

@@ -41,7 +41,6 @@ from quantshard.tools.planning.timeline import Allocation, MemoryTimeline, gpu_a
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
 
 RESERVE = 0.07
-"""Share of a GPU's memory set aside for memory that is not counted."""
 
 _MOST_TRIES = 8
 

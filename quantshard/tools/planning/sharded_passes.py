@@ -29,7 +29,6 @@ from quantshard.modules.graphs.recorder import tensors_in
 from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
 
 GATHERED, GRADIENTS = "gathered weights", "gradients"
-"""Kinds of memory."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,6 @@ MOST_SAMPLES, MOST_ALARMS, _LONGEST = 80, 400, 300
 _NO_STATISTICS = ("name", "role")
 
 MapValues = dict[tuple[str, str], dict[str, float]]
-"""Values by (role, statistic) and name."""
 
 
 class AlarmEntry(NamedTuple):

@@ -136,9 +136,7 @@ OnAlarm = Callable[[Alarm], None]
 """Callback for each alarm; an exception from it ends the training."""
 
 _SPAN = 50
-"""Number of previous losses that a loss is compared with."""
 _FEWEST = 20
-"""Fewest previous losses for a comparison."""
 _NORMAL = 1.4826
 """Ratio of standard deviation to median absolute deviation for normal numbers."""
 _FLOOR = 0.005

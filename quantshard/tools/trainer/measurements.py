@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -124,7 +124,7 @@ def traced_steps(run: RunDir, rank: int, device: torch.device, steps: int) -> It
         complain(f"no step was traced: --profile begins after {WARM_UP} steps, and {trace.step_num} were trained")
 
 
-class RunStatistics:
+class RunStatistics(Statistics):
     """Passes statistics of a run to `record`, and alarms to `note`, from the step after `done` on. Collective.
 
     An alarm is shown as soon as it is known and recorded with its step. Alarms about the loss and skipped steps are
@@ -144,28 +144,25 @@ class RunStatistics:
         note: Callable[[str, int], None],
         done: int,
     ) -> None:
-        self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
+        self._model, self._optimizer, self._record = model, optimizer, record
         self._skipped, self._skips = optimizer.skipped_steps, False
-        self._sample: StepSample | None = None
-        self._statistics = Statistics(
+        self._captured: StepSample | None = None
+        super().__init__(
             model,
             optimizer,
             every=settings.statistics_every,
             step=done,
             saturation=settings.alarm_saturation,
             loss_spike=settings.alarm_loss_spike,
-            on_alarm=self._show,
+            on_alarm=lambda alarm: note(f"ALARM ({alarm.kind}): {alarm.text}", logging.WARNING),
         )
 
-    @property
-    def is_sampling(self) -> bool:
-        return self._statistics.is_sampling
-
     @contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Context around all device work of a sampled step. Replays of its CUDA graph use the sample of the capture."""
-        with self._statistics.whole_step() as self._sample:
-            yield
+    def whole_step(self) -> Iterator[StepSample]:
+        """See `Statistics`. Replays of a step's CUDA graph use the sample of the capture."""
+        with super().whole_step() as sample:
+            self._captured = sample
+            yield sample
 
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
         """Finish a step, sampled or not. Collective. `again`: repeats the step's forward and backward."""
@@ -173,8 +170,9 @@ class RunStatistics:
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
             kind, name, text = self._why_skipped(again)
-            self._statistics.add_alarm(Alarm(kind, name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
-        self._write(self._statistics.step(loss, self._sample if self.is_sampling else None))
+            self.add_alarm(Alarm(kind, name, 1.0, f"step {self.done + 1} was skipped: {text}"))
+        for sample in self.step(loss, self._captured if self.is_sampling else None):
+            self._record(sample.to_dict())
 
     def _why_skipped(self, again: Callable[[], object]) -> tuple[str, str, str]:
         """Return the kind, name and text of the alarm of a skipped step. Collective."""
@@ -185,22 +183,8 @@ class RunStatistics:
             return "nan", "gradient", "a gradient was infinite or NaN; in the same pass made once more, none is"
         return "nan", source.name, source.text
 
-    def settle(self) -> None:
-        """Record the pending sample before a checkpoint is saved; a resume from the checkpoint would lose it."""
-        self._write(self._statistics.settle())
-
-    def __enter__(self) -> RunStatistics:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop sampling. Record the pending sample unless the run failed, because other ranks may not have failed."""
-        samples = self._statistics.close() if kind is None else []
-        self._statistics.__exit__(kind)
-        self._write(samples)
-
-    def _show(self, alarm: Alarm) -> None:
-        self._note(f"ALARM ({alarm.kind}): {alarm.text}", logging.WARNING)
-
-    def _write(self, samples: Iterable[StatisticsSample]) -> None:
-        for sample in samples:
+    def settle(self) -> list[StatisticsSample]:
+        """Record the pending sample. If a checkpoint were saved before, a resume from it would lose the sample."""
+        for sample in super().settle():
             self._record(sample.to_dict())
+        return []

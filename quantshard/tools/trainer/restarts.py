@@ -30,7 +30,6 @@ from quantshard.version import __version__
 CHANGEABLE = frozenset(
     "steps mesh keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
 )
-"""Settings that a restart may change."""
 
 _CONVERTED = ("recipe", "preset", *STATE_SETTINGS)
 """Settings that only `resume` may change, by converting weights or states."""

@@ -51,7 +51,6 @@ from quantshard.tools.trainer.settings.config import (
 from quantshard.tools.trainer.settings.values import SettingType, read_table
 
 _RECORD_BYTES = 1 << 30
-"""The most bytes of a record file that are read."""
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"

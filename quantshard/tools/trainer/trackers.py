@@ -139,7 +139,6 @@ class WandbTracker:
 
 
 Tracker: TypeAlias = TensorBoardTracker | WandbTracker
-"""An additional destination of a run's metrics; used on rank 0 only."""
 
 
 def _wandb_id(run: RunDir) -> str:

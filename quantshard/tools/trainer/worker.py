@@ -45,7 +45,6 @@ _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
 """Settings that a run records with their detected values."""
 _MAX_SHOWN = 10
-"""The most changes or data paths that a message lists."""
 
 
 @dataclass(frozen=True)

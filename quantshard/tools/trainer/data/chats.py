@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, path: str) -> None:
-        self.tokenizer, self.path, self._loaded = tokenizer, path, None
+        self.tokenizer, self.path = tokenizer, path
 
     def encode(self, chat: Chat) -> np.ndarray:
         """Return the flagged tokens of a row, uint32."""
@@ -55,7 +56,7 @@ class ChatTokenizer:
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns:
             raise ConfigurationError(f"{chat.where}: the chat has no assistant turn; remove the row")
-        tokenizer = self._with_template()
+        tokenizer = self._template_tokenizer
         try:
             if _GENERATION.search(str(tokenizer.chat_template)):
                 options = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -79,16 +80,15 @@ class ChatTokenizer:
             raise ConfigurationError(f"{chat.where}: the chat template fails: {line}") from None
         return encoded["input_ids"], [any(first in span for span in spans) for first, _ in encoded["offset_mapping"]]
 
-    def _with_template(self) -> Any:
-        if self._loaded is None:
-            if not self.path:
-                raise ConfigurationError("chats need --tokenizer, a folder whose tokenizer has a chat template")
-            transformers = library("transformers", "a chat template")
-            with foreign.hub_offline():
-                loaded = transformers.AutoTokenizer.from_pretrained(
-                    self.path, local_files_only=True, trust_remote_code=False
-                )
-            if not loaded.chat_template:
-                raise ConfigurationError(f"--tokenizer {self.path} has no chat template; name a folder that has one")
-            self._loaded = loaded
-        return self._loaded
+    @cached_property
+    def _template_tokenizer(self) -> Any:
+        if not self.path:
+            raise ConfigurationError("chats need --tokenizer, a folder whose tokenizer has a chat template")
+        transformers = library("transformers", "a chat template")
+        with foreign.hub_offline():
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
+        if not loaded.chat_template:
+            raise ConfigurationError(f"--tokenizer {self.path} has no chat template; name a folder that has one")
+        return loaded

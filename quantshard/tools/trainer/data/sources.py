@@ -31,10 +31,8 @@ LINE_BYTES = 32 << 20
 """Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "dataset", "raw tokens", "token shards"
-"""The kinds of sources."""
 
 INDEX = "quantshard_tokens.json"
-"""The file that marks a folder of token shards."""
 
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,

@@ -113,7 +113,6 @@ STREAM, DOCUMENTS, BEST_FIT = PACKINGS = ("stream", "documents", "best-fit")
 
 
 EP, TP = "ep", "tp"
-"""Names of the axes of expert and tensor parallelism."""
 
 _SIZE = re.compile(r"0*[1-9][0-9]{0,5}", re.ASCII)
 
@@ -248,10 +247,8 @@ AUTO: Final = "auto"
 """Use the preset's value, or float32 without a preset."""
 
 MASTER_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Storage dtypes of masters, by their name in settings and options."""
 
 MOMENT_DTYPES: Final = {**MASTER_DTYPES, "fp8": torch.uint8}
-"""Storage dtypes of moments, by their name in settings and options."""
 
 STATE_SETTINGS: Final = {
     "master_weights": "master_weights",
