@@ -93,11 +93,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
         if index in names or _is_factory(arg):
             optimizer = arg if index in names else arg(iter(params_by_name.items()))
             prepared[index] = accelerator.prepare_optimizer(optimizer, device_placement=False)
-    remaining = [index for index in range(len(others)) if index not in prepared]
-    if remaining:
-        results = accelerator.prepare(*[others[index] for index in remaining])
-        prepared.update(zip(remaining, results if len(remaining) > 1 else [results], strict=True))
-    return (model, *(prepared[index] for index in range(len(others)))) if others else model
+    # schedulers after their optimizers
+    results = [prepared[index] if index in prepared else accelerator.prepare(arg) for index, arg in enumerate(others)]
+    return (model, *results) if others else model
 
 
 def _check_settings(accelerator: Accelerator) -> None:
