@@ -175,5 +175,5 @@ def test_export_has_the_tokenizer(trained, folder, tmp_path):
     assert result.returncode == 0, result.stderr
     one_line(
         quantshard("train", "--run", tmp_path / "bytes", "--init-from", out, "--data", folder / "a.jsonl"),
-        "is a model of 512 tokens, not of bytes",
+        "is not a model of bytes; name its --tokenizer",
     )
