@@ -20,7 +20,7 @@ from quantshard.errors import RecipeMismatchError
 from quantshard.formats import ALL
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
-from quantshard.kernels.workspace import LaunchQueue, launch_queue
+from quantshard.kernels.workspace import launch_queue
 from quantshard.modules.contexts import context, pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.weight_gradients import WeightGradients
@@ -265,6 +265,7 @@ class DelayedScale:
             self._histories = [
                 history for owner in self._owners if (history := owner.history(role, weight_index)) is not None
             ]
+            self._queue = launch_queue(self._histories[0].device)
 
     @staticmethod
     def of(
@@ -277,10 +278,6 @@ class DelayedScale:
             scale: DelayedScale = state.graph.scale(role, weight_index)
             return scale
         return DelayedScale(role, spec, call, state, weight_index)
-
-    @cached_property
-    def _queue(self) -> LaunchQueue:
-        return launch_queue(self._histories[0].device)
 
     @cached_property
     def amax(self) -> Tensor:
