@@ -326,7 +326,7 @@ class LayerNormMLP(_NormedModule):
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
     `fc1_bias`, `fc2_weight` [hidden_size, ffn_hidden_size], `fc2_bias` (biases are None without bias). A gated
     activation has `fc1_gate_weight`, which feeds the activation, and `fc1_up_weight`, with their biases, in place of
-    fc1's. State dicts can also have TransformerEngine's `fc1_weight`, gate over up.
+    fc1's. TransformerEngine's `fc1_weight`, gate over up, can be read and loaded from state dicts.
 
     Weights are stored quantized under `quantized_model_init`. Delayed scaling adds the amax histories `fc1_...` and
     `fc2_...`.
@@ -419,6 +419,21 @@ class LayerNormMLP(_NormedModule):
             {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_", mode=modes[1]
         )
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
+
+    def __getattr__(self, name: str) -> Any:
+        parts = vars(self).get("stacked_names", {}).get(name)
+        if parts is None:
+            return super().__getattr__(name)
+        with torch.inference_mode():  # such tensors refuse writes, which would be lost
+            return torch.cat([getattr(self, part) for part in parts])
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name in vars(self).get("stacked_names", {}):
+            raise UnsupportedOperationError(
+                f"LayerNormMLP.{name} of a gated activation is stored as {' and '.join(self.stacked_names[name])}; "
+                "assign these"
+            )
+        super().register_parameter(name, param)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(component_loading.split_stacked(self, state_dict, prefix), prefix, *args)

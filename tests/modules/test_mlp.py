@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import quantshard as qs
 from quantshard import recipe as recipes
 from quantshard.checkpoints import load_high_precision
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import (
     LayerNorm,
     LayerNormLinear,
@@ -373,6 +373,12 @@ def test_a_gated_fc1_of_transformer_engine_loads(recipe):
         split |= {f"fc1_gate_{kind}": stacked[f"fc1_{kind}"][:96], f"fc1_up_{kind}": stacked[f"fc1_{kind}"][96:]}
     for mlp, values in zip(mlps, (stacked, split), strict=True):
         load_high_precision(torch.nn.Sequential(mlp), {f"0.{name}": value for name, value in values.items()})
+        parts = torch.cat([mlp.fc1_gate_weight, mlp.fc1_up_weight])
+        assert torch.equal(mlp.fc1_weight, parts) and torch.equal(mlp.fc1_bias, stacked["fc1_bias"])
+        with pytest.raises(RuntimeError, match="inference tensor"), torch.no_grad():
+            mlp.fc1_weight.zero_()  # it would be lost
+        with pytest.raises(UnsupportedOperationError, match="stored as fc1_gate_weight and fc1_up_weight"):
+            mlp.fc1_weight = torch.nn.Parameter(parts)
     x = torch.randn(8, 64)
     assert torch.equal(mlps[0](x), mlps[1](x))
     if recipe is None:
