@@ -61,7 +61,8 @@ Otherwise the first forward creates their amax histories and warns: a new proces
 | Adam's bias correction | multiplies by 1 / (1 - beta**step) instead of dividing |
 | sums of FP8 GEMMs | float32 (for TransformerEngine's: `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`) |
 | delayed scaling | a stored weight is first quantized with its own amax, not with scale 1 |
-| `.to(torch.float32)` | changes a quantized parameter's nominal dtype and no code; `dequantize()` returns values |
+| `.to(torch.float32)` | changes the nominal dtype, not the codes; `float()` returns values, except of parameters |
+| gated `fc1_weight` | two parameters, `fc1_gate_weight` and `fc1_up_weight`; can be read, not assigned |
 | state dict | no pickled extra state: amax histories, random keys and draw counts are tensors |
 
 ## torch.autocast

@@ -58,6 +58,8 @@ class QuantizedTensor(reads.ReadableTensor):
         """The values as a plain tensor of `dtype` (default: the nominal dtype). Gradients flow back unchanged."""
         return _Dequantize.apply(self, dtype or self.dtype)
 
+    float, double, half, bfloat16 = map(reads.cast_to, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
+
     def read_values(self, dtype: torch.dtype | None = None) -> Tensor:
         self.check_filled("dequantize")
         values = private_torch.cast(self.quantized_storage.dequantize(), dtype or self.dtype)

@@ -65,6 +65,19 @@ class ReadOnlyView(ReadableTensor):
         return read(func, *args, **(kwargs or {}))
 
 
+def cast_to(dtype: torch.dtype) -> Callable[[Any], Tensor]:
+    """A method such as `float` that returns the values as a plain tensor, as in TransformerEngine.
+
+    A parameter stays quantized and changes its nominal dtype, because `nn.Module.float()` calls the same method.
+    """
+
+    def cast(self: Any) -> Tensor:
+        result: Tensor = self.to(dtype) if isinstance(self, torch.nn.Parameter) else self.dequantize(dtype=dtype)
+        return result
+
+    return cast
+
+
 def read(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an ATen operation on the values of quantized arguments; raise if the operation writes to such an argument."""
     writes, is_view, is_composite = private_torch.operator_facts(operation)

@@ -201,7 +201,7 @@ def test_copies_and_looks_keep_the_version(cell):
     for write in (lambda t: None, *WRITES.values()):
         seen = tensor.quantized_storage.seen_version()
         write(tensor)
-        copies = [tensor.clone(), tensor.half(), tensor.detach(), copy.deepcopy(tensor), tensor.split(48)[0]]
+        copies = [tensor.clone(), tensor.to(torch.half), tensor.detach(), copy.deepcopy(tensor), tensor.split(48)[0]]
         storages = [tensor.quantized_storage.piece(0, 0, 24), *(made.quantized_storage for made in copies)]
         assert {storage.seen_version() for storage in storages} == {tensor.quantized_storage.seen_version()}
         assert (write in WRITES.values()) == (tensor.quantized_storage.seen_version() != seen)

@@ -354,7 +354,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "to a device": lambda t: t.to("cpu", copy=True),
     "to a dtype": lambda t: t.to(torch.float64),
-    "half": lambda t: t.half(),
+    "half": lambda t: t.to(torch.half),
     "to a device and dtype": lambda t: t.to("cpu", torch.float16, copy=True),
 }
 

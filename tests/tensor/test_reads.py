@@ -149,11 +149,16 @@ def test_gradients_reach_the_weight() -> None:
             assert expected is None or same(grad, expected)
 
 
-def test_float_reads_the_values_in_float32() -> None:
-    """Not those that bfloat16 has rounded: `float` changes the nominal dtype."""
+def test_float_returns_plain_values_in_float32() -> None:
+    """The values are not rounded to bfloat16 first. A parameter stays quantized, as `nn.Module.float()` needs it."""
     tensor = weight(CELLS["current"], ROWS, COLS, dtype=torch.bfloat16)
     values = tensor.dequantize(dtype=torch.float32)
-    assert torch.equal(tensor.float().t(), values.t()) and not torch.equal(values, tensor.dequantize().float())
+    for cast in (tensor.float(), nn.Parameter(tensor).detach().float()):
+        assert type(cast) is Tensor and torch.equal(cast, values)
+    assert not torch.equal(values, tensor.dequantize().float())
+    assert type(tensor.half()) is Tensor and tensor.bfloat16().dtype == torch.bfloat16
+    cast = nn.Parameter(tensor).float()
+    assert isinstance(cast, QuantizedTensor) and cast.dtype == torch.float32 and torch.equal(cast.t(), values.t())
 
 
 # Views ---------------------------------------------------------------------------------------------------------------
