@@ -180,7 +180,10 @@ def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
     queries, keys = q.shape[-2], k.shape[-2]
     sizes: tuple[Any, Any] = (queries, keys)
     visible = distance = None
-    if call.packings is not None:
+    if call.packings is not None and call.layout != "thd" and not call.packings[0].has_gaps:
+        document = call.packings[0].documents(queries * len(q))[0].view(-1, 1, queries)
+        visible = document[..., None] == document[:, :, None]
+    elif call.packings is not None:
         of_q, of_k = call.packings
         in_q, in_k = of_q.slots()[1], of_k.slots()[1]
         visible = (in_q[:, :, None] & in_k[:, None, :])[:, None]

@@ -162,6 +162,7 @@ class DotProductAttention(QuantizedModule):
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: override the module's values.
             cu_seqlens_q, cu_seqlens_kv: cumulative lengths of the sequences, int32 [sequences + 1], for "thd" and
                 the padding mask types. An empty sequence repeats an entry. By default keys have the lengths of queries.
+                [b, sequences + 1]: each row of "sbhd" or "bshd" is full of sequences, the same for queries and keys.
                 The lengths are checked on the CPU, or if `max_seqlen_q` is missing, but not in compiled code.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for "thd", cumulative lengths with the unused tokens after each
                 sequence. Outputs of these tokens are 0.
@@ -301,6 +302,8 @@ def _packings(
     dims = len(layout) - len("hd")
     if has_same and tokens[0].shape[:dims] == tokens[1].shape[:dims]:
         return queries, queries
+    if cumulative.ndim > 1:
+        raise ConfigurationError("cu_seqlens_kv: rows of several sequences need the boundaries of the queries; omit it")
     keys = masks.packing("kv", *(of_q if of_kv[0] is None else of_kv), tokens[1], layout)  # type: ignore[arg-type]
     if len(keys.starts) != len(queries.starts):
         raise ConfigurationError(

@@ -144,22 +144,23 @@ def packing(
 
     Args:
         name: "q" or "kv", for messages.
-        cumulative: cumulative lengths without gaps, [sequences + 1].
+        cumulative: cumulative lengths without gaps, [sequences + 1], or of each row of a batch [rows, sequences + 1].
         padded: cumulative lengths with the gaps after each sequence; only for "thd".
         longest: at least the largest length, if known.
         tokens: [tokens, ...], or for other layouts padded sequences.
     """
+    batch, size = (tokens.shape[1], tokens.shape[0]) if layout == "sbhd" else tokens.shape[:2]
+    has_rows = layout != "thd" and isinstance(cumulative, Tensor) and cumulative.ndim == 2
     for x in (cumulative, padded):
-        if x is not None and not (isinstance(x, Tensor) and x.ndim == 1 and len(x) > 1 and x.dtype in _INTEGERS):
-            raise ConfigurationError(f"cu_seqlens_{name} must be int32 [sequences + 1]")
+        fits = isinstance(x, Tensor) and x.ndim == 1 + has_rows and x.shape[-1] > 1 and x.dtype in _INTEGERS
+        if x is not None and not (fits and (not has_rows or len(x) == batch)):
+            raise ConfigurationError(f"cu_seqlens_{name} must be int32 [sequences + 1], or for rows [b, sequences + 1]")
     cumulative = cumulative.to(torch.int32)
-    lengths = cumulative.diff()
+    lengths = cumulative.diff().flatten()
     if layout != "thd":
-        batch, size = (tokens.shape[1], tokens.shape[0]) if layout == "sbhd" else tokens.shape[:2]
-        result, end = (
-            Packing.of_batch(batch, size, cumulative.device)._replace(lengths=lengths, has_gaps=True),
-            batch * size,
-        )
+        result, end = Packing.of_batch(batch, size, cumulative.device)._replace(lengths=lengths), batch * size
+        starts = (result.starts[:, None] + cumulative[:, :-1]).flatten() if has_rows else result.starts
+        result = result._replace(starts=starts, has_gaps=not has_rows)
     else:
         starts, end = (cumulative if padded is None else padded.to(torch.int32))[:-1], tokens.shape[0]
         result = Packing(starts, lengths, longest or end, padded is not None)

@@ -165,6 +165,33 @@ def test_varlen_kernel_gets_all_boundaries(layout, takes_gqa, monkeypatch):
     assert_same(out, want.flatten(0, 1), inputs)
 
 
+@EAGER_FLEX
+@pytest.mark.parametrize("backend", ["auto", "unfused", "flex", "varlen"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_rows_of_sequences(layout, backend, monkeypatch):
+    """Several sequences in each row of a batch; on a CPU "auto" has the bits of a mask."""
+    monkeypatch.setattr(
+        backends, "_LOADED", {**backends._LOADED, backends._VARLEN: SimpleNamespace(varlen_attn=varlen_attn)}
+    )
+    monkeypatch.setitem(backends._LOADED, "enable_gqa", True)
+    table = {name: row._replace(module="") if name == backend else row for name, row in backends.TABLE.items()}
+    monkeypatch.setattr(backends, "TABLE", table)
+    lengths, inputs = ((4, 0, 3, 0), (1, 4, 2, 0)), packed((14,), (14,))
+    cumulative = torch.stack([boundaries(row) for row in lengths])
+    batch = [x.unflatten(0, (2, 7)) for x in inputs]
+    batch = [x.transpose(0, 1) if layout == "sbhd" else x for x in batch]
+    core = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format=layout, attn_mask_type="padding_causal",
+                               attention_backend=backend)  # fmt: skip
+    out = run(backend, core, batch, cu_seqlens_q=cumulative, window_size=(2, 0))
+    rows = (out.transpose(0, 1) if layout == "sbhd" else out).flatten(0, 1)
+    assert_same(rows, by_sequence(inputs, sum(lengths, ()), sum(lengths, ()), window=(2, 0)), inputs)
+    if backend == "auto":
+        documents = torch.tensor([[0] * 4 + [1] * 3, [0] + [1] * 4 + [2] * 2])[:, None]
+        places = torch.arange(7)[:, None] - torch.arange(7)
+        mask = (documents[..., None] != documents[:, :, None]) | (places < 0) | (places > 2)
+        assert torch.equal(core(*batch, mask, attn_mask_type="arbitrary"), out)
+
+
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_unused_tokens_change_nothing(layout):
     lengths, size = (5, 1, 4), 7
@@ -359,6 +386,19 @@ def call(lengths=LENGTHS, **options):
 def test_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         call(**options)
+
+
+def test_refused_rows():
+    core = DotProductAttention(HEADS, SIZE, GROUPS, qkv_format="bshd", attn_mask_type="padding_causal")
+    q, k, v = (x.unflatten(0, (2, 7)) for x in packed((14,), (14,)))
+    rows = torch.stack([boundaries((4, 3)), boundaries((4, 3))])
+    for options, message in (
+        ({"cu_seqlens_q": rows[:1]}, r"must be int32 \[sequences \+ 1\], or for rows \[b, sequences \+ 1\]"),
+        ({"cu_seqlens_q": rows[:, :2]}, "from token 0 has 4 tokens, but must end at 7"),
+        ({"cu_seqlens_q": rows, "cu_seqlens_kv": rows.clone()}, "rows of several sequences need the boundaries"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            core(q, k, v, **options)
 
 
 def test_refused_rotary_positions():
