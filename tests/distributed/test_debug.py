@@ -150,7 +150,7 @@ def test_a_model_of_transformers_in_float32_is_that_of_transformers(llama):
     plain = LlamaForCausalLM(LlamaConfig(**LLAMA | {"dtype": "float32"})).eval()
     values = {name: param.detach() for name, param in pair.exact.named_parameters()}
     assert plain.load_state_dict(values) and {each.dtype for each in values.values()} == {torch.float32}
-    tokens, targets, positions = batch.unbind(1)
+    tokens, targets, positions, _ = batch.unbind(1)
     loss = models.loss(plain(input_ids=tokens, position_ids=positions).logits, targets)
     assert report.exact_loss == pytest.approx(float(loss.detach()), abs=1e-6)
     assert len(pair.recipes) == 7

@@ -201,10 +201,10 @@ class ModelPair:
                     buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
 
     def _pass(self, model: nn.Module) -> float:
-        tokens, targets, positions = split(self.batch)
+        tokens, targets, documents = split(self.batch)
         trained = (targets != IGNORED).sum()
         count = None if trained == targets.numel() else trained.clamp(min=1)
-        loss = models.loss(models.logits(model, tokens, positions), targets, count)
+        loss = models.loss(models.logits(model, tokens, documents), targets, count)
         loss.backward()
         return float(loss.detach())
 

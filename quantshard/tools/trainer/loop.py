@@ -32,7 +32,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.data.packing import IGNORED, split
+from quantshard.tools.trainer.data.packing import IGNORED, most_documents, split
 from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
@@ -98,6 +98,9 @@ class Trainer:
         if init_from == "" and configuration is not None:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
+        # a constant for CUDA graphs and compiled layers
+        sources = self.windows.sources if settings.cuda_graphs or settings.compile else []
+        self._documents = max((source.most_documents() for source in sources), default=0)
         self._graph = StepGraph(self._forward_backward_step, self.model, self.optimizer, enabled=settings.cuda_graphs)
         self._flops = flops_of_token(self.model, settings)
         self._peak = peak_of(place.device)
@@ -214,8 +217,8 @@ class Trainer:
             count = (trained.clamp(min=1) / (self.shares * len(parts))).float()
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            tokens, targets, positions = split(part)
-            losses = models.losses(self.model, tokens, targets, settings.z_loss, positions, count)
+            tokens, targets, documents = split(part, self._documents or self.loader.documents)
+            losses = models.losses(self.model, tokens, targets, settings.z_loss, documents, count)
             (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
             total += (losses.cross_entropy.detach() / len(parts)).double()
         return total
@@ -223,6 +226,7 @@ class Trainer:
     def _seeded_batch(self, step: int) -> Tensor:
         """Return the batch of a step, after seeding the random numbers of that step."""
         settings, batch = self.settings, self.loader.batch(step)
+        assert not self._documents or self.loader.documents <= self._documents
         # ranks that compute the same sequences (tensor parallelism) share one seed
         if settings.dropout or not settings.is_by_sizes:
             torch.manual_seed(settings.seed + step * self.shares + self.share)
@@ -290,8 +294,9 @@ class Trainer:
             # every rank must take part in the all-gathers of every forward, even a rank without a window
             inputs = local if len(local) else windows[:1].to(self.place.device)
             padding = -len(inputs) % getattr(self.model, "batch_multiple", 1)
-            tokens, _, positions = split(torch.cat([inputs, inputs[-1:].expand(padding, -1, -1)]))
-            logits = models.logits(self.model, tokens, positions)[: len(inputs)]
+            sequences = torch.cat([inputs, inputs[-1:].expand(padding, -1, -1)])
+            tokens, _, documents = split(sequences, max(self._documents, most_documents(sequences)))
+            logits = models.logits(self.model, tokens, documents)[: len(inputs)]
             trained = _num_trained(local)
             divisor = trained.clamp(min=1).float() if self.windows.is_masked else None
             sums += torch.stack([models.loss(logits, inputs[:, 1], divisor).double() * trained, trained])

@@ -276,17 +276,17 @@ def test_batches_are_made_ahead_and_errors_come_at_their_step():
         made.append(step)
         if step == 4:
             raise ValueError("the disk is gone")
-        return torch.full((2,), step)
+        return torch.full((1, 2), step)
 
     loader = BatchLoader(make, torch.device("cpu"), 6, {"seed": 1, "corpus": "x"})
-    assert loader.batch(1).tolist() == [1, 1] and loader.batch(2).tolist() == [2, 2]
+    assert loader.batch(1).tolist() == [[1, 1]] and loader.batch(2).tolist() == [[2, 2]]
     wait_until(lambda: made == [1, 2, 3, 4])
-    assert loader.batch(3).tolist() == [3, 3]  # 4 has failed already
+    assert loader.batch(3).tolist() == [[3, 3]]  # 4 has failed already
     with pytest.raises(ValueError, match="the disk is gone"):
         loader.batch(4)
-    assert loader.batch(2).tolist() == [2, 2]  # out of turn
+    assert loader.batch(2).tolist() == [[2, 2]]  # out of turn
     loader.load_state_dict({**loader.state_dict(), "step": 4})
-    assert [loader.batch(step)[0].item() for step in (5, 6)] == [5, 6] and loader.step == 6
+    assert [loader.batch(step)[0, 0].item() for step in (5, 6)] == [5, 6] and loader.step == 6
     assert max(made) == 6
     loader.close()
 

@@ -18,7 +18,16 @@ from quantshard.modules import chunked_loss
 from quantshard.tools.trainer.data import Corpus, Windows, collect
 from quantshard.tools.trainer.data import packing as packs
 from quantshard.tools.trainer.data.chats import ChatTokenizer
-from quantshard.tools.trainer.data.packing import FLAGGED, IGNORED, STARTS, TOKEN, UNTRAINED, best_fit, describe_rows
+from quantshard.tools.trainer.data.packing import (
+    FLAGGED,
+    IGNORED,
+    STARTS,
+    TOKEN,
+    UNTRAINED,
+    Documents,
+    best_fit,
+    describe_rows,
+)
 from quantshard.tools.trainer.data.shards import ShardedSource, read_index
 from quantshard.tools.trainer.data.sources import Chat, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -29,6 +38,7 @@ from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
 from quantshard.tools.trainer.settings.values import PACKINGS
 from tests.tools.cli import sources
 
+BOUNDARIES = torch.tensor([[0, 3, 8]], dtype=torch.int32)
 TEMPLATE = (
     "{% for m in messages %}<|im|>{{ m.role }}\n{{ m.content }}<|im|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im|>assistant\n{% endif %}"
@@ -62,12 +72,30 @@ def test_positions_restart_where_documents_begin(folder: Path) -> None:
     for step in range(50):
         plain, batch = stream.batch(3, step, 0, 4), documents.batch(3, step, 0, 4)
         assert torch.equal(batch[:, :2], plain) and plain.shape == (4, 2, 20)
-        for tokens, targets, positions in batch:
+        for tokens, targets, positions, starts in batch:
             assert torch.equal(tokens[1:], targets[:-1])
             expected = [0]
             for token in tokens[1:].tolist():
                 expected.append(0 if token == 256 else expected[-1] + 1)
             assert positions.tolist() == expected
+            first = [index for index, position in enumerate(expected) if position == 0]
+            assert starts.tolist() == first + [20] * (20 - len(first))
+        assert packs.most_documents(batch) == (batch[:, 2] == 0).sum(1).max()
+        assert packs.split(batch, 20)[2].boundaries[:, :20].equal(batch[:, 3].int())  # type: ignore[union-attr]
+    [source] = documents.sources
+    every = torch.stack([source.training(first) for first in range(source.boundary - 20)])
+    assert source.most_documents() - packs.most_documents(every) in (0, 1)
+
+
+def test_padding_is_one_document() -> None:
+    """Its positions are 0, so that all of its tokens have the same queries, keys and values."""
+    pieces = [torch.tensor([256, 1, 2, 3]), torch.tensor([5, 6])]
+    rows = packs.sequence(pieces, 8, 256, "best-fit")
+    assert rows.tolist() == [
+        [256, 1, 2, 5, 256, 256, 256, 256], [1, 2, 3, 6] + [IGNORED] * 4, [0, 1, 2] + [0] * 5, [0, 3, 4] + [8] * 5,
+    ]  # fmt: skip
+    _, _, documents = packs.split(rows.expand(40, -1, -1))
+    assert documents is not None and documents.boundaries.tolist() == [[0, 3, 4, 8]] * 40
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,7 +116,7 @@ def test_best_fit_is_the_definition(seed: int) -> None:
 def predictions(rows: list[Tensor]) -> list[tuple[int, ...]]:
     """Document by document, tokens and the last target, of sequences with positions; without padding."""
     found = []
-    for tokens, targets, positions in rows:
+    for tokens, targets, positions, _ in rows:
         starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(tokens)]
         for first, end in itertools.pairwise(starts):
             if (targets[first:end] != IGNORED).any():
@@ -208,10 +236,10 @@ def test_chats_become_masked_sequences(tmp_path: Path) -> None:
     for packing in PACKINGS:
         windows = Windows(corpus, 16, 0.0, packing)
         batch = windows.batch(0, 1, 0, 64)
-        tokens, targets, positions = packs.split(batch)
+        tokens, targets, documents = packs.split(batch)
         assert tokens.max() <= 256 and set(targets.unique().tolist()) == {IGNORED, *b"xyz", 256}
-        if positions is not None:
-            assert set(tokens[:, 1:][positions[:, 1:] == 0].tolist()) <= {ord("a"), 256}
+        if documents is not None:
+            assert set(tokens[:, 1:][documents.positions[:, 1:] == 0].tolist()) <= {ord("a"), 256}
             inner = (tokens == 256) & (targets != IGNORED)
             assert not inner.any()
     found = predictions([windows.sources[0].training(n) for n in range(windows.rows[0].num_rows)])
@@ -233,7 +261,7 @@ def test_texts_and_chats_do_not_mix(tmp_path: Path) -> None:
 def separate(model: nn.Module, packed: Tensor) -> list[Tensor]:
     """Logits of each document of a batch, computed on its own."""
     result = []
-    for tokens, _, positions in packed:
+    for tokens, _, positions, _ in packed:
         starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(tokens)]
         for first, end in itertools.pairwise(starts):
             result.append(models.logits(model, tokens[None, first:end])[0])
@@ -250,10 +278,10 @@ def test_documents_of_a_packed_batch_are_those_on_their_own(folder: Path, change
     torch.manual_seed(0)
     model = models.LanguageModel(settings, models.recipes_of(settings), "cpu")
     batch = Windows(collect([str(folder / "texts")]), 24, 0.0, "documents").batch(0, 1, 0, 3)
-    tokens, targets, positions = packs.split(batch)
-    logits = models.logits(model, tokens, positions)
+    tokens, targets, documents = packs.split(batch)
+    logits = models.logits(model, tokens, documents)
     apart = torch.cat(separate(model, batch))
-    assert (positions == 0).sum() > 8
+    assert documents is not None and (documents.positions == 0).sum() > 8
     torch.testing.assert_close(logits.flatten(0, 1), apart, atol=2e-5, rtol=2e-5)
     gradients = []
     for value in (logits, apart):
@@ -301,7 +329,7 @@ def split_z(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def test_models_that_mix_documents_are_refused() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 32}
-    tokens, positions = torch.arange(8)[None], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    tokens, documents = torch.arange(8)[None], Documents(torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), BOUNDARIES)
     opt = transformers.OPTForCausalLM(
         transformers.OPTConfig(
             **sizes, ffn_dim=16, num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=16
@@ -310,7 +338,7 @@ def test_models_that_mix_documents_are_refused() -> None:
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, state_size=4))
     for model in (opt, mamba):
         with pytest.raises(ConfigurationError, match=r"would mix the documents of a sequence; give --packing stream"):
-            huggingface.run_model(model, tokens, positions)
+            huggingface.run_model(model, tokens, documents)
     config = transformers.Lfm2Config(
         **sizes, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, layer_types=["conv"] * 2
     )
@@ -330,12 +358,13 @@ def test_transformers_models_compute_their_loss_in_chunks(is_packed: bool, monke
     qs.convert(model, "mxfp8")
     tokens = torch.randint(0, 64, (2, 8))
     targets = torch.where(torch.rand(2, 8) < 0.4, IGNORED, tokens.roll(-1, 1))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1) if is_packed else None
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
+    documents = Documents(positions, BOUNDARIES.expand(2, -1)) if is_packed else None
     results = []
     for logits_at_once in (1 << 20, 64 * 4):
         monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", logits_at_once)
         model.zero_grad()
-        losses = models.losses(model, tokens, targets, 0.0, positions, torch.tensor(11.0))
+        losses = models.losses(model, tokens, targets, 0.0, documents, torch.tensor(11.0))
         losses.cross_entropy.backward()
         results.append([losses.cross_entropy, *(param.grad for param in model.parameters())])
     assert huggingface.chunked_vocabulary(model) == 64 and huggingface.chunked_vocabulary(model.eval()) == 0

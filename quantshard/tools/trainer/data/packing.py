@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,16 +29,25 @@ MASKED: Final = "masked"
 TOKEN, FLAGGED, STARTS, UNTRAINED = (1 << 24) - 1, 1 << 29, 1 << 30, 1 << 31
 
 
+class Documents(NamedTuple):
+    """The documents of a batch: positions of tokens, int64 [batch, sequence], and boundaries in each sequence, int32
+    [batch, documents + 1], where empty documents are last."""
+
+    positions: Tensor
+    boundaries: Tensor
+
+
 def starts_document(ids: Tensor, end_of_document: int) -> Tensor:
     """Return which inputs begin a document."""
     return (ids == end_of_document) | (ids & STARTS != 0)
 
 
 def sequence(pieces: Sequence[Tensor], length: int, end_of_document: int, packing: str) -> Tensor:
-    """Return a sequence as int64 [2 or 3, length]: tokens, targets and, unless `packing` is "stream", positions.
+    """Return a sequence as int64 [2 or 4, length]: tokens, targets and, unless `packing` is "stream", positions and
+    the first tokens of the documents, followed by `length`.
 
     Positions restart at each document and each of `pieces`, which are read tokens: n + 1 of them give n inputs. The
-    sequence is padded with targets that are IGNORED.
+    sequence is padded with targets that are IGNORED, as one document whose positions are 0.
     """
     inputs, targets = (torch.cat([piece[part] for piece in pieces]) for part in (slice(-1), slice(1, None)))
     missing = length - len(inputs)
@@ -48,13 +57,28 @@ def sequence(pieces: Sequence[Tensor], length: int, end_of_document: int, packin
         starts, index = starts_document(inputs, end_of_document), torch.arange(length, device="cpu")
         starts[[0, *accumulate(len(piece) - 1 for piece in pieces[:-1])]] = True
         rows.append(index - (index * starts).cummax(0).values)
+        starts[length - missing + 1 :] = False
+        rows.append(torch.where(starts, index, length).sort().values)
     return torch.stack(rows)
 
 
-def split(batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Split a batch of `sequence`s into tokens, targets and positions; None if packing is "stream"."""
-    tokens, targets, *positions = batch.unbind(1)
-    return tokens, targets, positions[0] if positions else None
+def most_documents(batch: Tensor) -> int:
+    """Return the largest number of documents in a sequence of a batch. Waits for the device."""
+    return int((batch[:, 3:] < batch.shape[2]).sum(-1).amax()) if batch.shape[1] > 2 else 0
+
+
+def split(batch: Tensor, most: int | None = None) -> tuple[Tensor, Tensor, Documents | None]:
+    """Split a batch of `sequence`s into tokens, targets and documents; None if packing is "stream".
+
+    `most`: at least the largest number of documents in a sequence. Default: `most_documents`.
+    """
+    tokens, targets, *documents = batch.unbind(1)
+    if not documents:
+        return tokens, targets, None
+    positions, starts = documents
+    # the deterministic backward of flash attention divides its sums if there are fewer sequences x heads than SMs
+    most = max(most_documents(batch) if most is None else most, -(-32 // len(batch)))
+    return tokens, targets, Documents(positions, F.pad(starts[:, :most], (0, 1), value=batch.shape[2]).int())
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:

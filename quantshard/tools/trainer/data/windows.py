@@ -28,8 +28,8 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.tools.trainer.data import packing as packs
 from quantshard.tools.trainer.data.corpus import Corpus, Document
-from quantshard.tools.trainer.data.packing import UNTRAINED, PackedRows, document_spans, sequence, starts_document
 from quantshard.tools.trainer.data.shards import TOKEN_DTYPES
 from quantshard.tools.trainer.data.sources import unreadable
 from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
@@ -68,8 +68,8 @@ class TokenStream:
         self.packing, self.rows, self.heldout_rows = packing, None, None
         if packing == BEST_FIT:
             starts, ends = self._document_starts(), (0, self.boundary, self.tokens)
-            spans = [document_spans(*starts, first, max(first, end - 1)) for first, end in pairwise(ends)]
-            self.rows, self.heldout_rows = (PackedRows(*span, width - 1) for span in spans)
+            spans = [packs.document_spans(*starts, first, max(first, end - 1)) for first, end in pairwise(ends)]
+            self.rows, self.heldout_rows = (packs.PackedRows(*span, width - 1) for span in spans)
 
     def _document_starts(self) -> tuple[np.ndarray, np.ndarray]:
         """The positions at which documents begin, and whether nothing is predicted from the position before."""
@@ -82,9 +82,9 @@ class TokenStream:
                 continue
             for offset in range(0, document.stored, _TOKENS_AT_ONCE):
                 ids = self._read(document, offset, min(_TOKENS_AT_ONCE, document.stored - offset))
-                begins = starts_document(ids, self.corpus.end_of_document).nonzero()[:, 0]
+                begins = packs.starts_document(ids, self.corpus.end_of_document).nonzero()[:, 0]
                 starts.append(end - document.stored + offset + begins.numpy())
-                separate.append((ids[begins] & UNTRAINED != 0).numpy())
+                separate.append((ids[begins] & packs.UNTRAINED != 0).numpy())
         positions, first = np.unique(np.concatenate(starts), return_index=True)
         return positions, np.concatenate(separate)[first]
 
@@ -121,6 +121,15 @@ class TokenStream:
             return self._sequence(self.rows.rows[word % len(self.rows.rows)])
         return self._sequence([(word % (self.boundary - self.width + 1), self.width - 1)])
 
+    def most_documents(self) -> int:
+        """Return at least the largest number of documents in a training sequence; 0 if packing is "stream"."""
+        if self.packing == STREAM:
+            return 0
+        if self.rows is not None:
+            return 1 + max(map(len, self.rows.rows))
+        starts, length = self._document_starts()[0], self.width - 1
+        return 1 + int((np.searchsorted(starts, starts + length) - np.arange(len(starts))).max())
+
     def heldout(self, most: int) -> list[tuple[Document, Tensor]]:
         """Return at most `most` sequences, evenly spaced over the held-out part, and the document that each begins
         in."""
@@ -138,11 +147,11 @@ class TokenStream:
     def _sequence(self, pieces: Sequence[tuple[int, int]]) -> Tensor:
         """Read a sequence: `pieces` are the first input and the number of inputs of its parts."""
         tokens = [self.window(start, length + 1) for start, length in pieces]
-        return sequence(tokens, self.width - 1, self.corpus.end_of_document, self.packing)
+        return packs.sequence(tokens, self.width - 1, self.corpus.end_of_document, self.packing)
 
 
 class Windows:
-    """Sequences of seq_length tokens, their targets and, unless packing is "stream", positions in their documents.
+    """Sequences of seq_length tokens, their targets and, unless packing is "stream", their documents.
 
     Args:
         corpus: the documents.
@@ -168,7 +177,7 @@ class Windows:
         self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
-        """Return sequences `first` to `first + count` of a step's global batch: int64 [count, 2 or 3, seq_length]."""
+        """Return sequences `first` to `first + count` of a step's global batch: int64 [count, 2 or 4, seq_length]."""
         if self.rows and len(self.sources) == 1:
             begin, size = (step - 1) * self.global_batch + first, self.rows[0].num_rows
             places = [divmod(number, size) for number in range(begin, begin + count)]
@@ -179,7 +188,7 @@ class Windows:
         return torch.stack([self.sources[source].training(high << 32 | low) for source, (low, high) in draws])
 
     @property
-    def rows(self) -> list[PackedRows]:
+    def rows(self) -> list[packs.PackedRows]:
         """The rows of all sources in best-fit packing."""
         return [source.rows for source in self.sources if source.rows is not None]
 
@@ -225,29 +234,31 @@ class BatchLoader:
         last: last step that has a batch.
         identity: values that must match the state in a checkpoint: "seed" and "corpus".
 
-    `waited`: seconds that the last call of `batch` waited. An error in `make` is raised by the call for its step.
+    `waited`: seconds that the last call of `batch` waited. `documents`: `most_documents` of its batch. An error in
+    `make` is raised by the call for its step.
     """
 
     def __init__(
         self, make: Callable[[int], Tensor], device: torch.device, last: int, identity: Mapping[str, Any]
     ) -> None:
         self.make, self.device, self.last, self.identity = make, device, last, dict(identity)
-        self.step, self.waited = 0, 0.0
+        self.step, self.waited, self.documents = 0, 0.0, 0
         self._pool = ThreadPoolExecutor(1, "batches")
-        self._ready: dict[int, Future[Tensor]] = {}
+        self._ready: dict[int, Future[tuple[Tensor, int]]] = {}
 
     def batch(self, step: int) -> Tensor:
         """Return the batch of a step, and start to prepare the following ones."""
         start = time.perf_counter()
         steps = range(step, min(self.last, step + AHEAD) + 1)
         self._ready = {n: self._ready.get(n) or self._pool.submit(self._host_batch, n) for n in steps}
-        batch = self._ready.pop(step).result().to(self.device, non_blocking=True)
+        batch, self.documents = self._ready.pop(step).result()
+        batch = batch.to(self.device, non_blocking=True)
         self.step, self.waited = step, time.perf_counter() - start
         return batch
 
-    def _host_batch(self, step: int) -> Tensor:
+    def _host_batch(self, step: int) -> tuple[Tensor, int]:
         batch = self.make(step)
-        return batch.pin_memory() if self.device.type == "cuda" else batch
+        return batch.pin_memory() if self.device.type == "cuda" else batch, packs.most_documents(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the last step, and what determines the order of the data."""

@@ -44,6 +44,7 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts.layer_recipes import RecipeByName, matches
 from quantshard.modules.quantize import open_layers
 from quantshard.recipe import HighPrecision, Recipe
+from quantshard.tools.trainer.data.packing import Documents
 from quantshard.tools.trainer.data.tokenizer import VOCABULARY
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
@@ -158,22 +159,23 @@ class LanguageModel(nn.Module):
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, **loss: Any
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None, **loss: Any
     ) -> Any:
         """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
 
         With `targets`, return the mean loss with z-loss, and the z-loss, without the logits of all tokens. All ranks of
-        a tensor-parallel group pass the same tokens and get the same results. `positions`: int64 like `tokens`, 0 at
-        the start of each document; tokens attend within their document only. `loss`: see `linear_cross_entropy`.
+        a tensor-parallel group pass the same tokens and get the same results. `documents`: tokens attend within their
+        document only. `loss`: see `linear_cross_entropy`.
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
         angles = None if self.rotary is None else self.rotary(length, device=tokens.device)
         attention: dict[str, Any] = {}
-        if positions is not None:
+        positions = None if documents is None else documents.positions
+        if documents is not None:
             # of each token, [sequence, batch, 1, features]
             angles = None if angles is None else angles[positions, 0].transpose(0, 1)
-            attention = {"attention_mask": other_documents(positions), "self_attn_mask_type": "arbitrary"}
+            attention = {"cu_seqlens_q": documents.boundaries, "self_attn_mask_type": "padding_causal"}
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device) if positions is None else positions)
         if self.sequence_parallel:
@@ -203,14 +205,6 @@ class LanguageModel(nn.Module):
             out, balance = out
             self.balance = balance / settings.layers + (self.balance if number else 0.0)
         return cast(Tensor, out)
-
-
-def other_documents(positions: Tensor) -> Tensor:
-    """Return where attention is masked out, bool [batch, 1, queries, keys]: later tokens, and those of other
-    documents."""
-    documents = (positions == 0).cumsum(1)
-    masked_out = documents[:, None, :, None] != documents[:, None, None, :]
-    return masked_out.logical_or_(torch.ones_like(masked_out[0, 0]).triu(1))
 
 
 def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import outputs
+from quantshard.tools.trainer.data.packing import Documents
 from quantshard.tools.trainer.data.sources import library
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
@@ -179,14 +180,14 @@ def _mixes(what: str) -> ConfigurationError:
     return ConfigurationError(f"{what} would mix the documents of a sequence; give --packing stream")
 
 
-def run_model(model: Any, tokens: Tensor, positions: Tensor | None = None, **labels: Any) -> Any:
-    """Run a model. `positions`: see `model.logits`; the first call with them checks that transformers masks attention
-    by them. `labels`: arguments of its loss."""
+def run_model(model: Any, tokens: Tensor, documents: Documents | None = None, **labels: Any) -> Any:
+    """Run a model. `documents`: see `model.logits`; the first call with them checks that transformers masks attention
+    by their positions. `labels`: arguments of its loss."""
     options = {"input_ids": tokens, "use_cache": False, **labels}
     name = "_separates_documents"
-    if positions is None:
+    if documents is None:
         return model(**options)
-    options["position_ids"] = positions
+    options["position_ids"] = documents.positions
     if hasattr(model, name):
         return model(**options)
     if "position_ids" not in inspect.signature(model.forward).parameters:

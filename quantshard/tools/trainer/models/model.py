@@ -26,7 +26,7 @@ from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
-from quantshard.tools.trainer.data.packing import IGNORED
+from quantshard.tools.trainer.data.packing import IGNORED, Documents
 from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.decoder import LanguageModel, MixtureLayer, recipes_of
@@ -148,15 +148,14 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     return model
 
 
-def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+def logits(model: nn.Module, tokens: Tensor, documents: Documents | None = None) -> Tensor:
     """Compute logits [batch, sequence, vocabulary] from tokens int64 [batch, sequence], for either kind of model.
 
-    `positions`: int64 [batch, sequence], 0 at the start of each document; tokens attend within their document only.
-    Default: a row is one document.
+    `documents`: tokens attend within their document only. Default: a row is one document.
     """
     if isinstance(model, LanguageModel):
-        return cast(Tensor, model(tokens, positions=positions))
-    return cast(Tensor, huggingface.run_model(model, tokens, positions).logits)
+        return cast(Tensor, model(tokens, documents=documents))
+    return cast(Tensor, huggingface.run_model(model, tokens, documents).logits)
 
 
 def losses(
@@ -164,10 +163,10 @@ def losses(
     tokens: Tensor,
     targets: Tensor,
     z_loss: float = 0.0,
-    positions: Tensor | None = None,
+    documents: Documents | None = None,
     count: Tensor | None = None,
 ) -> TokenLosses:
-    """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`. `positions`: see
+    """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`. `documents`: see
     `logits`. `count`: see `token_losses`.
 
     More logits than one chunk of `linear_cross_entropy` are computed chunk by chunk (for transformers models without
@@ -176,12 +175,12 @@ def losses(
     is_decoder = isinstance(model, LanguageModel)
     vocabulary = model.vocabulary if isinstance(model, LanguageModel) else huggingface.chunked_vocabulary(model)
     if tokens.numel() * vocabulary <= chunked_loss.LOGITS_AT_ONCE or (z_loss and not is_decoder):
-        return token_losses(logits(model, tokens, positions), targets, is_decoder, count)
+        return token_losses(logits(model, tokens, documents), targets, is_decoder, count)
     if not is_decoder:
         labels = {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
-        total = huggingface.run_model(model, tokens, positions, **labels).loss
+        total = huggingface.run_model(model, tokens, documents, **labels).loss
         return TokenLosses(total, torch.zeros_like(total))
-    total, z_part = model(tokens, targets, positions, z_loss=z_loss, num_items_in_batch=count)
+    total, z_part = model(tokens, targets, documents, z_loss=z_loss, num_items_in_batch=count)
     # the gradient of both comes through `total`
     return TokenLosses(total - z_part, z_part / z_loss if z_loss else z_part)
 
