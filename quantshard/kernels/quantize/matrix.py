@@ -454,9 +454,8 @@ def quantize_matrices(
     keys, streams, roundings = NO_RANDOM_WORDS
     if request.words is not None or (transposed_request is not None and transposed_request.words is not None):
         keys, streams, roundings = rw.random_arguments_of(requests)
-    spec, transposed_spec = requests[0].specs
-    assert spec is not None
-    plan = plan_quantization(spec, transposed_spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings)
+    transposed_spec = None if transposed_request is None else transposed_request.spec
+    plan = plan_quantization(request.spec, transposed_spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings)
     targets = [allocate_results(plan, outputs[:2], x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
         outs, transposed = zip(*targets, strict=True)

@@ -350,15 +350,15 @@ def layout(
         if spec.swizzled:
             assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
-    drawn = (rounding or Rounding())._asdict()
-    drawn["by_four"] &= transposed == drawn["words_transposed"] or tile.together % 4 == 0
+    words = rounding or Rounding()
+    by_four = words.by_four and (transposed == words.words_transposed or tile.together % 4 == 0)
     rule = sr.scale_rule(copy, spec.scaling, dtype, device)
     config = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
         hadamard=hadamard,
         stochastic=rounding is not None,
-        **drawn,
+        **words._replace(by_four=by_four)._asdict(),
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,
