@@ -1,6 +1,7 @@
 """`quantshard train` on tokens: several sources by weight, a tokenizer, held-out data; resumed, moved, exported."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -155,6 +156,8 @@ def test_changed_data_are_refused(trained, folder, tmp_path):
     other = sources.tokenizer_folder(tmp_path / "other", eos_token="<|other|>")
     one_line(quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer of the data")
     assert (run / "config.toml").read_bytes() == before
+    (run / "config.toml").write_text(re.sub("\nseq_length = .*", "\nseq_length = 40", before.decode()))
+    one_line(quantshard("resume", run, "--steps", 5), "seq_length = 16, not 40; its data would differ")
 
 
 def test_export_has_the_tokenizer(trained, folder, tmp_path):

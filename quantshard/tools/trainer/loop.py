@@ -92,7 +92,8 @@ class Trainer:
         self.shares = self.axes.data_parallel
         self.share, self.tp_rank = divmod(place.rank, self.axes.tp)
         self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
-        identity = {"seed": settings.seed, "corpus": corpus.sha256}
+        identity = {name: getattr(settings, name) for name in ("seed", "packing", "seq_length", "global_batch")}
+        identity["corpus"] = corpus.sha256
         self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
         self.begun = initialization.load(init_from, self.model) if init_from else ""
         if init_from == "" and configuration is not None:

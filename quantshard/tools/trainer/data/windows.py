@@ -232,7 +232,7 @@ class BatchLoader:
         make: pure function that returns the batch of a step.
         device: destination of the batches.
         last: last step that has a batch.
-        identity: values that must match the state in a checkpoint: "seed" and "corpus".
+        identity: values that determine the data, and must match the state in a checkpoint.
 
     `waited`: seconds that the last call of `batch` waited. `documents`: `most_documents` of its batch. An error in
     `make` is raised by the call for its step.
