@@ -135,8 +135,7 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
     )
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
-            f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST} there and others do; load from a "
-            "directory that all ranks share"
+            f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST}; load where all ranks share files"
         )
     plan, digests = agreement.exchange_results(
         lambda: plan_load(request, reader, format_tags),

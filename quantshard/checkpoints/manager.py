@@ -185,8 +185,7 @@ class Manager:
         if self._failed is not None and not self._failed.future.done():
             # it shares memory and collectives with a new save
             raise CheckpointError(
-                f"the failed save of {self._failed.report.path} is still running on this rank; save again when the "
-                "process group has timed out, or restart the run"
+                f"the failed save of {self._failed.report.path} is still running on this rank; save again later"
             )
 
     def _prepare(self, step: int) -> SaveTarget:

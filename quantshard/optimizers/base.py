@@ -52,7 +52,9 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(f"{where}: {name}={value!r} is invalid: use a number from {lowest:g}, {bound}")
+                raise ConfigurationError(
+                    f"{where}: {name}={value!r} is invalid: use a finite number, at least {lowest:g} and {bound}"
+                )
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
@@ -176,8 +178,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """
         if self._averages_swapped_in:
             raise ConfigurationError(
-                f"{self._name}: inside averaged_weights(...) the optimizer cannot step and its states cannot be read, "
-                "saved or loaded; do that after the with block"
+                f"{self._name}: it cannot be used inside averaged_weights(...); do that after the with block"
             )
         params = [param for group in self.param_groups for param in group["params"]]
         if len(params) == len(self._names) and all(map(operator.is_, params, self._names)):
@@ -218,8 +219,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
 
     def _raise_for_frozen(self, param: Tensor) -> None:
         raise ConfigurationError(
-            f"{self._names[param]} was frozen when this {self._name} was built and has a gradient now; call "
-            "initialize_state(parameter) when you unfreeze it"
+            f"{self._names[param]} was frozen when this {self._name} was built; call initialize_state(parameter)"
         )
 
     # Skipped steps

@@ -156,8 +156,7 @@ class Muon(AdamOptimizer):
             raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
         if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
             raise ConfigurationError(
-                f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps "
-                "and finite coefficients"
+                f"{where}: ns_steps={group['ns_steps']}: use 1 to 99 steps, and finite ns_coefficients"
             )
 
     def update(
@@ -284,8 +283,7 @@ def muon_groups(
     """
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
         raise ConfigurationError(
-            f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
-            f"{', '.join(ADAMW_SETTINGS)}"
+            f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is none of lr, {', '.join(ADAMW_SETTINGS)}"
         )
     named = list(model.named_parameters())
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -330,10 +328,7 @@ def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]
             if any(fnmatchcase(".".join(name.split(".")[:end]), pattern) for end in range(1, name.count(".") + 2))
         ]
         if not ids:
-            raise ConfigurationError(
-                f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
-                f"{', '.join(name for name, _ in named[:5])}, ..."
-            )
+            raise ConfigurationError(f"muon_groups(model, head={pattern!r}): no module or parameter has that name")
         matched.update(ids)
     return matched
 

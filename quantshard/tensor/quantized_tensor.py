@@ -75,8 +75,7 @@ class QuantizedTensor(reads.ReadableTensor):
         storage = self.quantized_storage
         if any(storage.shard.shares_blocks(part) for part in storage.spec.format.components):
             raise UnsupportedOperationError(
-                f"quantize_ on {self!r}: other ranks share its scales; call "
-                "quantshard.requantize_([(parameter, local_values), ...]) on every rank"
+                f"quantize_ on {self!r}: other ranks share its scales; call quantshard.requantize_ on every rank"
             )
         if tensor.shape != self.shape or not tensor.is_floating_point():
             raise UnsupportedOperationError(

@@ -108,8 +108,7 @@ def _check_target(weight: Tensor, values: Tensor) -> None:
     storage, name = _storage_of(weight), repr(private_torch.local_tensor(weight))
     if storage.gathered:
         raise UnsupportedOperationError(
-            f"requantize_: {name} is the copy that FSDP gathered; call reshard() on the FSDP-wrapped module, and write "
-            "to its sharded parameter"
+            f"requantize_: {name} is the copy that FSDP gathered; call reshard(), and write to the sharded parameter"
         )
     if values.shape != storage.shard.shape:
         raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shard.shape}")

@@ -260,7 +260,7 @@ def test_parameters_in_another_order(kind: str, tmp_path: Path) -> None:
     for model, optimizer in zip(models, (saved, own), strict=True):
         stepped(model, optimizer)
     checkpoints.save(tmp_path / "c", models[0], saved)
-    says = "its group 0 has '0.weight' as parameter 0 and this one's '1.weight'; pass the same parameters in the same"
+    says = "its group 0 has '0.weight' as parameter 0 and this one's '1.weight'; pass the same parameters"
     with refused(f"another optimizer: {says}", models[1], own):
         checkpoints.load(tmp_path / "c", models[1], own)
 
@@ -375,9 +375,7 @@ def test_the_meta_device(layer: type[nn.Module], tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "c", nn.Sequential(nn.Linear(3, 3), make(3, 3)), None)
     model = nn.Sequential(nn.Linear(3, 3), make(3, 3, device="meta"))
     before = model[0].weight.detach().clone()
-    with pytest.raises(
-        CheckpointError, match=r"c: model.1.bias is on the meta device here, where loading does nothing"
-    ):
+    with pytest.raises(CheckpointError, match=r"c: model.1.bias is on the meta device here"):
         checkpoints.load(tmp_path / "c", model)
     assert same(model[0].weight.detach(), before)
 

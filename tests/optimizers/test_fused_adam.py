@@ -837,7 +837,7 @@ def test_quantized_weights_may_stand_for_float64():
 def test_a_state_that_does_not_exist():
     params = parameters()
     with pytest.raises(
-        ConfigurationError, match=r"parameter 1 has no state 'exp_avg_max', but \['exp_avg', 'exp_avg_sq"
+        ConfigurationError, match=r"parameter 1 has no state 'exp_avg_max', only \['exp_avg', 'exp_avg_sq"
     ):
         FusedAdam(params.values()).get_unscaled_state(params["fp32"], "exp_avg_max")
 

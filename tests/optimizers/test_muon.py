@@ -216,7 +216,7 @@ def names_of(groups):
 
 
 def test_a_models_parameters_are_divided():
-    with pytest.raises(ConfigurationError, match="'bets' is no entry of AdamW's groups; there are lr, betas, eps"):
+    with pytest.raises(ConfigurationError, match="'bets' is none of lr, betas, eps"):
         muon_groups(Decoder(), head="out", adamw={"bets": (0.9, 0.95)})
     groups = muon_groups(Decoder(), head="out", adamw={"lr": 3e-4, "weight_decay": 0.1})
     vectors = ["layers.0.bias", "layers.1.bias"]

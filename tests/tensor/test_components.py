@@ -153,7 +153,7 @@ def test_format_tags_are_read_back(name):
 def test_an_unknown_version_is_refused(version):
     tag = components.format_tag("mxfp8_32x32")
     tag[0] = version
-    with pytest.raises(CheckpointError, match=rf"version {version}.*version 1"):
+    with pytest.raises(CheckpointError, match=rf"version {version}, not 1"):
         components.read_format_tag(tag)
     layer = linear("mxfp8")
     before, state = bits(layer), linear("mxfp8", seed=1).state_dict()

@@ -179,7 +179,7 @@ def test_quantize_in_place_of_another_shape(cell, shape):
 
 @pytest.mark.parametrize("values", [torch.ones(4), torch.ones(4, 4, dtype=torch.int64), torch.ones(2, 2).bool()])
 def test_what_is_no_matrix_of_floats_is_refused(values):
-    with pytest.raises(UnsupportedOperationError, match="a floating dtype, got torch"):
+    with pytest.raises(UnsupportedOperationError, match="quantize_ needs floats"):
         quantize_weight(
             torch.ones(values.shape if values.ndim == 2 else (2, 2)), recipe.resolve("block").weight
         ).quantize_(values)

@@ -221,10 +221,7 @@ class DeferredLogits:
         """Return the logits, which become a part of the autograd graph."""
         if self._logits is None:
             if self._is_gathered and isinstance(self._head.weight, DTensor):
-                raise RuntimeError(
-                    "output.logits: FSDP2 has freed the head's weight; shard the model with "
-                    "reshard_after_forward=False, or use convert(loss='model')"
-                )
+                raise RuntimeError("output.logits: FSDP2 has freed the head's weight; use reshard_after_forward=False")
             if self._changes >= 0 and self._changes != private_torch.in_place_changes(self._head.weight):
                 raise RuntimeError("output.logits: the head's weight has changed; read them before backward")
             precision = nullcontext() if self._cast is None else torch.autocast(self.device.type, dtype=self._cast)

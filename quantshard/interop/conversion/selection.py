@@ -188,8 +188,7 @@ def check_values(chosen: Sequence[LayerChoice]) -> None:
         weight = bad[0].module.weight.detach()
         hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
         raise ConfigurationError(
-            f"convert: {bad[0].name}.weight: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers); "
-            "nothing was converted"
+            f"convert: {bad[0].name}.weight: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers)"
         )
 
 

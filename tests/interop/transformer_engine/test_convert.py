@@ -415,7 +415,7 @@ def test_groups(tmp_path: Path) -> None:
     """Two groups go over where --like has them too; numbers of two groups do not say whose they are."""
     two = [group("0.weight", "1.weight"), group("0.bias", "1.bias", weight_decay=0.0)]
     source = plain(tmp_path / "te", groups=two, named=True)
-    with pytest.raises(CheckpointError, match=r"0\.bias has weight_decay 0\.0, other parameters of .*have"):
+    with pytest.raises(CheckpointError, match=r"0\.bias has weight_decay 0\.0, others of .*have"):
         transformer_engine.convert(source, like(tmp_path / "one", None, 24, layers=2), tmp_path / "out")
     model, _ = built(None, 24, layers=2)
     every = dict(model.named_parameters())
