@@ -25,13 +25,15 @@ def transpose_kernel(matrices, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl
             _transpose(matrices[part], ROWS, COLS)
 
 
-writes(transpose_kernel, "matrices.*.1", "matrices.*.5.3")
+writes(transpose_kernel, "matrices.*.1", "matrices.*.8")
 
 
 @triton.jit
 def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
-    x_ptr, out_ptr, rows, cols, x_stride, scales = matrix
-    scale_ptr, scale_row, scale_col, new_scale_ptr, new_scale_stride, nan_flag_ptr = scales
+    (
+        x_ptr, out_ptr, rows, cols, x_stride,
+        scale_ptr, scale_row, scale_col, new_scale_ptr, new_scale_stride, nan_flag_ptr,
+    ) = matrix  # fmt: skip
     row, col = tl.program_id(0), tl.program_id(1)
     i = row * ROWS + tl.arange(0, ROWS)
     j = col * COLS + tl.arange(0, COLS)
@@ -72,7 +74,7 @@ def by_columns(
             scale_arguments = scales, *scales.stride(), padded_scales, length, nan_flag
         results.append((out, padded_scales))
         if x.numel() > 0:
-            arguments.append((x, out, rows, cols, x.stride(0), scale_arguments))
+            arguments.append((x, out, rows, cols, x.stride(0), *scale_arguments))
             grid = [max(grid[0], -(rows // -TILE[0])), max(grid[1], -(cols // -TILE[1]))]
     if arguments:
         launch_kernel(
