@@ -22,7 +22,7 @@ from quantshard.kernels.experts import grouped, grouped_matmul
 from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
 from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
 from quantshard.kernels.optimizer import history
-from quantshard.kernels.quantize import scales
+from quantshard.kernels.quantize.amax import scales
 from tests.kernels.asked import request_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,7 +45,7 @@ def values(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 def quantized(x: Tensor, counts: Sequence[int], encoding: Encoding) -> EncodedRows:
     segments = ExpertSegments.of(counts, DEVICE)
-    stored, multipliers = scales.scales(
+    stored, multipliers = scales(
         grouped.expert_amaxes(x.to(DEVICE), segments), ROWS[encoding].copies[Orientation.ROWWISE], Scaling(), x.dtype
     )
     return EncodedRows(grouped.quantize_expert_rows(x.to(DEVICE), segments, encoding, multipliers), stored, encoding)

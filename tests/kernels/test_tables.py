@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard.kernels import tables
-from quantshard.kernels.tables import device_table, lasting_table
+from quantshard.kernels import workspace
+from quantshard.kernels.workspace import device_table, lasting_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -22,10 +22,10 @@ def test_a_table_is_found_by_its_numbers() -> None:
 
 
 def test_no_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_TABLES", {})
-    monkeypatch.setattr(tables, "MOST_TABLES", 3)
+    monkeypatch.setattr(workspace, "_TABLES", {})
+    monkeypatch.setattr(workspace, "MOST_TABLES", 3)
     found = [lasting_table(((number,),), DEVICE) for number in range(8)]
-    assert len(tables._TABLES) <= 3
+    assert len(workspace._TABLES) <= 3
     assert [table.tensor().item() for table in found] == list(range(8))
 
 

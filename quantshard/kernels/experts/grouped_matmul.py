@@ -25,7 +25,7 @@ from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES
-from quantshard.kernels.tables import DeviceTable, lasting_table
+from quantshard.kernels.workspace import DeviceTable, lasting_table
 
 
 class GroupedGemmConfig(NamedTuple):

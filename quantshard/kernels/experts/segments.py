@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantshard import private_torch
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.tables import DeviceTable
+from quantshard.kernels.workspace import DeviceTable
 
 FEW_ROWS: Final = 64
 MANY_ROWS: Final = 128

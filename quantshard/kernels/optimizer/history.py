@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.tables import lasting_table
+from quantshard.kernels.workspace import lasting_table
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.history import past, push_amax
-from quantshard.kernels.tables import device_table
+from quantshard.kernels.workspace import device_table
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,

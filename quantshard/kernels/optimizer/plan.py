@@ -47,7 +47,7 @@ from quantshard.kernels.optimizer.stored import (
     SettingsRow,
     StepParameter,
 )
-from quantshard.kernels.tables import device_table
+from quantshard.kernels.workspace import device_table
 from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import AVERAGE, WEIGHT
 

@@ -1,6 +1,7 @@
-"""The amax of every block of a matrix, from one read of the values: `numerics.block_amax`.
+"""The amax of every block of a matrix, from one read of the values: `numerics.block_amax`, and scales from amaxes.
 
     amax[block] = max |x|
+    (stored scale, multiplier of values) = rule(amax)               (`scale_rule.scales`)
 
 Needed where one tile does not hold a whole block: one scale for the tensor or for a row, and blocks shared by ranks.
 """
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels import tracing, workspace
@@ -32,6 +34,9 @@ from quantshard.kernels.quantize.targets import (
     touched,
 )
 from quantshard.numerics import Pair
+
+SCALES = 1024
+"""Scales per program of `scales_kernel`."""
 
 
 @triton.jit
@@ -200,3 +205,33 @@ def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)
 NO_RULE = sr.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
 """Placeholder rule for tiles that are only measured."""
+
+
+@triton.jit
+def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, SIZE: tl.constexpr):
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    valued = index < numel
+    stored_scale, multiplier = sr.scales(tl.load(amax_ptr + index, mask=valued, other=0.0), 0.0, R)
+    tl.store(stored_ptr + index, stored_scale, mask=valued)
+    tl.store(multiplier_ptr + index, multiplier, mask=valued)
+
+
+writes(scales_kernel, "stored_ptr", "multiplier_ptr")
+
+
+def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return `numerics.scales_and_multipliers` for values of `dtype`, both of the shape of the grid `amax`.
+
+    Only for copies with one scale. With two, the multiplier also depends on the amax of the whole tensor.
+    """
+    assert copy.amax is None, "a scale under a second one"
+    amax = amax.contiguous()
+    stored_scales = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
+    multiplier = torch.empty_like(amax)
+    if amax.numel() > 0:
+        rule = sr.scale_rule(copy, scaling, dtype, amax.device)
+        launch_kernel(
+            scales_kernel, (-(amax.numel() // -SCALES),), amax.device,
+            amax, stored_scales, multiplier, amax.numel(), rule, SCALES, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return stored_scales, multiplier

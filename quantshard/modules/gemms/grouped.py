@@ -41,7 +41,7 @@ if kernels.USABLE:
     from quantshard.kernels.experts import grouped_matmul
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
     from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
-    from quantshard.kernels.quantize import scales
+    from quantshard.kernels.quantize.amax import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 
@@ -200,7 +200,7 @@ class ExpertsLayer(NamedTuple):
         amaxes = self.past(role)
         if amaxes is None:
             amaxes = grouped_kernel.expert_amaxes(values, segments)
-        stored_scales, multipliers = scales.scales(amaxes, copy, spec.scaling, values.dtype)
+        stored_scales, multipliers = scales(amaxes, copy, spec.scaling, values.dtype)
         new_amaxes = torch.zeros_like(stored_scales) if notes else None
         has_nan = stored_scales if role is TensorRole.GRAD_OUTPUT else None
         codes = grouped_kernel.quantize_expert_rows(

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from quantshard import kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
-from quantshard.kernels import tables, workspace
+from quantshard.kernels import workspace
 from quantshard.modules import autocast, checkpoint
 from quantshard.modules.graphs.recorder import tensors_in
 from quantshard.readable import human_bytes
@@ -197,8 +197,7 @@ def rehearse(
     if not kernels.USABLE:
         raise ConfigurationError("plan: the memory of a step needs the kernels' code; pip install triton")
     # Drop caches, so that a plan does not depend on earlier ones.
-    for lasting in (workspace, tables):
-        lasting.discard(torch.device("meta"))
+    workspace.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
     recording = _Recording(twins, MemoryTimeline(twins.resident_tensors()))
     autocasting = partial(autocast, recipe=step.recipe) if step.recipe is not None else nullcontext

@@ -14,7 +14,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.collectives.process_groups import Group
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Orientation
-from quantshard.kernels.tables import lasting_table
+from quantshard.kernels.workspace import lasting_table
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER, has_master
 from quantshard.optimizers.elementwise import ElementwiseOptimizer

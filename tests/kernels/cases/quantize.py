@@ -18,7 +18,7 @@ from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, Kerne
 from tests.oracle import transpose_parts
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax, dequantize, error, matrix, random_words, scales, swizzle, transpose
+    from quantshard.kernels.quantize import amax, dequantize, error, matrix, random_words, swizzle, transpose
     from quantshard.kernels.quantize.targets import KernelOutputs, QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
@@ -199,7 +199,7 @@ def scales_case(x: Tensor, fmt: Format) -> KernelCase:
     expected = [part[copy.scale.name] for part in numerics.scales_and_multipliers(grids, fmt, scaling, x.dtype)]
     grid = grids[copy.scale.name]
     return KernelCase(
-        lambda: scales.scales(grid, copy, scaling, x.dtype), lambda: expected, bytes_of(grid, *expected)
+        lambda: amax.scales(grid, copy, scaling, x.dtype), lambda: expected, bytes_of(grid, *expected)
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import quantshard as qs
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import hardware
-from quantshard.kernels import tables, workspace
+from quantshard.kernels import workspace
 from quantshard.tools.observe.costs import KINDS, StepMemory
 from quantshard.tools.planning.rehearsal import RESERVE
 from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
@@ -151,7 +151,7 @@ def test_stored_activations_are_their_codes() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_a_plan_is_the_same_whatever_was_planned_before(recipe: str) -> None:
     """Scalars that share an allocation, and tables, outlive what asked for them."""
-    tables.discard(torch.device("meta"))
+    workspace.discard(torch.device("meta"))
     plans = [planned(Case(replace(SMALL.resolved(), recipe=recipe), 1), BLACKWELL) for _ in range(3)]
     workspace.zero(torch.device("meta"))
     plans.append(planned(Case(replace(SMALL.resolved(), recipe=recipe), 1), BLACKWELL))
