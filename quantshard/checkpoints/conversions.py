@@ -265,9 +265,6 @@ def _codes_of(param: Tensor, key: str, spec: QuantSpec, tensors: dict[str, Tenso
     return storage
 
 
-# Optimizer states
-
-
 @dataclass(frozen=True)
 class StateConversion:
     """An optimizer state that is not loaded as it is stored: its dtypes, with formats of codes and scales, if any."""

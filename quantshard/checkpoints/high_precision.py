@@ -146,9 +146,6 @@ def _placed(value: Any, full: bool, cpu_offload: bool, is_here: bool) -> Any:
     return value.cpu() if cpu_offload and is_here else value if is_here else value.new_empty(0)
 
 
-# Loading
-
-
 @torch.no_grad()
 def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Quantize high-precision weights into a model's parameters, and copy the other parameters. A collective call.

@@ -334,9 +334,6 @@ def _held_bytes(state: Any) -> int:
     return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
 
 
-# Background saves
-
-
 class BackgroundSaver:
     """Copies states to host memory, pinned with a GPU and reused by the next copy, and writes them in a thread."""
 

@@ -170,9 +170,6 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
                 live[key] = value
 
 
-# Numbers of parameters
-
-
 def expert_layers(model: nn.Module) -> dict[str, GroupedLinear]:
     """The layers whose experts are on several ranks, by the prefix of their keys."""
     return {

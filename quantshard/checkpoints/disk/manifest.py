@@ -213,9 +213,6 @@ def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) 
     return None
 
 
-# Metadata of DCP
-
-
 _MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 62
 _EMPTY_EXTENT = 1 << 24
 """Upper bound on the product of the nonzero dims of a tensor without elements."""

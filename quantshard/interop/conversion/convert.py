@@ -304,9 +304,6 @@ def _line(pattern: str, count: int, shape: tuple[int, ...], text: str) -> str:
     return f"  {pattern} {list(shape)}{_times(count)}: {text}"
 
 
-# Places
-
-
 def places_of(model: nn.Module) -> Places:
     places: Places = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -160,9 +160,6 @@ def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
     return new
 
 
-# Packing
-
-
 def pack(entries: Mapping[str, Tensor]) -> Tensor:
     """Pack a weight's unsharded state dict entries into one tensor of bytes, for file formats with one per weight.
 

@@ -152,9 +152,6 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
     return ""
 
 
-# Checks of a model
-
-
 def check_model(model: nn.Module, what: str) -> None:
     """Check that a model can be converted: it is not itself a layer, not sharded, and not quantized."""
     if isinstance(model, nn.Linear):

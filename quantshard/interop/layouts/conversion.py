@@ -36,9 +36,6 @@ def our_rows(runs: list[RowRun]) -> Tensor:
     return torch.cat([torch.arange(run.ours, run.ours + run.length, device="cpu") for run in ordered])
 
 
-# Export
-
-
 def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of a weight's tensors, keyed by the name that replaces "weight"."""
     assert layout.element is not None
@@ -137,9 +134,6 @@ def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
     amax of 0, with all-zero codes, gives 1."""
     scale = _largest(fmt) / amax.float() if divides else amax.float() / _largest(fmt)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
-
-
-# Import
 
 
 def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None) -> Tensor:

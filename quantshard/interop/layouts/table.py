@@ -203,9 +203,6 @@ def said(block: tuple[int, int]) -> str:
     return "x".join("row" if size == ALL else str(size) for size in block)
 
 
-# quantization_config
-
-
 def _hf(ignore: list[str], **more: Any) -> dict[str, Any]:
     return {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "modules_to_not_convert": ignore, **more,

@@ -234,8 +234,6 @@ def recorded_calls() -> AbstractContextManager[None]:
     return torch.serialization.safe_globals(stand_ins)  # type: ignore[no-untyped-call, no-any-return]
 
 
-# Conversion to a format
-
 PlainPiece = tuple[tuple[int, ...], Tensor]
 """Origin and values of a shard in high precision."""
 
