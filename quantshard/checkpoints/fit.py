@@ -49,10 +49,7 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
 
 
 def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model.
-
-    `tags`: the checkpoint's formats. A weight on one side only belongs to another model, which `check_model` reports.
-    """
+    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
     formats = {}
     for name, param in sorted(components.named_parameters(model).items()):
         local = components.quantized_local(param)

@@ -38,10 +38,7 @@ _CAPTURED: list[Tensor] = []
 
 
 def launch_queue(device: torch.device) -> LaunchQueue:
-    """Return the queue of this thread's launches on a device; only launches in one queue are ordered.
-
-    During the capture of a CUDA graph the queue differs, because its launches run with the graph.
-    """
+    """Return the queue of this thread's launches on a device; only launches in one queue are ordered."""
     if device.type != "cuda":
         return device, 0, False
     # several times as fast as torch.cuda.current_stream, and each launch asks

@@ -127,10 +127,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         """
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """Return the settings that `update` gets for a group: its entries, with the number of this step, from 1.
-
-        Called once per step. `step` and `lr` are tensors if `capturable`.
-        """
+        """Return the settings of a group that `update` gets; `step` (from 1) and `lr` are tensors if `capturable`."""
         return {**group, "step": group["step"] + 1}
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:

@@ -186,10 +186,7 @@ class MasterWeights(ParameterOptimizer):
 
     @torch.no_grad()
     def begin_average(self, decay: float) -> None:
-        """Start averaging, from the present masters; see `FusedAdam.begin_average`.
-
-        Averages count steps from the updates already made: the largest count of a group's parameters.
-        """
+        """Start averaging, from the present masters and counts of updates; see `FusedAdam.begin_average`."""
         self._adopt_replaced_parameters()
         averaging.check_begins(self, decay)
         self._own_entries |= {EMA_DECAY: float(decay), EMA_STEPS: 0}

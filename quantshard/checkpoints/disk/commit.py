@@ -66,10 +66,7 @@ class SaveTarget:
 
 
 def is_complete(path: Path_) -> bool:
-    """Whether a checkpoint was written completely, by quantshard or by plain DCP.
-
-    DCP writes `.metadata` last. If quantshard writes a checkpoint in place, its manifest is empty until the end.
-    """
+    """Whether a checkpoint was written completely, by quantshard or by plain DCP, which writes `.metadata` last."""
     store, store_path = locate(path)
     try:
         if not store.is_file(store.join(store_path, METADATA_FILE)):

@@ -85,10 +85,7 @@ def _described(owner: dict[str, object]) -> str:
 
 
 def lock(folder: Path_) -> BaseFileLock | None:
-    """Lock a local folder until the result is released or garbage, or this process ends; TimeoutError if it is locked.
-
-    A file system without locks is warned about, and the result is None.
-    """
+    """Lock a local folder until the result is released or garbage; TimeoutError if it is locked, None without locks."""
     # not thread-local: a background save releases it from its own thread
     file_lock = FileLock(os.path.join(folder, LOCK_FILE), timeout=LOCK_SECONDS, thread_local=False)
     try:

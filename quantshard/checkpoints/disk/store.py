@@ -268,10 +268,7 @@ class FsspecStore(FileSystemBase):
 
     @_remote
     def read_range(self, path: Path_, start: int, stop: int) -> bytes:
-        """The bytes of a file from `start` up to `stop`, or to its end.
-
-        Some servers ignore the range and send the whole file, e.g. Python's `http.server`; the result is then cut.
-        """
+        """The bytes of a file from `start` up to `stop`, or to its end, also if the server ignores the range."""
         data = bytes(self.fs.cat_file(path, start=start, end=stop))
         return data[start:stop] if len(data) > stop - start else data
 

@@ -174,10 +174,7 @@ def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
 
 
 def recipe_of(layout: Layout) -> str | None:
-    """Return a recipe with weights that can be copied from a layout, or None.
-
-    Prefers recipes that always match, then equal blocks, then the smallest blocks.
-    """
+    """Return a recipe with weights that can be copied from a layout, or None."""
     candidates = []
     for name in NAMES:
         spec = resolve(name).weight

@@ -241,10 +241,7 @@ PlainPiece = tuple[tuple[int, ...], Tensor]
 def components_of(
     pieces: Sequence[WeightPiece], fmt: Format, shape: tuple[int, int]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Convert a weight to a format's components without changing values. Returns components by name and notes.
-
-    `shape`: the whole weight's shape. The notes list what the format cannot hold.
-    """
+    """Convert a weight of `shape` to a format's components, values unchanged, with notes on what it cannot hold."""
     _check_encodings(pieces, fmt)
     tensors: dict[str, Tensor] = {}
     planes = {

@@ -194,10 +194,7 @@ def backward_kernel(
     dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Backward of whole rows. Each program takes rows in a fixed order, and writes partial sums for gamma and beta.
-
-    They are added afterwards, because atomic additions would have no fixed order.
-    """
+    """Backward of whole rows. Partial sums for gamma and beta are added afterwards, in a fixed order."""
     j = tl.arange(0, PIECE)
     dgamma = tl.zeros((ROWS, PIECE), tl.float32)
     dbeta = tl.zeros((ROWS, PIECE), tl.float32)

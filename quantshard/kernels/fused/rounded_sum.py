@@ -1,5 +1,4 @@
-"""The sum of several tensors, accumulated in float32 in their order and rounded once: out[i] = round(a[i] + b[i] +
-...)."""
+"""The sum of several tensors, accumulated in float32 in their order and rounded once."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -413,10 +413,7 @@ def _weights(beta1: float, beta2: float) -> dict[str, float]:
 
 
 def _settings_table(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
-    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, flags, and float32 columns.
-
-    Values that are tensors are filled in on the device.
-    """
+    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, flags, and float32 columns."""
     table: list[int] = []
     decays: list[float] = []
     floats: list[float] = []

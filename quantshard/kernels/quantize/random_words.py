@@ -1,5 +1,4 @@
-"""Random words of tiles, by Philox counters that index the global tensor (`numerics.random_words`), and their launch
-arguments."""
+"""Random words of tiles, by Philox counters of global indices (`numerics.random_words`), and launch arguments."""
 
 import math
 from collections.abc import Sequence
