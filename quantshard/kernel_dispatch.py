@@ -22,7 +22,6 @@ from quantshard.numerics.gemm_layouts import SwizzledMatrix as SwizzledMatrix
 if kernels.USABLE:
     from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel
     from quantshard.kernels.fused import rounded_sum as sum_kernel
-    from quantshard.kernels.optimizer import history as history_kernel
     from quantshard.kernels.optimizer import multi_tensor
     from quantshard.kernels.quantize import amax as amax_kernel
     from quantshard.kernels.quantize import dequantize as dequantize_kernel
@@ -249,13 +248,13 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
     """Append amaxes [n] to n histories with a kernel. Return False, without recording, if no kernel can run."""
     if not _have_kernels(histories, amaxes):
         return False
-    history_kernel.record(histories, amaxes.contiguous())
+    multi_tensor.record_amaxes(histories, amaxes.contiguous())
     return True
 
 
 def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor | None:
     """Compute `delayed_scaling.history_amaxes` with a kernel. Return None if no kernel can run."""
-    return history_kernel.pasts(histories, most_recent, stride) if _have_kernels(histories, histories[0]) else None
+    return multi_tensor.past_amaxes(histories, most_recent, stride) if _have_kernels(histories, histories[0]) else None
 
 
 def _have_kernels(histories: Sequence[Tensor], like: Tensor) -> bool:

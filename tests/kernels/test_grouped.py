@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from quantshard.kernels.experts import grouped, grouped_matmul
 from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
 from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
-from quantshard.kernels.optimizer import history
+from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.quantize.amax import scales
 from tests.kernels.asked import request_of
 
@@ -279,4 +279,4 @@ def test_poison_of_blocks_is_their_experts() -> None:
 def test_past_amaxes_of_many_histories(most_recent: bool) -> None:
     histories = [torch.tensor(seen, device=DEVICE) for seen in ([1.0, 5.0, 2.0], [0.0], [0.0, 0.0, 3.0, 2.5, 0.5])]
     wanted = torch.stack([delayed_scaling.history_amax(seen, most_recent) for seen in histories])
-    assert torch.equal(history.pasts(histories, most_recent), wanted)
+    assert torch.equal(multi_tensor.past_amaxes(histories, most_recent), wanted)

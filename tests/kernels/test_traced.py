@@ -38,7 +38,7 @@ from tests.modules.test_reduce_overhead import trained as steps
 
 pytest.importorskip("triton")
 from quantshard.kernels import graph_launch
-from quantshard.kernels.optimizer import history
+from quantshard.kernels.optimizer import multi_tensor
 
 __all__ = ["cut_as_on_a_gpu"]  # a fixture
 
@@ -450,7 +450,7 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
     undeclared: list[str] = []
 
     def checked(kernel: Any, grid: tuple[int, ...], args: Any, options: Any) -> None:
-        if kernel.fn.__module__ == history.__name__:  # in no graph: `read_state` and `record_amaxes` launch these
+        if kernel.fn.__module__ == multi_tensor.__name__:  # in no graph: `read_state` and `record_amaxes` launch these
             kernel[grid](*args, **options)
             return
         arguments = graph_launch.LaunchArguments(graph_launch.written_paths(kernel))

@@ -1,8 +1,11 @@
 """Small kernels over many tensors at once: amaxes, scales from amaxes, and histories of delayed scaling.
 
     amax[n] = max |x_n|,  NaN if x_n has one
+    history = history[1:] + [amax]         if 0 < amax < infinity, else unchanged
+    past    = max(history)                 or the newest amax
 
-Each kernel reads a table on the device, int64, with a row of addresses for each tensor.
+Each kernel reads a table on the device, int64, with a row of addresses for each tensor. The oracles of histories are
+`delayed_scaling.record_amaxes_` and `delayed_scaling.history_amaxes`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +20,7 @@ from torch import Tensor
 
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.optimizer.history import past, push_amax
-from quantshard.kernels.workspace import device_table
+from quantshard.kernels.workspace import device_table, lasting_table
 
 TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: tl.float32,
@@ -151,6 +153,69 @@ def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.
         stored_scale, _ = sr.scales(tl.load(amax + index, mask=index < numel, other=0.0), second, RULE)
         tl.store(scale + index, stored_scale, mask=index < numel)
         start += tl.num_programs(1) * SIZE
+
+
+@triton.jit
+def push_amax(history, length, amax, LENGTH: tl.constexpr):
+    """Shift a history by one and append the amax, if it is positive and finite. LENGTH: a power of two >= length."""
+    index = tl.arange(0, LENGTH)
+    rolled = tl.load(history + index + 1, mask=index < length - 1, other=0.0)
+    rolled = tl.where(index == length - 1, amax, rolled)
+    tl.debug_barrier()  # all threads read before any writes
+    recorded = tl.where((amax > 0) & (amax < float("inf")), length, 0)
+    tl.store(history + index, rolled, mask=index < recorded)
+
+
+@triton.jit
+def history_of(table):
+    row = table + tl.program_id(0)
+    return tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + tl.num_programs(0))
+
+
+@triton.jit
+def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
+    history, length = history_of(table)
+    push_amax(history, length, tl.load(amaxes_ptr + tl.program_id(0)), LENGTH)
+
+
+@triton.jit
+def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    """`delayed_scaling.history_amax` of a history. LENGTH: a power of two >= length."""
+    if MOST_RECENT:
+        return tl.load(history + length - 1)
+    else:
+        index = tl.arange(0, LENGTH)
+        recorded = tl.load(history + index, mask=index < length, other=0.0)
+        return tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
+    history, length = history_of(table)
+    tl.store(amaxes_ptr + tl.program_id(0) * STRIDE, past(history, length, MOST_RECENT, LENGTH))
+
+
+def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> None:
+    """Append amaxes [n], float32, to n different histories: float32, contiguous, on the device of the amaxes."""
+    table, longest = _history_rows(histories, amaxes.device)
+    launch_kernel(record_kernel, (len(histories),), amaxes.device, table, amaxes, longest, num_warps=4)
+
+
+def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor:
+    """Return the amax that each of n histories stands for, float32 [n], with this stride between results."""
+    table, longest = _history_rows(histories, histories[0].device)
+    amaxes = torch.empty(len(histories), stride, dtype=torch.float32, device=histories[0].device)
+    launch_kernel(
+        past_kernel, (len(histories),), amaxes.device, table, amaxes, stride, most_recent, longest, num_warps=1
+    )
+    return amaxes[:, 0]
+
+
+def _history_rows(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
+    """Addresses and lengths, int64 [2, n] on the device, and a power of two >= all lengths."""
+    # map, because experts have hundreds of histories
+    rows = tuple(map(Tensor.data_ptr, histories)), tuple(map(Tensor.numel, histories))
+    return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(rows[1]))
 
 
 @triton.jit
