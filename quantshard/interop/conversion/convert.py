@@ -16,28 +16,13 @@ from torch import Tensor, nn
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import fusion
+from quantshard.interop.conversion import fusion, linear, selection
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.fusion import FusedLayers, UnfusedLayers
 from quantshard.interop.conversion.head_loss import AUTO as AUTO_LOSS
 from quantshard.interop.conversion.head_loss import Loss, check_loss, set_loss, unset_loss
-from quantshard.interop.conversion.linear import (
-    ConvertedLinear,
-    empty_linear,
-    fill_linear,
-    leave_fast_path,
-    plain_linear,
-)
-from quantshard.interop.conversion.selection import (
-    Filter,
-    LayerChoice,
-    check_model,
-    check_unsharded,
-    check_values,
-    choices,
-    stacked_experts,
-    transposed_linears,
-)
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.interop.conversion.selection import Filter, LayerChoice
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import settings
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
@@ -184,20 +169,23 @@ def convert(
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
     check_loss("convert", loss)
-    check_model(model, "convert")
-    layer_choices = choices(model, recipe, filter)
+    selection.check_model(model, "convert")
+    layer_choices = selection.choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
-        all_reasons = [*(choice.reason for choice in layer_choices), *(TRANSPOSED for _ in transposed_linears(model))]
+        all_reasons = [
+            *(choice.reason for choice in layer_choices),
+            *(TRANSPOSED for _ in selection.transposed_linears(model)),
+        ]
         summary = "; ".join(dict.fromkeys(all_reasons)) or "it has no torch.nn.Linear"
         raise ConfigurationError(f"convert: no layer of this model can be converted: {summary}")
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
-    check_values(layer_choices)
+    selection.check_values(layer_choices)
     keep = preserve_high_precision_init_val
     around = None if by_name(recipe) else common
     places = places_of(model)
     # build all layers before replacing any, so that an error leaves the model unchanged
     built = [
-        (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, around, autocast, keep))
+        (choice, choice.recipe, linear.empty_linear(choice.module, choice.name, choice.recipe, around, autocast, keep))
         for choice in layer_choices
         if choice.recipe
     ]
@@ -206,11 +194,11 @@ def convert(
     )
     unconverted += tuple(
         LeftLayer(name, tuple(item.get_parameter("weight").shape), TRANSPOSED)
-        for name, item in transposed_linears(model)
+        for name, item in selection.transposed_linears(model)
     )
     unconverted += tuple(
         LeftLayer(name, tuple(item.shape), f"stacked experts, {human_bytes(item.nbytes)} in high precision")
-        for name, item in stacked_experts(model)
+        for name, item in selection.stacked_experts(model)
     )
     mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
     if activation_storage != HIGH_PRECISION and all(reason for _, _, reason in mlps):
@@ -220,7 +208,7 @@ def convert(
             + (f" ({reasons})" if reasons else "")
         )
     enter_recipe(model, common, autocast)
-    leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
+    linear.leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
     del layer_choices
     converted = []
     # free each layer once it is replaced, so that both models are never in memory at once
@@ -236,8 +224,8 @@ def show_linears(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear) and old.weight.is_meta, name
-        new = empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
-        fill_linear(new, old, name, keep_values=False)
+        new = linear.empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
+        linear.fill_linear(new, old, name, keep_values=False)
         for put in places[id(old)]:
             put(new)
 
@@ -255,7 +243,7 @@ def revert(model: nn.Module) -> int:
     Returns:
         The number of layers that were replaced.
     """
-    check_unsharded(model, "revert")
+    selection.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
         raise ConfigurationError("revert: this model has no layer made by quantshard.convert")
@@ -266,7 +254,7 @@ def revert(model: nn.Module) -> int:
     places = places_of(model)
     plain_weights: dict[int, Tensor] = {}
     for module in layers:
-        plain = plain_linear(module, plain_weights.get(id(module.weight)))
+        plain = linear.plain_linear(module, plain_weights.get(id(module.weight)))
         plain_weights[id(module.weight)] = plain.weight  # keep weights tied that were tied after convert
         for put in places[id(module)]:
             put(plain)
@@ -278,7 +266,7 @@ def revert(model: nn.Module) -> int:
 def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: ConvertedLinear, keep: bool) -> ConvertedLayer:
     old = choice.module
     shape = (old.out_features, old.in_features)
-    fill_linear(new, old, choice.name, keep)
+    linear.fill_linear(new, old, choice.name, keep)
     for put in places[id(old)]:
         put(new)
     _mark_replaced(old, new)
