@@ -176,7 +176,7 @@ BY_HAND = "## Other limits\n"
 def operation_rows() -> list[str]:
     """Return a row for each kind of result, with the ATen operations that have rules."""
     names = {str(operation).split(".")[1] for operation in RULES}
-    arithmetic = {f"{name}_" for name in IN_PLACE.values()}
+    arithmetic = {f"{name}_" for name in IN_PLACE}
     assert names > arithmetic | {f"_foreach_{name}" for name in arithmetic}
     others = sorted(name for name in names - arithmetic if not name.startswith("_"))
     return [

@@ -89,7 +89,6 @@ class Manager:
         state: objects with `state_dict` and `load_state_dict` and a state per rank, e.g. a data loader or a scheduler.
             RNG states (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
         read_only: for a process that only lists and restores checkpoints, while another run writes.
-
     """
 
     def __init__(

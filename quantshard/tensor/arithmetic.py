@@ -42,42 +42,23 @@ of optimizers change amaxes far less."""
 
 Formula = Callable[..., Tensor]
 
-# Formulas of one weight's values x and operands: float32 tensors or numbers. Each operation rounds separately, in
-# torch's order, so that every shard gets the same bits (torch's own kernels may fuse some elements and not others).
-
-
-def _add(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
-    return x + alpha * other
-
-
-def _sub(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
-    return x - alpha * other
-
-
-def _div(x: Tensor, other: Any) -> Tensor:
-    return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs would multiply by a number's inverse
-
-
-def _addcmul(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
-    return x + value * first * second
-
-
-def _addcdiv(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
-    return x + value * first / second
-
-
-def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return x + weight * (end - x)
-
-
-IN_PLACE: dict[Formula, str] = {
-    _add: "add", _sub: "sub", operator.mul: "mul", _div: "div", _addcmul: "addcmul", _addcdiv: "addcdiv", _lerp: "lerp"
-}  # fmt: skip
-"""The operations that change weights in place, such as `aten.add_` and `aten._foreach_add_`, by their formulas."""
+# Each operation rounds separately, in torch's order, so that every shard gets the same bits: torch's own kernels may
+# fuse some elements and not others, and GPUs would multiply by the inverse of a number.
+IN_PLACE: dict[str, Formula] = {
+    "add": lambda x, other, alpha=1: x + alpha * other,
+    "sub": lambda x, other, alpha=1: x - alpha * other,
+    "mul": operator.mul,
+    "div": lambda x, other: x / torch.as_tensor(other, dtype=x.dtype, device=x.device),
+    "addcmul": lambda x, first, second, value=1: x + value * first * second,
+    "addcdiv": lambda x, first, second, value=1: x + value * first / second,
+    "lerp": lambda x, end, weight: x + weight * (end - x),
+}
+"""The operations that change weights in place, such as `aten.add_` and `aten._foreach_add_`, and their formulas, of the
+values x and of operands: float32 tensors or numbers."""
 
 
 def _register() -> None:
-    for formula, name in IN_PLACE.items():
+    for name, formula in IN_PLACE.items():
         for overload in {"Tensor", "Scalar", "default"}.intersection(getattr(aten, f"{name}_").overloads()):
             operation = getattr(getattr(aten, f"{name}_"), overload)
             rule(operation, needed_by="torch.optim with foreach=False, users' loops")(_one(operation, formula))

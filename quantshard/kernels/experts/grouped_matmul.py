@@ -260,7 +260,8 @@ def rows_times_weights(
     launch_kernel(
         rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
         a.codes, a.scales, a.nan_flag, segments.tiles, weights.table.tensor(), table, len(segments), out, summed, cols,
-        TURNED=transposed, ALIGNED=weights.aligned, BIAS=bias, SCALE=scale_type(weights.scales), BLOCK=a.block,
+        TURNED=transposed, ALIGNED=weights.aligned, BIAS=bias, BLOCK=a.block,
+        SCALE=tl.uint8 if weights.scales is torch.uint8 else tl.float32,
         A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
         SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
@@ -269,10 +270,6 @@ def rows_times_weights(
 
 def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
     return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
-
-
-def scale_type(dtype: torch.dtype) -> Any:
-    return tl.uint8 if dtype is torch.uint8 else tl.float32
 
 
 def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
