@@ -158,7 +158,6 @@ def sum_rows(x: Tensor) -> Tensor:
 
 MOST_PROGRAMS: Final = 4096
 
-
 ArgumentsOf = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
 """Function that fills the tensors of a launch into the places of its arguments."""
 

@@ -1,7 +1,4 @@
-"""Gradient clipping by norm for parameters on several meshes, such as expert-parallel models.
-
-PyTorch's `clip_grad_norm_` takes parameters of one mesh and ignores the experts of other ranks.
-"""
+"""Gradient clipping by norm for parameters on several meshes. PyTorch's ignores the experts of other ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Inputs of a step in multi-tensor kernels: how a parameter and its states are stored, and the settings of its group.
-
-This file does not import Triton.
-"""
+"""Inputs of a step in multi-tensor kernels, without Triton: how tensors are stored, and the settings of groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
