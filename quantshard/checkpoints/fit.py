@@ -203,5 +203,6 @@ def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None
         )
         if values and alias_values and values != alias_values:
             raise CheckpointError(
-                f"{reader.path} has different values for {alias} and {first}, which are tied in this model"
+                f"{reader.path} has different values for {alias} and {first}, which are tied in this model; load it "
+                "into a model where they are not tied"
             )

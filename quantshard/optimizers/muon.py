@@ -156,7 +156,7 @@ class Muon(AdamOptimizer):
             raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
         if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
             raise ConfigurationError(
-                f"{where}: ns_steps={group['ns_steps']}: use 1 to 99 steps, and finite ns_coefficients"
+                f"{where}: ns_steps={group['ns_steps']}: use 1 to 99 steps and finite coefficients"
             )
 
     def update(
@@ -328,7 +328,10 @@ def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]
             if any(fnmatchcase(".".join(name.split(".")[:end]), pattern) for end in range(1, name.count(".") + 2))
         ]
         if not ids:
-            raise ConfigurationError(f"muon_groups(model, head={pattern!r}): no module or parameter has that name")
+            raise ConfigurationError(
+                f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
+                f"{', '.join(name for name, _ in named[:5])}, ..."
+            )
         matched.update(ids)
     return matched
 

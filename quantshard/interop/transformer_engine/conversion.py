@@ -188,7 +188,8 @@ class _CheckpointConverter:
         distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
         if distance > _FAR * norm:
             raise CheckpointError(
-                f"{self.source.path}: the numbered master of {name} does not match its weight; {NAMED}"
+                f"{self.source.path}: the numbered master of {name} does not match its weight (distance "
+                f"{float(distance / norm):.2g}); {NAMED}"
             )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:

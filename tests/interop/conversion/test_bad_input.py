@@ -17,7 +17,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 import quantshard as qs
 from quantshard import errors
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import convert as conversion
+from quantshard.interop.conversion import linear
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.optimizers import FusedAdam, MasterWeights
 
@@ -68,14 +68,14 @@ def test_values_that_are_not_finite_leave_the_model_as_it_was(value: float) -> N
 
 def test_what_is_refused_later_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the constructor of the last layer says."""
-    made = conversion.empty_linear
+    made = linear.empty_linear
 
     def fails(old: nn.Linear, name: str, *others: object) -> ConvertedLinear:
         if name == "3":
             raise ConfigurationError("of the last")
         return made(old, name, *others)
 
-    monkeypatch.setattr(conversion, "empty_linear", fails)
+    monkeypatch.setattr(linear, "empty_linear", fails)
     model = born()
     with pytest.raises(ConfigurationError, match="of the last"):
         qs.convert(model, "mxfp8")
@@ -85,13 +85,13 @@ def test_what_is_refused_later_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
 def test_the_old_weights_go_as_the_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
     model = born()
     old, alive = [weakref.ref(layer.weight) for layer in model], []
-    fill = conversion.fill_linear
+    fill = linear.fill_linear
 
     def counted(*args: object) -> None:
         fill(*args)
         alive.append(sum(each() is not None for each in old))
 
-    monkeypatch.setattr(conversion, "fill_linear", counted)
+    monkeypatch.setattr(linear, "fill_linear", counted)
     qs.convert(model, "mxfp8")
     assert alive == [4, 3, 2, 1] and not any(each() is not None for each in old)
 

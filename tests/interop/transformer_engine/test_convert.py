@@ -454,7 +454,7 @@ def test_another_model(stored: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"2 tensors are missing in the first \(\['1.bias'\]\)"):
         new = like(tmp_path / "two", "current", 128, layers=2)
         transformer_engine.convert(stored / "current", new, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=re.escape("0.bias has shape [128], not [64] as in")):
+    with pytest.raises(CheckpointError, match=re.escape("0.bias has shape [128], not [64]")):
         transformer_engine.convert(stored / "current", like(tmp_path / "small", "current", 64), tmp_path / "out")
     model, _ = built("current", 128)
     checkpoints.save(tmp_path / "unnamed", model, FusedAdam(model.parameters()))
