@@ -1,7 +1,5 @@
 """Delayed scaling: amax histories, and the amaxes of a pass until they are reduced and recorded."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Flags that the device computes and the host reads later, so that the host does not wait for the device in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Maxima of many tensors over ranks in one flat collective."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

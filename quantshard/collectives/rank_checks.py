@@ -1,7 +1,5 @@
 """Checks that ranks hold equal values."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -4,8 +4,6 @@ A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, with this ran
 `fully_shard` on other axes of the same mesh then cuts the shards again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

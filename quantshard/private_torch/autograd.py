@@ -1,7 +1,5 @@
 """Private parts of modules, autograd and torch.compile."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator

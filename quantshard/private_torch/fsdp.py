@@ -1,7 +1,5 @@
 """FSDP2's settings of parameters, and how it gathers them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass

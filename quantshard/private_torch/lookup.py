@@ -1,7 +1,5 @@
 """Lookup of PyTorch's private names. A missing name disables its feature when it is used, but not the import."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The memory of a step: the history of a GPU's allocations, or a count of operations that do not run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final

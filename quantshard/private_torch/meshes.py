@@ -1,7 +1,5 @@
 """The ranks that code runs with: process groups of the axes of a mesh, and the running stage of a pipeline."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Iterable

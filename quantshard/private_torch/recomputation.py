@@ -1,7 +1,5 @@
 """Activation checkpointing: the regions that the calling code runs in, and the region that is recomputed."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

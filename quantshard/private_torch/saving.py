@@ -1,7 +1,5 @@
 """Private parts of state dicts, distributed checkpoints and optimizers."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping

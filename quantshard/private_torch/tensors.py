@@ -1,7 +1,5 @@
 """Private parts of tensor subclasses and DTensors: construction, local tensors, offsets, and collectives."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Native: each quantized weight is one tensor of bytes (`linear.pack`), from which
 without quantshard see a wrong shape and raise.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final

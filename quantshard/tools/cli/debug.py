@@ -3,8 +3,6 @@
 The run's model under its recipe is compared with the same model in float32, on one batch of its data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

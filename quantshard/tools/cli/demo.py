@@ -9,8 +9,6 @@ that must be equal:
     4  resume on 1 process: the loaded bits are equal, and the first loss up to rounding
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

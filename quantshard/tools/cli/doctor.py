@@ -5,8 +5,6 @@ products of its formats, native or emulated, are close to float64; and kernels m
 plain PyTorch. The report contains no host name, no user name and no path.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

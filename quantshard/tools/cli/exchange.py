@@ -1,7 +1,5 @@
 """`quantshard export`, `import` and `convert-te`: convert weights to and from the layouts of other programs."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`quantshard inspect`, `verify` and `diff`: show, check and compare checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`quantshard status`, `watch` and `report`: tell whether a run is finished, follow it, and compare runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

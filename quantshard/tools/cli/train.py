@@ -4,8 +4,6 @@ Invalid input (unknown recipes, incompatible sizes, missing data, an existing fo
 and before any file is written. Then the processes are started; each of them runs `trainer.worker`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -6,8 +6,6 @@ on the meta device materializes query-key products. A GPU uses flash attention f
 cuDNN's, which saves the same), otherwise memory-efficient attention.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reads the untrusted files of a run, in a folder or at a URL, at once or while they grow. No link is followed."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

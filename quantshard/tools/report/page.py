@@ -7,8 +7,6 @@ The texts of an untrusted run are in the page. The template therefore escapes th
 close an HTML element, and the Content-Security-Policy allows only the script with the given digest and no requests.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -8,8 +8,6 @@ of its output dy. Then each operand of each GEMM is quantized alone, as a recipe
 Compare with `gaussian_error`, the error of independent normal values.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence

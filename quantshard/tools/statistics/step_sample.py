@@ -1,7 +1,5 @@
 """One sampled step: what layers and optimizers report during it, and what is measured at its end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ of the user. So no output is written through a link, and with `within`, no link 
 Links in the path of the run itself, or in a path that the user typed, are followed.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

@@ -5,8 +5,6 @@ settings can contain both. This module therefore escapes every character that is
 bars come from rich, which does not interpret markup in texts here.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

@@ -5,8 +5,6 @@ and SIGTERM let the ranks finish their step and save. Under torchrun, or any lau
 started: the process is already one of several.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -4,8 +4,6 @@ MFU (Chowdhery et al., 2022, arXiv:2204.02311, appendix B) is the share of the d
 recomputation in backward does not count.
 """
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

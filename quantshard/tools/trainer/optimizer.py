@@ -9,8 +9,6 @@ All rise linearly to `lr` over `warmup` steps. Then, until `decay_steps`:
                (Hu et al., 2024, arXiv:2404.06395)
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from typing import Any

@@ -4,8 +4,6 @@ Rank 0 prints lines. `logs/rank-N.log` also has Python's warnings. Its level com
 QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if a level was set explicitly.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ torchrun, SLURM and Kubernetes restart a command unchanged, perhaps on another n
 at the first start; at a later start they may differ only in `CHANGEABLE`.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Collection, Mapping

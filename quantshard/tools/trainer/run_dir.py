@@ -18,8 +18,6 @@ Only rank 0 writes here, except for checkpoints and logs. It holds a lock, so th
 are replaced atomically, and links are refused (`terminal.outputs`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or creates it
 result, so that all ranks train the same run or fail with the same message.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -4,8 +4,6 @@ A chat template is a Jinja program of the tokenizer's folder, which transformers
 the contents of messages count as such, as in transformers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cached_property

@@ -8,8 +8,6 @@ A resumed run is untrusted and could name any file as its data. Lengths are ther
 and a file is trained on only if its SHA-256 matches `config.toml`.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import re

@@ -4,8 +4,6 @@ The kind of a path follows from names, not from file contents. `datasets` reads 
 reads no README, so nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import importlib

@@ -4,8 +4,6 @@ Tokenizer files are untrusted: a resumed run parses nothing before the digest is
 and nothing is downloaded. Special tokens in a text are encoded as plain text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
