@@ -154,12 +154,7 @@ class PendingAmaxes:
         self._add(keys, number, histories, amaxes.detach().unbind(), group)
 
     def _add(
-        self,
-        keys: Sequence[Tensor],
-        number: int,
-        histories: Sequence[Tensor],
-        slots: Sequence[Tensor],
-        group: Groups,
+        self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], slots: Sequence[Tensor], group: Groups
     ) -> None:
         for key, history, slot in zip(keys, histories, slots, strict=True):
             pending = self._noted.get(id(history))

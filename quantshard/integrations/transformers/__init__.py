@@ -7,11 +7,4 @@ process that does not call `convert`, import this package first.
 from quantshard.integrations.transformers.loading import QuantshardConfig, QuantshardQuantizer, training_config
 from quantshard.integrations.transformers.trainer import AdamFactory, QuantizedTraining, adam
 
-__all__ = [
-    "AdamFactory",
-    "QuantizedTraining",
-    "QuantshardConfig",
-    "QuantshardQuantizer",
-    "adam",
-    "training_config",
-]
+__all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]

@@ -30,13 +30,7 @@ from quantshard.tools.trainer.models.model import ModelSpec, losses, trained_los
 from quantshard.tools.trainer.optimizer import muon_head
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import (
-    FLOAT32_STATES,
-    TP,
-    LayerRecipes,
-    MeshSpec,
-    state_options,
-)
+from quantshard.tools.trainer.settings.values import FLOAT32_STATES, TP, LayerRecipes, MeshSpec, state_options
 
 _RUN = "config.toml"
 
@@ -98,8 +92,7 @@ def plan(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
     ] = None,
     preset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}"),
+        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
     ] = None,
     ema: Annotated[
         bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)

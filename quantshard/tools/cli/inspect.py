@@ -107,9 +107,7 @@ def _totals(inspection: Inspection) -> Table:
     return plain_table(headings, rows, texts=2)
 
 
-def verify(
-    checkpoint: Annotated[str, CHECKPOINT],
-) -> None:
+def verify(checkpoint: Annotated[str, CHECKPOINT]) -> None:
     """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.
 
     Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.

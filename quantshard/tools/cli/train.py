@@ -232,10 +232,7 @@ def _flag(setting: Field[Any]) -> inspect.Parameter:
     default = setting.default
     text = setting.metadata["help"] if default in ((), "") else f"{setting.metadata['help']}. Default: {default}"
     option = typer.Option(
-        help=text,
-        rich_help_panel=setting.metadata["panel"],
-        hidden=setting.name not in _COMMON,
-        show_default=False,
+        help=text, rich_help_panel=setting.metadata["panel"], hidden=setting.name not in _COMMON, show_default=False
     )
     annotation: Any = Annotated[_ANNOTATIONS[type(default)], option]  # type: ignore[valid-type]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -239,11 +239,7 @@ def recipe_in(module: nn.Module, around: Recipe | None) -> Recipe | None:
 
 
 def gemm_of(
-    leaf: str,
-    module: nn.Module,
-    param: Tensor,
-    chosen: Recipe | None = None,
-    device: torch.device | None = None,
+    leaf: str, module: nn.Module, param: Tensor, chosen: Recipe | None = None, device: torch.device | None = None
 ) -> GemmPath:
     """Describe how the GEMMs of a module's parameter `leaf` run under the recipe `chosen`.
 

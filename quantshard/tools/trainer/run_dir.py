@@ -55,11 +55,7 @@ _CHECKPOINTS = "checkpoints"
 _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
 """File next to checkpoints outside of the run's folder; names the run that owns them."""
 
-_LAUNCH = {
-    "processes": SettingType(int, 1, COUNT),
-    "mesh": KINDS["mesh"],
-    "threads": SettingType(int, 1, 4096),
-}
+_LAUNCH = {"processes": SettingType(int, 1, COUNT), "mesh": KINDS["mesh"], "threads": SettingType(int, 1, 4096)}
 _CORPUS = {
     "sha256": SettingType(str, 64, 64),
     "bytes": SettingType(int, 0, (1 << 63) - 1),
