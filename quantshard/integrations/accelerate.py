@@ -114,7 +114,6 @@ def _check_settings(accelerator: Accelerator) -> None:
 
 
 def warn_of_replicas(accelerator: Accelerator) -> None:
-    """Warn that accelerate was configured for FSDP but runs without it."""
     kind = accelerator.distributed_type.value
     warn_user(f"accelerate was asked for FSDP but runs {kind}; launch it on GPUs, by its launcher or torchrun")
 

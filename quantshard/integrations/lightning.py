@@ -72,7 +72,6 @@ def convert_and_shard(
 
 
 def listed_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of a model's outermost `nn.ModuleList`s."""
     layers: list[nn.Module] = []
     for child in model.children():
         layers += list(child) if isinstance(child, nn.ModuleList) else listed_layers(child)
@@ -85,7 +84,6 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
     _param_ids: frozenset[int] = frozenset()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Set up the module and record its parameters for `setup_optimizer`."""
         module = super().setup_module(module)
         self._param_ids |= {id(param) for param in module.parameters()}
         return module

@@ -110,7 +110,6 @@ class QuantizedLoraLinear(lora.Linear):
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], type | None]:
-        """Variants that need only the values of the base weight."""
         return {(): None, ("use_dora",): DoraLinearVariant}
 
     @torch.no_grad()

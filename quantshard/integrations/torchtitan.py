@@ -85,7 +85,6 @@ class TitanLinear(ConvertedLinear, Module):
 
 
 def _as_live(value: Any, live: Any) -> Any:
-    """Redistribute a replicated DTensor to the placements of the destination tensor."""
     if isinstance(value, DTensor) and isinstance(live, DTensor) and all(p.is_replicate() for p in value.placements):
         return value.redistribute(live.device_mesh, live.placements)
     return value

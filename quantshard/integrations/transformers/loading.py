@@ -341,7 +341,6 @@ class StoredWeightFill(WeightFill):
 
 
 def layers_of(saved: Mapping[str, Any]) -> list[str]:
-    """Return the layers that the native form of a `quantization_config` lists."""
     layers = saved.get("layers")
     if not isinstance(layers, list) or not isinstance(saved.get("layer_recipes") or {}, dict):
         raise CheckpointError("config.json is damaged: its quantization_config has no list of layers")

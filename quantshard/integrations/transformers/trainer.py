@@ -235,19 +235,15 @@ def _check_complete(
     """Check that the checkpoint has each state dict entry: by name, in a packed weight, or as a tied tensor."""
     packed = {name for name in weights if name in entries and is_packed(entries[name])}
     parts = {name + suffix: (name, suffix) for name, param in weights.items() for suffix in components.suffixes(param)}
-    names_by_tensor: dict[int, list[str]] = {}
     tensors = {**components.named_parameters(model), **dict(model.named_buffers(remove_duplicate=False))}
-    for name, tensor in tensors.items():
-        names_by_tensor.setdefault(id(tensor), []).append(name)
 
     def is_there(key: str) -> bool:
         name, suffix = parts.get(key, (key, ""))
-        tied = names_by_tensor[id(tensors[name])] if name in tensors else [name]
+        tied = [alias for alias, tensor in tensors.items() if tensor is tensors.get(name)] or [name]
         return any(alias in packed or alias + suffix in entries for alias in tied)
 
-    unsaved = set(getattr(model, _UNSAVED, None) or ())
-    live = model.state_dict()
-    missing = [key for key in live if key not in unsaved and not is_there(key)]
+    known = {*entries, *(getattr(model, _UNSAVED, None) or ())}
+    missing = [key for key in model.state_dict() if key not in known and not is_there(key)]
     if missing:
         # name a completely missing weight once, without its scales
         named = list(dict.fromkeys(key if (name := parts.get(key, (key,))[0]) in entries else name for key in missing))

@@ -42,7 +42,6 @@ _POLL_SECONDS = 0.02
 _END_SECONDS = 1.0
 """Time for training processes to exit after a kill: five times a second they check that their launcher exists."""
 _BF16_ROUNDING = 2.0**-9
-"""Maximum relative error of rounding to BF16."""
 
 
 class DemoError(QuantshardError):

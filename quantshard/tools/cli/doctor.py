@@ -125,12 +125,6 @@ def is_multiplied_right(recipe: Recipe, device: torch.device) -> bool:
     return True
 
 
-def _quantized_weight(x: Tensor, spec: QuantSpec) -> QuantizedTensor:
-    state = parameter_state.weight_state(spec, x.device)
-    storage = storages.empty(spec, sharding.whole((x.shape[0], x.shape[1])), x.device, state)
-    return QuantizedTensor(storage, x.dtype).quantize_(x)
-
-
 def is_stepped_right(recipe: Recipe, device: torch.device) -> bool:
     """Whether weights and states after two steps of `FusedAdam` have the bits of plain PyTorch."""
     stored = []
@@ -140,7 +134,11 @@ def is_stepped_right(recipe: Recipe, device: torch.device) -> bool:
         params = []
         for shape in INTERPRETED if kernels.INTERPRETED else COMPILED:
             x = _random(shape, device)
-            params.append(nn.Parameter(x if recipe.weight is None else _quantized_weight(x, recipe.weight)))
+            if recipe.weight is not None:
+                state = parameter_state.weight_state(recipe.weight, device)
+                storage = storages.empty(recipe.weight, sharding.whole(shape), device, state)
+                x = QuantizedTensor(storage, x.dtype).quantize_(x)
+            params.append(nn.Parameter(x))
             params[-1].grad = _random(shape, device) * 1e-3
         optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1)
         with kernel_dispatch.kernels_only_on(*types):
@@ -189,7 +187,6 @@ def _result(check: Callable[[], bool] | None) -> tuple[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return the keys of the JSON that need no check."""
     no_kernels = why_no_kernels(device)
     triton = import_module("triton").__version__ if find_spec("triton") else None
     has_nccl = dist.is_available() and dist.is_nccl_available()

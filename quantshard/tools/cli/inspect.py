@@ -133,7 +133,6 @@ def verification_lines(verification: Verification) -> list[str]:
 
 
 UNEQUAL, UNREADABLE = 1, 2
-"""Exit codes, as in `diff` for text files."""
 
 _TITLES = {
     WEIGHT: "weights",

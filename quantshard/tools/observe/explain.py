@@ -335,5 +335,4 @@ class _OptimizerStates:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype as `Row` spells it."""
     return str(dtype).removeprefix("torch.")

@@ -76,7 +76,6 @@ class MemoryTimeline:
         self._conditions = WeakTensorKeyDictionary()
 
     def recorded(self) -> AbstractContextManager[Any]:
-        """Record the operations of the block."""
         return private_torch.answer_operations(self.operation)
 
     @contextmanager

@@ -84,7 +84,6 @@ def tokens_per_step(config: dict[str, Any]) -> float | None:
 
 
 def planned_steps(config: dict[str, Any]) -> int | None:
-    """Number of steps in the settings, or None if missing or invalid."""
     steps = config.get("steps")
     return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 

@@ -85,12 +85,14 @@ NONE = "–"
 
 def final_figures(run: history.RunHistory) -> dict[str, str]:
     """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
+    done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, history.planned_steps(run.config)
+    state = "" if planned is not None and done >= planned else ", being trained" if run.is_trained else ""
     losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
     best = int(heldout[1].argmin()) if len(heldout[1]) else 0
     speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
     skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
     return {
-        "steps": _progress(run),
+        "steps": f"{done:,}" + (f" of {planned:,}" if planned else "") + state,
         "last loss": f"{losses[-1]:.4f}" if len(losses) else NONE,
         "last held-out loss": f"{heldout[1][-1]:.4f}" if len(heldout[1]) else NONE,
         "best held-out loss": f"{heldout[1][best]:.4f} (step {heldout[0][best]:,})" if len(heldout[1]) else NONE,
@@ -107,18 +109,11 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
     }
 
 
-def _progress(run: history.RunHistory) -> str:
-    done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, history.planned_steps(run.config)
-    state = "" if planned is not None and done >= planned else ", being trained" if run.is_trained else ""
-    return f"{done:,}" + (f" of {planned:,}" if planned else "") + state
-
-
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     return [row for row in _by_name(tables) if len(set(row[1])) > 1][:_MOST_ROWS]
 
 
 def environment_of(run: history.RunHistory) -> dict[str, Any]:
-    """Environment of the last start: processes, mesh, versions, device, environment variables."""
     start = run.starts[-1] if run.starts else {}
     result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh", "packing") if name in start}
     environment = start.get("environment")

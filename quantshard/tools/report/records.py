@@ -27,7 +27,6 @@ MOST_BYTES = 256 << 20
 """Bytes of a file that are read: the last ones, which are more than a million steps of `metrics.jsonl`."""
 
 _OVERLAP = 64
-"""Number of bytes before the offset that are compared to detect a rewritten file."""
 
 
 class RecordFile:
@@ -119,7 +118,6 @@ def number(value: object) -> float:
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
-    """The step of a record, or None if missing or invalid."""
     step = record.get("step")
     return step if type(step) is int and 0 <= step < LARGEST_STEP else None
 

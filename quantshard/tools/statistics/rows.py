@@ -82,7 +82,6 @@ class SampleBuffer:
         self.extremes[0, row] = _merged(torch.cat([buffer.extremes[:, 0], self.extremes[:1, row]]))
 
     def flat(self) -> Tensor:
-        """Concatenate all numbers into one float64 vector."""
         return torch.cat(
             [self.sums.sum(0).flatten(), _merged(self.extremes).double().flatten(), self.parameters.flatten()]
         )
@@ -155,7 +154,6 @@ class LossHistory:
         self._spikes = 0
 
     def add(self, step: int, loss: float) -> Alarm | None:
-        """Compare a loss with previous losses and record it."""
         if not self.limit:
             return None
         alarm = self._spike(step, loss)

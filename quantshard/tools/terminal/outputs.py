@@ -75,7 +75,6 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def append_text(path: Path, text: str, *, within: Path | None = None) -> None:
-    """Append a text to a file, creating the file if it is missing."""
     _prepare(path, within)
     with _errors_of(path), open(path, "ab") as file:
         file.write(text.encode("utf-8"))

@@ -34,7 +34,6 @@ from quantshard.errors import ConfigurationError, LostRankError, QuantshardError
 from quantshard.tools.terminal import outputs
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that make a run finish its step, save and exit."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as in shells."""
@@ -71,7 +70,6 @@ def process_numbers() -> tuple[int, int, int]:
 
 
 def default_processes() -> int:
-    """Return the default number of ranks on this machine: one per GPU, or one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
 

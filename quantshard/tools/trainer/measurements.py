@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -29,9 +28,14 @@ from quantshard.tools.trainer.models.decoder import Embedding
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 
-BF16_PEAKS: Final[Mapping[str, float]] = MappingProxyType(
-    {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
-)
+BF16_PEAKS: Final = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+}
 """Dense BF16 FLOP/s by part of the GPU's name, from NVIDIA's data sheets; the first match counts."""
 
 

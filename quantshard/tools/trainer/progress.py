@@ -59,7 +59,6 @@ VARIABLE = "QUANTSHARD_LOG"
 
 _LOGGERS = ("quantshard", "py.warnings")
 _SHOWN_WARNING = "quantshard: WARNING: "
-"""Prefix that `terminal.screen` gives Python warnings."""
 
 
 def explicit_level(settings: TrainSettings) -> int | None:

@@ -118,7 +118,7 @@ class RunDir:
             raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
         outputs.make_folder(self.path)
         if model is not None:
-            self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
+            outputs.write_file(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n", within=self.path)
         # last, because a folder with config.toml is a run
         self.write_config(settings, launch, corpus)
 
@@ -137,7 +137,7 @@ class RunDir:
         """Write or replace `config.toml`, and mark the location of the checkpoints as this run's."""
         self.follow(settings)
         self._mark_place()
-        self.write(self.config, to_toml(settings, {"launch": launch, "corpus": corpus}))
+        outputs.write_file(self.config, to_toml(settings, {"launch": launch, "corpus": corpus}), within=self.path)
 
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
         """Read the settings and the tables [launch] and [corpus]."""
@@ -265,9 +265,6 @@ class RunDir:
             if os.path.lexists(file):
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
 
-    def write(self, file: Path, content: str | bytes) -> None:
-        outputs.write_file(file, content, within=self.path)
-
     def lock(self) -> None:
         """Lock the run until this process ends, however it ends."""
         try:
@@ -294,7 +291,6 @@ def run_of_checkpoint(checkpoint: str) -> RunDir | None:
 
 
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
-    """Serialize the settings, then the tables, as `config.toml`."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
     return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)
 

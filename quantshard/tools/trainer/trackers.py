@@ -34,8 +34,7 @@ def check_trackers(settings: TrainSettings) -> None:
     """Check that the packages of the enabled trackers are installed, before anything is written."""
     for name in ("tensorboard", "wandb"):
         # a folder of that name, as Weights & Biases creates, has no origin
-        if getattr(settings, name) and getattr(find_spec(name), "origin", None) is None:
-            value = getattr(settings, name)
+        if (value := getattr(settings, name)) and getattr(find_spec(name), "origin", None) is None:
             raise ConfigurationError(f"{name} = {value!r} needs a missing package; run: pip install {name}")
 
 
@@ -55,7 +54,6 @@ def _check_wandb_settings(*folders: str) -> None:
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
-    """Open the trackers that the settings enable, for a run that continues after step `done`."""
     check_trackers(settings)
     trackers: list[Tracker] = []
     if settings.tensorboard:
@@ -146,5 +144,5 @@ def _wandb_id(run: RunDir) -> str:
     if os.path.lexists(run.wandb):
         return str(read_json(run.wandb, _FILE_BYTES).get("id"))
     new_id = secrets.token_hex(8)
-    run.write(run.wandb, json.dumps({"id": new_id}) + "\n")
+    outputs.write_file(run.wandb, json.dumps({"id": new_id}) + "\n", within=run.path)
     return new_id

@@ -26,7 +26,7 @@ from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.tools.observe import explain
-from quantshard.tools.terminal import screen
+from quantshard.tools.terminal import outputs, screen
 from quantshard.tools.trainer import data, launch, progress, restarts, trackers
 from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.data.packing import describe_rows
@@ -94,9 +94,6 @@ class RunSetup:
     notes: tuple[str, ...] = ()
 
 
-# Creating and changing a run ------------------------------------------------------------------------------------------
-
-
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """Validate the settings of a new run and create its folder. Tokens stay even if a later check fails."""
     run.check_new()
@@ -124,7 +121,6 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
-    """Build the [launch] table of a run that starts now."""
     # "4,2": 4 on the outermost level
     openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     default = int(openmp) if openmp.isdecimal() else 1 if processes > 1 else os.cpu_count() or 1
@@ -313,7 +309,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
                 run.write_config(settings, setup.launched, setup.corpus)
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
-            run.write(run.parameters, table.to_json())
+            outputs.write_file(run.parameters, table.to_json(), within=run.path)
         trainer.progress.report(table.summary())
         _announce(setup, trainer, restored, saves=done < settings.steps or bool(order.copy_to))
         if order.copy_to:
@@ -363,9 +359,6 @@ def _announce(setup: RunSetup, trainer: Trainer, restored: Restored | None, *, s
             note(f"{restored.requantized}; {'losses go on from these' if saves else unsaved}")
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
-
-
 def _join(wanted: str) -> ProcessInfo:
     rank, ranks, local = launch.process_numbers()
     if device_kind(wanted) == "cpu":
@@ -379,7 +372,6 @@ def _join(wanted: str) -> ProcessInfo:
 
 
 def device_kind(wanted: str) -> str:
-    """Resolve "cpu", "cuda" or "auto" to "cpu" or "cuda"."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and kind == "cpu":
         raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")

@@ -109,7 +109,7 @@ def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], l
     statistics = RunStatistics(TrainSettings(), model, optimizer, lambda record: None, shown.note, 0)
     with progress.logged(replace(TrainSettings(), log_level=level), 0, run.path):
         shown.note("100% saved %s")
-        statistics._show(Alarm("nan", "x", 1.0, "of the loss"))
+        statistics.add_alarm(Alarm("nan", "x", 1.0, "of the loss"))
     assert capsys.readouterr() == ("100% saved %s\nALARM (nan): of the loss\n", "")
     lines = [line.partition("] ")[2] for line in (run.logs / "rank-0.log").read_text().splitlines()]
     name = "quantshard.tools.trainer.progress"

@@ -272,8 +272,8 @@ def test_planning_leaves_the_model_as_it_is():
     ("arguments", "message"),
     [
         ({"mesh": {"tp": 2}}, "needs one or two axes for fully_shard"),
-        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "at most one before it"),
-        ({"mesh": {"tp": 2, "dp_shard": 2}}, "only as the last, named 'tp'"),
+        ({"mesh": {"a": 2, "b": 2, "c": 2}}, "one or two axes for fully_shard"),
+        ({"mesh": {"tp": 2, "dp_shard": 2}}, "'tp' only last"),
         ({"mesh": {"dp_shard": 4}, "rank": 4}, "no rank 4 in mesh {'dp_shard': 4} of 4 ranks"),
         ({"mesh": {"dp_shard": 4}, "tensor_parallel": {"a.weight": 0}}, "needs the axis 'tp'"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"c.weight": 0}}, "'c.weight': 0"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -180,15 +180,9 @@ def from_table(recorded: Mapping[str, Any]) -> Corpus:
     """Rebuild a corpus from its table in `config.toml`, without reading the files."""
     documents = tuple(map(_entry, recorded["files"]))
     sources = [_source(entry) for entry in recorded.get("sources", ())]
-    corpus = Corpus(
-        documents,
-        tuple(count for count, _ in sources),
-        tuple(weight for _, weight in sources),
-        recorded.get("heldout_files", 0),
-        recorded.get("tokenizer", ""),
-        recorded.get("vocabulary", VOCABULARY),
-        recorded.get("end_of_document", END_OF_DOCUMENT),
-    )
+    names = ("heldout_files", "tokenizer", "vocabulary", "end_of_document")
+    values = {name: recorded[name] for name in names if name in recorded}
+    corpus = Corpus(documents, tuple(count for count, _ in sources), tuple(weight for _, weight in sources), **values)
     trained = len(documents) - corpus.heldout_files
     if corpus.sha256 != recorded["sha256"] or trained < 1 or (sources and sum(corpus.counts) != trained):
         raise ConfigurationError("config.toml: [corpus] contradicts itself; restore the file")
@@ -221,9 +215,6 @@ def _source(entry: str) -> tuple[int, float]:
     if match is None or not 0 < float(match[2]) <= 1:
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a number of files and a weight")
     return int(match[1]), float(match[2])
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def collect(
@@ -320,9 +311,6 @@ def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
     )
 
 
-# Preparation ----------------------------------------------------------------------------------------------------------
-
-
 class Preparation:
     """The data of a new run.
 
@@ -380,11 +368,8 @@ class Preparation:
         return folder
 
 
-_TokenizerOfData: TypeAlias = tuple[Tokenizer | None, str, Corpus]
-"""A tokenizer (None if unknown), the path of its files, and a corpus without documents."""
-
-
-def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -> _TokenizerOfData:
+def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -> tuple[Tokenizer | None, str, Corpus]:
+    """Return the tokenizer (None if unknown), the path of its files, and a corpus without documents."""
     indices = [(source.path, read_index(source.path)) for source in sources if source.kind == SHARDS]
     tokenizer, path, tokens = _find_tokenizer(settings, sources, indices)
     for folder, index in indices:
@@ -403,7 +388,7 @@ def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -
 
 def _find_tokenizer(
     settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
-) -> _TokenizerOfData:
+) -> tuple[Tokenizer | None, str, Corpus]:
     """Return the tokenizer of the settings, else that of the shards, else unknown (raw tokens) or bytes."""
     path, end, digest = settings.tokenizer, settings.end_of_document, ""
     if not path and not end and indices and indices[0][1].tokenizer != BYTES_DIGEST:

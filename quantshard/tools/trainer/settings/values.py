@@ -169,7 +169,6 @@ class MeshSpec:
         return self.dp_replicate * self.dp_shard * self.ep
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Create the DeviceMesh over all ranks. Collective."""
         return init_device_mesh(device_type, tuple(self.present.values()), mesh_dim_names=tuple(self.present))
 
 
@@ -213,7 +212,6 @@ class LayerRecipes:
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """The mapping pattern -> recipe that `quantshard.convert` takes."""
         return {pattern: recipe.resolve(name) for pattern, name in self.patterns.items()}
 
     def of_layers(self, names: Sequence[str]) -> list[Recipe]:
