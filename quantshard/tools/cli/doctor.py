@@ -74,7 +74,6 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="print the report 
 
 
 def recipe_names() -> list[str]:
-    """Primary name of each recipe."""
     return list({kind: name for name, kind in reversed(recipes.NAMES.items())}.values())[::-1]
 
 

@@ -102,7 +102,6 @@ class Report:
 
 
 def _summed_fields() -> list[str]:
-    """Names of the fields of `Row` that add up."""
     return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
 
 

@@ -250,7 +250,6 @@ class RunDir:
         outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
 
     def read_starts(self) -> list[dict[str, Any]]:
-        """Read the records of `starts`, without truncated lines."""
         content = read_regular(self.starts, _RECORD_BYTES) if os.path.lexists(self.starts) else b""
         return [start for line in content.split(b"\n") if (start := _record(line))]
 

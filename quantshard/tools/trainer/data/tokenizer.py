@@ -88,7 +88,6 @@ Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 
 
 def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
-    """Return the digest of a tokenizer: of the names and contents of its files."""
     lines = "".join(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in sorted(contents.items()))
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
