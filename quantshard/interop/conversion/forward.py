@@ -125,7 +125,8 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
         saver = next((saver for kind, saver in SAVERS if isinstance(self, kind)), None)
         if saver is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.{SAVE} writes codes: call revert or import quantshard.integrations.transformers"
+                f"{type(self).__name__}.{SAVE} would write codes as if they were values; call quantshard.revert, or "
+                "import quantshard.integrations.transformers"
             )
         return saver(self, functools.partial(plain, self), *args, **kwargs)
 

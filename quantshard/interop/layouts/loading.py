@@ -163,7 +163,7 @@ class _LayoutLoader:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))
         if not pieces:
-            raise CheckpointError(f"{self.report.path}: {name} has no external name; pass names= (--names)")
+            raise CheckpointError(f"{self.report.path}: {name} has no external name; pass a map (--names)")
         pieces = {self._tied(theirs): runs for theirs, runs in pieces.items()}
         kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
         if len(kinds) != 1:

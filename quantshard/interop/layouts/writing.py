@@ -234,7 +234,7 @@ class _ExportPlan:
         weights = self._untied()
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if missing:
-            raise ConfigurationError(f"{self.source.path}: {missing[0]} has no external name; pass names= (--names)")
+            raise ConfigurationError(f"{self.source.path}: {missing[0]} has no external name; pass a map (--names)")
         for weight in weights:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
                 batches.append(self._group(weight, name, runs))

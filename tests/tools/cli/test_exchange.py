@@ -162,7 +162,7 @@ def test_a_converted_model_has_the_names_of_its_files(tmp_path, recipe, layout):
 def test_a_model_of_our_own_layers_still_needs_a_map(tmp_path):
     """Weights of several matrices have names that no reader knows: they are not written under them."""
     _, saved = models.save(tmp_path, "mxfp8", architecture="gpt", kv_heads=0)
-    with pytest.raises(ConfigurationError, match=r"has no external name .*--names"):
+    with pytest.raises(ConfigurationError, match=r"has no external name; .*--names"):
         invoke("export", saved, "--layout", "plain", "--out", tmp_path / "out")
 
 

@@ -61,7 +61,7 @@ def test_debug_finds_the_tokens_of_a_run_that_was_moved(run: Path) -> None:
     recorded["files"] = [each.replace(f"{run.parent}/text", f"{tokens}/text") for each in recorded["files"]]
     changed(run, corpus=recorded)
     moved = run.rename(run.parent / "moved")
-    assert debug.batch_of(debug.find(str(moved)), (), 2).shape == (2, 3, 16)
+    assert debug.batch_of(debug.find(str(moved)), (), 2).shape == (2, 4, 16)
 
 
 def test_a_checkpoint_elsewhere_knows_its_run(run: Path) -> None:
