@@ -5,6 +5,7 @@ work without one of them.
 """
 
 from quantshard.private_torch.autograd import *  # noqa: F403
+from quantshard.private_torch.context_parallel import *  # noqa: F403
 from quantshard.private_torch.fsdp import *  # noqa: F403
 from quantshard.private_torch.memory import *  # noqa: F403
 from quantshard.private_torch.meshes import *  # noqa: F403
