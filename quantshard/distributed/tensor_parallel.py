@@ -117,9 +117,10 @@ def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     return cast(Tensor, _Collective.apply(x, tp, _summed, copy_to_group)) if tp.size > 1 else x
 
 
-def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather [rows, ...] of each rank to [rows * ranks, ...], in rank order; backward sums partial gradients."""
-    return cast(Tensor, _Collective.apply(x, tp, _all_rows, scatter_rows)) if tp.size > 1 else x
+def gather_rows(x: Tensor, tp: TensorParallel, in_float32: bool = False) -> Tensor:
+    """Gather [rows, ...] of each rank to [rows * ranks, ...], in rank order; backward sums gradients (`in_float32`)."""
+    backward = (lambda dy, tp: scatter_rows(dy.float(), tp).to(dy.dtype)) if in_float32 else scatter_rows
+    return cast(Tensor, _Collective.apply(x, tp, _all_rows, backward)) if tp.size > 1 else x
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:

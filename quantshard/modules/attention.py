@@ -268,9 +268,14 @@ class MultiheadAttention(CompositeModule):
         tp_size = self.core_attention.tp_size
         heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
         q_positions = kv_positions = None
+        parallel = None if freqs is None else self.core_attention.context_parallel()
         if freqs is not None and layout.tensor_format == "thd":
-            tokens = [(qkv if isinstance(qkv, Tensor) else qkv[part]).shape[0] for part in (0, 1)]
-            q_positions, kv_positions = _positions(tokens, freqs, core)
+            size = 1 if parallel is None else parallel.ranks.size
+            tokens = [(qkv if isinstance(qkv, Tensor) else qkv[part]).shape[0] * size for part in (0, 1)]
+            positions = _positions(tokens, freqs, core)
+            q_positions, kv_positions = positions if parallel is None else map(parallel.local, positions)
+        elif freqs is not None and parallel is not None:
+            freqs = parallel.local_angles(freqs, layout.length(qkv if isinstance(qkv, Tensor) else qkv[0]))
         rotates_projection = not self.interleaved and self.q_norm is None
         if rotates_projection and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))

@@ -28,7 +28,7 @@ from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.modules.attention_masks import UNLIMITED, AttentionMask, Diagonals, Packing, keep_where
 
-AUTO = "auto"
+AUTO, RING = "auto", "ring"
 _KINDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -55,6 +55,7 @@ class AttentionCall:
 
     `layout`: "sbhd", "bshd" or "thd". `mask`: True where masked out. `packings`: sequences of queries and of keys.
     `slopes`: of ALiBi, float32 [heads] or [batch, heads]. `order`: backends of SDPA to try; empty for PyTorch's order.
+    `ring`: ranks with other tokens of the sequences, which pass keys and values on.
     """
 
     layout: str
@@ -66,6 +67,7 @@ class AttentionCall:
     packings: tuple[Packing, Packing] | None = None
     slopes: Tensor | None = None
     order: tuple[str, ...] = ()
+    ring: Any = None
 
 
 _VARLEN, _FLEX = "torch.nn.attention.varlen", "torch.nn.attention.flex_attention"
@@ -111,7 +113,7 @@ def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: to
     Raises:
         ConfigurationError: no row supports the call, or not the one that `backend` selects.
     """
-    rows = {"sdpa", "masked sdpa"} if backend in _KINDS else set(TABLE) if backend == AUTO else {backend}
+    rows = {"sdpa", "masked sdpa"} if backend in _KINDS else {*TABLE} - {RING} if backend == AUTO else {backend}
     for name, row in TABLE.items():
         if name in rows and row.needs.issuperset(needs) and (not row.module or row.fits(device, dtype, head_size)):
             return name
@@ -119,6 +121,8 @@ def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: to
         what = f"{dtype} on {device.type} with {head_size} features, or its package is missing"
     else:
         what = " and ".join(NEEDS[need] for need in needs)
+    if backend == RING:
+        raise ConfigurationError(f"ring attention does not support {what}; use set_rotate_method('allgather')")
     raise ConfigurationError(f"attention_backend={backend!r} does not support {what}; use attention_backend='auto'")
 
 
@@ -136,11 +140,12 @@ def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: 
 
 def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Run SDPA on the first of `backends` that works."""
+    run = private_torch.local_attention()
     if not backends:
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return run(q, k, v, **options)
     try:
         with sdpa_kernel([_KINDS[name] for name in backends], set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return run(q, k, v, **options)
     except RuntimeError as error:
         # on GPUs and on the CPU
         if not str(error).startswith(("No available kernel", "No viable backend")):
@@ -181,8 +186,9 @@ def _dense(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
     sizes: tuple[Any, Any] = (queries, keys)
     visible = distance = None
     if call.packings is not None and call.layout != "thd" and not call.packings[0].has_gaps:
-        document = call.packings[0].documents(queries * len(q))[0].view(-1, 1, queries)
-        visible = document[..., None] == document[:, :, None]
+        packed = zip(call.packings, (q, k), strict=True)
+        documents = [packing.documents(len(x) * x.shape[-2])[0].view(len(x), 1, -1) for packing, x in packed]
+        visible = documents[0][..., None] == documents[1][:, :, None]
     elif call.packings is not None:
         of_q, of_k = call.packings
         in_q, in_k = of_q.slots()[1], of_k.slots()[1]
@@ -234,6 +240,15 @@ def _sdpa(
         call.order, dense.q, keys, values, attn_mask=mask, dropout_p=call.dropout, is_causal=is_causal,
         scale=call.scale, enable_gqa=dense.q.shape[1] != keys.shape[1],
     )  # fmt: skip
+    return _to_layout(call, out, q.shape[0])
+
+
+def _ring(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    kernel, dense = call.order[0] if call.order else "flash", _dense(call, q, k, v, is_causal=True)
+    if kernel not in ("flash", "cudnn") or (q.is_cuda and q.dtype.itemsize != 2):
+        raise ConfigurationError(f"ring attention by {kernel} in {q.dtype} is not available; use 'auto' and 16 bits")
+    is_causal = call.diagonals.right == 0
+    out = private_torch.ring_attention(*dense[:3], call.ring, kernel, is_causal, call.scale)
     return _to_layout(call, out, q.shape[0])
 
 
@@ -381,6 +396,7 @@ TABLE = {
     "flex": Backend(frozenset({*_BOTH_CORNERS, "sinks", "softcap"}), _flex, _FLEX),
     "masked sdpa": Backend(frozenset({*_BOTH_CORNERS, *_MASKS}), partial(_sdpa, masked=True)),
     "unfused": Backend(frozenset(NEEDS), _unfused),
+    RING: Backend(frozenset(), _ring),
 }  # fmt: skip
 """Backends in the order in which "auto" tries them."""
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
+from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules import attention_backends as backends
 from quantshard.modules import attention_masks as masks
 from quantshard.modules.attention_backends import AUTO, BACKENDS, AttentionCall
-from quantshard.modules.attention_masks import (
-    QKV_FORMATS,
-    AttentionMask,
-    Diagonals,
-    Packing,
-    WindowSize,
-    check_choice,
-    mask_type,
-)
+from quantshard.modules.attention_masks import AttentionMask, Diagonals, Packing, WindowSize, check_choice, mask_type
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.context_parallel import METHODS, ContextParallel
 from quantshard.modules.contexts.context import autocast_input
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -65,6 +62,7 @@ class DotProductAttention(QuantizedModule):
         attention_backend: one of `attention_backends.BACKENDS`. "auto" chooses by what a call needs.
         params_dtype, device: of `softmax_offset`; see `Linear`.
         name: shown in printed tables and messages.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: see `set_context_parallel_group`.
     """
 
     softmax_offset: Tensor | None
@@ -92,9 +90,13 @@ class DotProductAttention(QuantizedModule):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        cp_group: Group = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         owner = "DotProductAttention"
-        check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
+        check_choice(owner, "qkv_format", qkv_format, masks.QKV_FORMATS)
         check_choice(owner, "attention_type", attention_type, ("self", "cross"))
         check_choice(owner, "softmax_type", softmax_type, SOFTMAX_TYPES)
         check_choice(owner, "attention_backend", attention_backend, BACKENDS)
@@ -110,6 +112,7 @@ class DotProductAttention(QuantizedModule):
         if softcap < 0:
             raise ConfigurationError(f"{owner}(softcap={softcap}) must be positive, or 0 for no limit")
         self._check_heads()
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         if softmax_type == "learnable":
             self.add_vector("softmax_offset", num_attention_heads, 0.0, cut=0)
         else:
@@ -178,7 +181,7 @@ class DotProductAttention(QuantizedModule):
         owner = "DotProductAttention.forward"
         layout, kind = self.qkv_format, self.attn_mask_type
         if qkv_format is not None:
-            check_choice(owner, "qkv_format", layout := qkv_format, QKV_FORMATS)
+            check_choice(owner, "qkv_format", layout := qkv_format, masks.QKV_FORMATS)
         if attn_mask_type is not None:
             kind = mask_type(owner, attn_mask_type)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
@@ -187,11 +190,12 @@ class DotProductAttention(QuantizedModule):
         corner = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         if pad_between_seqs and cu_seqlens_q_padded is None:
             raise ConfigurationError(f"{owner}(pad_between_seqs=True) needs cu_seqlens_q_padded")
-        packings = None
+        packings, parallel = None, self.context_parallel()
         if layout == "thd" or (cu_seqlens_q is not None and "padding" in kind):
             of_q = cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q
             of_kv = cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv
-            packings = _packings(layout, kind, (q, k), of_q, of_kv)
+            tokens = (q, k) if parallel is None else (parallel.placeholder(q, layout), parallel.placeholder(k, layout))
+            packings = _packings(layout, kind, tokens, of_q, of_kv)
         elif cu_seqlens_q is not None:
             warn_user(f"cu_seqlens_q is ignored: attn_mask_type={kind!r} is for sequences of full length")
         call = AttentionCall(
@@ -202,13 +206,8 @@ class DotProductAttention(QuantizedModule):
         bias = core_attention_bias
         if core_attention_bias_type != "no_bias" or bias is not None or alibi_slopes is not None:
             bias = self._bias(call, core_attention_bias_type, bias, alibi_slopes, q.device)
-        needs = _needs(call, q, k, bias is not None, self.softmax_type)
-        backend = backends.choose(self.attention_backend, needs, q.device, q.dtype, self.kv_channels)
-        unmasked = not {"mask", "bias", "dropout"}.intersection(needs) and backend == "sdpa"
-        sdpa_choice = self.attention_backend if backend in ("sdpa", "masked sdpa") else AUTO
-        call.order = backends.backend_order(sdpa_choice, q.device, q.dtype, self.kv_channels, unmasked)
-        run = backends.TABLE[backend].run
         sinks = None if self.softmax_type == "vanilla" else self._sinks(q.device)
+        run: Any = self._backend(call, q, k, bias) if parallel is None else partial(parallel.attend, self._backend)
         arguments = call, q, k, v, bias, sinks
         if checkpoint_core_attention:
             out = checkpoint(run, *arguments, use_reentrant=False)
@@ -216,6 +215,30 @@ class DotProductAttention(QuantizedModule):
         else:
             out = run(*arguments)
         return out.flatten(-2)
+
+    def _backend(self, call: AttentionCall, q: Tensor, k: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+        """Choose what computes a call, and store the order of SDPA's backends in the call."""
+        needs = _needs(call, q, k, bias is not None, self.softmax_type)
+        wanted = self.attention_backend if call.ring is None else backends.RING
+        backend = backends.choose(wanted, needs, q.device, q.dtype, self.kv_channels)
+        unmasked = not {"mask", "bias", "dropout"}.intersection(needs) and backend in ("sdpa", backends.RING)
+        sdpa_choice = self.attention_backend if backend in ("sdpa", "masked sdpa", backends.RING) else AUTO
+        call.order = backends.backend_order(sdpa_choice, q.device, q.dtype, self.kv_channels, unmasked)
+        return backends.TABLE[backend].run
+
+    def context_parallel(self) -> ContextParallel | None:
+        """Return the ranks that share sequences: by `set_context_parallel_group`, or by PyTorch's context."""
+        return ContextParallel.running() if self._context_parallel is None else self._context_parallel
+
+    def set_context_parallel_group(
+        self, cp_group: Group, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Let the ranks of a group share sequences, in the order of tokens that PyTorch's `context_parallel` makes.
+
+        `cp_comm_type`: "p2p" for a ring, or "all_gather". The other arguments are TransformerEngine's and not used.
+        """
+        check_choice("DotProductAttention", "cp_comm_type", cp_comm_type, METHODS)
+        self._context_parallel = None if cp_group is None else ContextParallel.of(cp_group, cp_comm_type)
 
     def _sinks(self, device: torch.device) -> Tensor | None:
         """Return what the softmax of each head of this rank adds to its sum, as a logarithm."""

@@ -43,8 +43,6 @@ _ATTENTION_CALLS = ("DotProductAttention.forward", "MultiheadAttention.forward",
 _BLOCK_RECIPES = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
 _RECIPES = ("DelayedScaling", "Float8CurrentScaling", *_BLOCK_RECIPES)
 
-_WHOLE_SEQUENCES = "keep each sequence whole on its rank"
-
 ARGUMENTS: dict[str, dict[str, UnsupportedArgument]] = {}
 """Class, method or function -> name -> unsupported argument of TransformerEngine."""
 
@@ -67,8 +65,6 @@ _unsupported(["GroupedLinear"], "gather the tokens before quantshard.dispatch_to
 _unsupported(["GroupedLinear"], single_grouped_weight=False, single_grouped_bias=False, use_grouped_tensor=None)
 _unsupported(["GroupedLinear.forward"], out=None, dgrad_out=None)
 
-_unsupported(["DotProductAttention"], _WHOLE_SEQUENCES,
-    cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p")
 _unsupported(["DotProductAttention"], return_max_logit=False)
 _unsupported(["DotProductAttention.forward"], fp8_output=False, num_splits=1)
 _unsupported(_ATTENTION_CALLS, inference_params=None)
@@ -76,7 +72,7 @@ _unsupported(_ATTENTION_CALLS, inference_params=None)
 _unsupported(["TransformerLayer"], ub_tp_comm_overlap=False)
 
 _unsupported(["checkpoint"], "use sequence_parallel", distribute_saved_activations=False)
-_unsupported(["apply_rotary_pos_emb"], _WHOLE_SEQUENCES, cp_size=1, cp_rank=0)
+_unsupported(["apply_rotary_pos_emb"], "pass the angles of this rank's tokens", cp_size=1, cp_rank=0)
 _unsupported(["apply_rotary_pos_emb"], fused=False)
 _unsupported(["make_graphed_callables"], "train with delayed scaling", calibrating=False, fp8_calibrating=False)
 _unsupported(["make_graphed_callables"], "capture each pipeline stage by itself",
@@ -134,15 +130,6 @@ class ModuleAdapter(nn.Module):
                 module.overwrites_main_grad = is_first
         self._runs_first_microbatch = is_first
         return super().forward(*args, **supported(f"{_owner(self)}.forward", kwargs))
-
-
-class AttentionAdapter(ModuleAdapter):
-    """`ModuleAdapter`, for modules that contain attention."""
-
-    def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """Raise unless the context-parallel group is None."""
-        if cp_group is not None:
-            raise ConfigurationError(f"set_context_parallel_group is not supported; {_WHOLE_SEQUENCES}")
 
 
 class NormAdapter(nn.Module):

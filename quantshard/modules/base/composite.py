@@ -24,6 +24,11 @@ class CompositeModule(nn.Module):
         for child in self._cut():
             child.set_tensor_parallel_group(tp_group)
 
+    def set_context_parallel_group(self, *args: Any, **kwargs: Any) -> None:
+        """Let ranks share sequences; see `DotProductAttention.set_context_parallel_group`."""
+        for child in self.children():
+            getattr(child, "set_context_parallel_group", lambda *_, **__: None)(*args, **kwargs)
+
     def _cut(self) -> Iterable[Any]:
         """The children that tensor parallelism applies to."""
         return self.children()

@@ -168,8 +168,9 @@ def test_unknown_names_are_type_errors(owner):
     ("make", "message"),
     [
         (lambda: te.DotProductAttention(3, 32, attn_mask_type="no_mask", window_size=(-1, 0)), "sliding window"),
-        (lambda: te.DotProductAttention(3, 32, cp_group=object()), "each sequence whole"),
-        (lambda: te.DotProductAttention(3, 32).set_context_parallel_group(object(), [0], None), "each sequence whole"),
+        (lambda: te.DotProductAttention(3, 32, cp_group=object()), "cp_group is of type object; pass a ProcessGroup"),
+        (lambda: te.MultiheadAttention(64, 2).set_context_parallel_group(object(), [0], None), "pass a ProcessGroup"),
+        (lambda: te.DotProductAttention(3, 32, cp_comm_type="a2a"), "use one of: p2p, all_gather"),
     ],
 )
 def test_refused(make, message):

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from quantshard import modules
-from quantshard.compat.transformer_engine.arguments import AttentionAdapter, adapted, supported
+from quantshard.compat.transformer_engine.arguments import ModuleAdapter, adapted, supported
 from quantshard.modules import RotaryPositionEmbedding
 
 __all__ = ["DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 
 
-DotProductAttention = adapted(modules.DotProductAttention, AttentionAdapter, __name__)
-MultiheadAttention = adapted(modules.MultiheadAttention, AttentionAdapter, __name__)
+DotProductAttention = adapted(modules.DotProductAttention, ModuleAdapter, __name__)
+MultiheadAttention = adapted(modules.MultiheadAttention, ModuleAdapter, __name__)
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", **arguments: Any) -> Tensor:
