@@ -36,7 +36,7 @@ class LinearContext:
 
     `group`: ranks that delayed scaling reduces amaxes over. `strict`: whether fallbacks raise. `amaxes`: amaxes that
     the first forward scaled by, for the input (index 0) and each weight. `record`: whether the amaxes of this forward
-    and its backward are recorded. `repeated`: whether this is a recomputed forward.
+    and its backward are recorded. `repeated`: whether it is recomputed. `sequence_group`: ranks that share sequences.
     """
 
     recipe: Recipe
@@ -45,6 +45,7 @@ class LinearContext:
     amaxes: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
     record: bool = True
     repeated: bool = False
+    sequence_group: dist.ProcessGroup | None = None
 
 
 class _RegionContexts:
@@ -102,6 +103,7 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         recipe, strict = autocast_setting.recipe, autocast_setting.strict
         group = autocast_setting.amax_reduction_group if recipe.is_delayed else None
         current = LinearContext(recipe, group, strict, record=training and differentiated)
+        current.sequence_group = private_torch.context_parallel_group()
     else:
         first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:

@@ -22,6 +22,7 @@ from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, Random
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms import shared_amaxes
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
@@ -164,6 +165,7 @@ def operands_together(
             for source in sources
         ]
         amaxes = plan.measure(sources, first.known, nan_flags)
+        shared_amaxes.share(first, *[amax for pair in amaxes for amax in pair or ()])
     outputs = [
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
@@ -224,6 +226,7 @@ class OperandRequest:
         if source.launch is None:
             return operands_together([self], [source], weight_operands)[0]
         amaxes = source.known_amaxes(self.plan)
+        shared_amaxes.share(self, *amaxes or ())
         if self.plan.reads_values and amaxes is None:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         outputs = self.outputs(amaxes)
@@ -294,9 +297,11 @@ class OperandRequest:
         plan, usage, call = self.plan, self.usage, self.call
         if self.delayed is not None and self.delayed.notes:
             self.delayed.note(values)
-        if self.delayed is None and plan.by_one_amax:
-            if usage.for_first_gemm:
-                call.amaxes[self.role, 0] = operands.whole_amax(values, self.split)
+        is_shared = call.sequence_group is not None and operands.scales_by_one_amax(plan.specs)
+        if self.delayed is None and (plan.by_one_amax or is_shared):
+            if usage.for_first_gemm or plan.is_gradient:
+                call.amaxes[self.role, 0] = amax = operands.whole_amax(values, self.split)
+                shared_amaxes.share(self, amax)
             self.known = call.amaxes.get((self.role, 0))
         sums = values.float().sum(0) if usage.sums else None
         nan_flag = None
