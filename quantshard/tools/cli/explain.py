@@ -159,7 +159,7 @@ def _axes(source: ModelSource, mesh: str | None) -> dict[str, int]:
     spec = MeshSpec.parse(mesh or source.mesh or f"dp_shard={_WORLD_SIZE}")
     if source.settings is not None:
         replace(source.settings, mesh=str(spec)).check()
-    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present
+    return replace(spec, dp_shard=spec.dp_shard * spec.ep * spec.cp, ep=1, cp=1).present
 
 
 def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:

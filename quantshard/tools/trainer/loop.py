@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import checkpoints
+from quantshard import checkpoints, private_torch
 from quantshard.checkpoints.conversions import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
@@ -88,9 +88,12 @@ class Trainer:
         self.windows = Windows(corpus, settings.seq_length, settings.heldout, settings.packing, settings.global_batch)
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
-        # the ranks of a tensor-parallel group compute the same sequences, and are neighbours; the first one counts
+        # the ranks of a tensor-parallel group compute the same tokens, those of cp others of the same sequences
         self.shares = self.axes.data_parallel
-        self.share, self.tp_rank = divmod(place.rank, self.axes.tp)
+        self.columns, (self.column, self.tp_rank) = self.shares * self.axes.cp, divmod(place.rank, self.axes.tp)
+        self.share, self.cp_rank = divmod(self.column, self.axes.cp)
+        cp_mesh = self.axes.sequence_mesh(place.device.type)
+        self._shared = partial(private_torch.shared_sequences, cp_mesh, settings.rotate_method)
         self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
         identity = {name: getattr(settings, name) for name in ("seed", "packing", "seq_length", "global_batch")}
         identity["corpus"] = corpus.sha256
@@ -192,7 +195,7 @@ class Trainer:
             statistics.settle()
         # the only point where a step waits for the device, after all of its work is launched
         loss, squares, stops = sums.tolist()
-        return loss / self.shares, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+        return loss / self.columns, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
         """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
@@ -214,13 +217,14 @@ class Trainer:
         parts = batch.chunk(settings.parts(self.axes))
         if self.windows.is_masked:
             # per micro-batch, so that each token of the global batch has the same weight
-            trained = self._sum(_num_trained(batch) * (self.tp_rank == 0))[0]
-            count = (trained.clamp(min=1) / (self.shares * len(parts))).float()
+            trained = self._sum(_num_trained(batch[:, 1]) * (self.tp_rank == self.cp_rank == 0))[0]
+            count = (trained.clamp(min=1) / (self.columns * len(parts))).float()
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
             tokens, targets, documents = split(part, self._documents or self.loader.documents)
-            losses = models.losses(self.model, tokens, targets, settings.z_loss, documents, count)
-            (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
+            with self._shared(tokens, targets) as (tokens, targets):
+                losses = models.losses(self.model, tokens, targets, settings.z_loss, documents, count)
+                (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
             total += (losses.cross_entropy.detach() / len(parts)).double()
         return total
 
@@ -230,7 +234,7 @@ class Trainer:
         assert not self._documents or self.loader.documents <= self._documents
         # ranks that compute the same sequences (tensor parallelism) share one seed
         if settings.dropout or not settings.is_by_sizes:
-            torch.manual_seed(settings.seed + step * self.shares + self.share)
+            torch.manual_seed(settings.seed + step * self.columns + self.column)
         return batch
 
     def _batch(self, step: int) -> Tensor:
@@ -296,11 +300,12 @@ class Trainer:
             inputs = local if len(local) else windows[:1].to(self.place.device)
             padding = -len(inputs) % getattr(self.model, "batch_multiple", 1)
             sequences = torch.cat([inputs, inputs[-1:].expand(padding, -1, -1)])
-            tokens, _, documents = split(sequences, max(self._documents, most_documents(sequences)))
-            logits = models.logits(self.model, tokens, documents)[: len(inputs)]
-            trained = _num_trained(local)
+            tokens, targets, documents = split(sequences, max(self._documents, most_documents(sequences)))
+            with self._shared(tokens, targets) as (tokens, targets):
+                logits, targets = models.logits(self.model, tokens, documents)[: len(inputs)], targets[: len(inputs)]
+            trained = _num_trained(targets[: len(local)])
             divisor = trained.clamp(min=1).float() if self.windows.is_masked else None
-            sums += torch.stack([models.loss(logits, inputs[:, 1], divisor).double() * trained, trained])
+            sums += torch.stack([models.loss(logits, targets, divisor).double() * trained, trained])
         self.model.train()
         models.reshard(self.model)
         return self._sum(*(sums * (self.tp_rank == 0))).tolist()
@@ -398,9 +403,9 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _num_trained(batch: Tensor) -> Tensor:
-    """Count the targets of a batch that have a loss, float64."""
-    return (batch[:, 1] != IGNORED).sum(dtype=torch.float64)
+def _num_trained(targets: Tensor) -> Tensor:
+    """Count the targets that have a loss, float64."""
+    return (targets != IGNORED).sum(dtype=torch.float64)
 
 
 def source_name(settings: TrainSettings, file: Path) -> str:

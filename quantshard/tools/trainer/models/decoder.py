@@ -41,6 +41,7 @@ from quantshard.modules import (
 )
 from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.context_parallel import ContextParallel
 from quantshard.modules.contexts.layer_recipes import RecipeByName, matches
 from quantshard.modules.quantize import open_layers
 from quantshard.recipe import HighPrecision, Recipe
@@ -167,7 +168,8 @@ class LanguageModel(nn.Module):
         a tensor-parallel group pass the same tokens and get the same results. `documents`: tokens attend within their
         document only. `loss`: see `linear_cross_entropy`.
         """
-        length = tokens.shape[1]
+        parallel = ContextParallel.running()
+        length = tokens.shape[1] * (1 if parallel is None else parallel.ranks.size)
         x = self.embedding(tokens)
         angles = None if self.rotary is None else self.rotary(length, device=tokens.device)
         attention: dict[str, Any] = {}
@@ -176,8 +178,11 @@ class LanguageModel(nn.Module):
             # of each token, [sequence, batch, 1, features]
             angles = None if angles is None else angles[positions, 0].transpose(0, 1)
             attention = {"cu_seqlens_q": documents.boundaries, "self_attn_mask_type": "padding_causal"}
+        if parallel is not None and angles is not None:
+            angles = parallel.local(angles)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=tokens.device) if positions is None else positions)
+            index = torch.arange(length, device=tokens.device) if positions is None else positions
+            x = x + self.positions(index if parallel is None else parallel.local(index, -1))
         if self.sequence_parallel:
             x = tensor_parallel.split_rows(x, self.tp)
         # one outer autocast, so that its exit work runs once

@@ -120,7 +120,7 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     torch.manual_seed(settings.seed)
     parts = split(mesh)
     tp_size = 1 if parts.tp is None else parts.tp.size()
-    axes = MeshSpec(dp_shard=parts.data.size(), tp=tp_size)
+    axes = MeshSpec(dp_shard=parts.data.size() // settings.axes(1).cp, tp=tp_size)
     model, _ = spec.converted(parts.tp, settings.divides_sequences(axes), parts.ep)
     layers = huggingface.repeated_layers(model)
     # dtype of gradient sums over ranks and micro-batches

@@ -223,12 +223,13 @@ class TrainSettings:
     deterministic: bool = _running(True, "same bits in every run on the same hardware and software")
     threads: int = _running(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
 
-    mesh: str = _sharding("", "sizes of the axes dp_replicate, dp_shard, ep and tp, such as dp_shard=2,tp=2")
+    mesh: str = _sharding("", "sizes of the axes dp_replicate, dp_shard, ep, cp and tp, such as dp_shard=2,tp=2")
     sequence_parallel: str = _sharding(
         "auto",
         "sequence parallelism over tp: on, off, or auto: if a micro-batch is divisible",
         choices=("auto", "on", "off"),
     )
+    rotate_method: str = _sharding("allgather", "keys of cp: allgather or alltoall", choices=("allgather", "alltoall"))
     reduce_dtype: str = _sharding(
         "float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS
     )
@@ -416,6 +417,7 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
     axes = settings.axes(1)
     if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
+    yield from axes.conflicts(settings)
     yield from _unsupported_features(settings, axes)
 
 
@@ -456,8 +458,7 @@ def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
     if axes.processes != ranks:
         yield f"mesh = {axes} is of {axes.processes} processes, but {ranks} are started; make them equal"
     name = "micro_batch" if settings.micro_batch else "micro_batches"
-    times = getattr(settings, name)
-    parts = axes.data_parallel * times
+    parts = axes.data_parallel * (times := getattr(settings, name))
     if settings.global_batch % parts:
         yield (
             f"global_batch = {settings.global_batch} cannot be split evenly over {axes.data_parallel} data-parallel "

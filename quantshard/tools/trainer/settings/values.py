@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -112,7 +112,7 @@ STREAM, DOCUMENTS, BEST_FIT = PACKINGS = ("stream", "documents", "best-fit")
 """Ways to make sequences of documents; see `data.packing`."""
 
 
-EP, TP = "ep", "tp"
+EP, CP, TP = "ep", "cp", "tp"
 
 _SIZE = re.compile(r"0*[1-9][0-9]{0,5}", re.ASCII)
 
@@ -124,6 +124,7 @@ class MeshSpec:
         dp_replicate   copies of the model (HSDP)
         dp_shard       shards of each copy (FSDP2)
         ep             parts of the experts (expert parallelism); all other parameters are sharded over it too
+        cp             ranks that share the tokens of sequences (context parallelism), and shards of each copy
         tp             ranks that compute the same sequences together (tensor parallelism)
 
     The order is fixed, so that the ranks of a tensor-parallel group are neighbours and share a machine if possible.
@@ -132,6 +133,7 @@ class MeshSpec:
     dp_replicate: int = 1
     dp_shard: int = 1
     ep: int = 1
+    cp: int = 1
     tp: int = 1
 
     @classmethod
@@ -161,7 +163,7 @@ class MeshSpec:
 
     @property
     def processes(self) -> int:
-        return self.data_parallel * self.tp
+        return self.data_parallel * self.cp * self.tp
 
     @property
     def data_parallel(self) -> int:
@@ -169,7 +171,27 @@ class MeshSpec:
         return self.dp_replicate * self.dp_shard * self.ep
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        return init_device_mesh(device_type, tuple(self.present.values()), mesh_dim_names=tuple(self.present))
+        """Create the DeviceMesh over all ranks, with cp as a part of dp_shard. Collective."""
+        axes = replace(self, dp_shard=self.dp_shard * self.cp, cp=1).present
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def conflicts(self, settings: Any) -> Iterator[str]:
+        """Yield a message for each of the `TrainSettings` that context parallelism does not support."""
+        if self.cp == 1:
+            return
+        if settings.seq_length % (2 * self.cp):
+            yield f"seq_length = {settings.seq_length} is not divisible by 2 x cp = {2 * self.cp}; choose a multiple"
+        refused = {"a transformers model": not settings.is_by_sizes, "ep in the mesh": self.ep > 1}
+        refused |= {name: getattr(settings, name) for name in ("compile", "cuda_graphs")}
+        for name in filter(refused.get, refused):
+            yield f"cp in the mesh cannot be combined with {name}; leave one out"
+        if settings.packing != STREAM and settings.rotate_method == "alltoall":
+            yield f"packing = {settings.packing!r} needs rotate_method = 'allgather'; change one"
+
+    def sequence_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Create the DeviceMesh of the axis cp; None if its size is 1. Collective."""
+        shape, names = (self.data_parallel, self.cp, self.tp), ("dp", CP, TP)
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)[CP] if self.cp > 1 else None
 
 
 _ALL = "*"
