@@ -31,6 +31,7 @@ RUN_BY = {
     "docs/frameworks.md#accelerate-peft-and-trl": f"{INTEROP}frameworks/test_examples.py",
     "docs/checkpoints.md#checkpoints-of-a-run": f"{DOCS}checkpoints_doc.py",
     "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint": f"{INTEROP}transformer_engine/test_convert.py",
+    "docs/distributed.md#context-parallelism": f"{DOCS}context_parallel.py",
     "docs/distributed.md#determinism": HERE,
     "docs/existing-models.md": HERE,
     "docs/distributed.md#experts": "tests/distributed/experts.py",
