@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 from torch.utils import checkpoint as torch_checkpoint
 
 from quantshard import limits, private_torch
@@ -103,7 +105,8 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         recipe, strict = autocast_setting.recipe, autocast_setting.strict
         group = autocast_setting.amax_reduction_group if recipe.is_delayed else None
         current = LinearContext(recipe, group, strict, record=training and differentiated)
-        current.sequence_group = private_torch.context_parallel_group()
+        if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
+            current.sequence_group = private_torch.context_parallel_group()  # which replaces that function
     else:
         first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:

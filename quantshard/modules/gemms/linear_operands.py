@@ -165,7 +165,8 @@ def operands_together(
             for source in sources
         ]
         amaxes = plan.measure(sources, first.known, nan_flags)
-        shared_amaxes.share(first, *[amax for pair in amaxes for amax in pair or ()])
+        if first.call.sequence_group is not None:
+            shared_amaxes.share(first, *[amax for pair in amaxes for amax in pair or ()])
     outputs = [
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
@@ -226,7 +227,8 @@ class OperandRequest:
         if source.launch is None:
             return operands_together([self], [source], weight_operands)[0]
         amaxes = source.known_amaxes(self.plan)
-        shared_amaxes.share(self, *amaxes or ())
+        if self.call.sequence_group is not None:
+            shared_amaxes.share(self, *amaxes or ())
         if self.plan.reads_values and amaxes is None:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         outputs = self.outputs(amaxes)
@@ -301,7 +303,8 @@ class OperandRequest:
         if self.delayed is None and (plan.by_one_amax or is_shared):
             if usage.for_first_gemm or plan.is_gradient:
                 call.amaxes[self.role, 0] = amax = operands.whole_amax(values, self.split)
-                shared_amaxes.share(self, amax)
+                if is_shared:
+                    shared_amaxes.share(self, amax)
             self.known = call.amaxes.get((self.role, 0))
         sums = values.float().sum(0) if usage.sums else None
         nan_flag = None

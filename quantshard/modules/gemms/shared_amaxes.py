@@ -11,11 +11,11 @@ from quantshard.gemm import operands
 
 
 def share(request: Any, *amaxes: Tensor | None) -> None:
-    """Replace the amaxes that an `OperandRequest` scales whole matrices by by their maxima over the ranks."""
-    group, specs = request.call.sequence_group, request.call.recipe.activations[request.role]
-    if group is None or request.delayed is not None or not operands.scales_by_one_amax(specs):
+    """Replace amaxes of whole matrices by their maxima over the ranks of an `OperandRequest`."""
+    specs = request.call.recipe.activations[request.role]
+    if request.delayed is not None or not operands.scales_by_one_amax(specs):
         return
     reduction = FlatMax()
     for amax in {id(amax): amax for amax in amaxes if amax is not None and amax.numel() == 1}.values():
-        reduction.add(amax, group)
+        reduction.add(amax, request.call.sequence_group)
     reduction.reduce()
