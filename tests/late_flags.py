@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,10 @@ from quantshard.collectives import flags
 GPU = torch.cuda.is_available()
 
 
-class LateArrival:
-    """In the place of an event of a GPU: what it is waited for with comes then."""
-
-    def __init__(self, flag: Tensor, value: Tensor) -> None:
-        self.flag, self.value = flag.clone(), value
-
-    def synchronize(self) -> None:
-        self.value.copy_(self.flag)
-
-
-def sent_late(flag: Tensor) -> tuple[Tensor, Any]:
-    value = torch.zeros_like(flag)
-    return value, LateArrival(flag, value)
+def sent_late(flag: Tensor) -> Callable[[], Tensor]:
+    """In the place of a copy from a GPU."""
+    value = flag.clone()
+    return lambda: value
 
 
 @contextmanager
@@ -35,11 +26,12 @@ def flags_come_late() -> Iterator[None]:
     if GPU:
         yield
         return
-    before, flags.DEFERRED_DEVICES, sent, flags._sent = flags.DEFERRED_DEVICES, {"cpu"}, flags._sent, sent_late
+    before, sent = flags.DEFERRED_DEVICES, flags.copy_to_host
+    flags.DEFERRED_DEVICES, flags.copy_to_host = {"cpu"}, sent_late
     try:
         yield
     finally:
-        flags.DEFERRED_DEVICES, flags._sent = before, sent
+        flags.DEFERRED_DEVICES, flags.copy_to_host = before, sent
 
 
 @contextmanager

@@ -16,6 +16,7 @@ ONLY_WITHOUT = {
     "tests/modules/test_graphs.py": "its tensors are on the CPU, and skipped where kernels are compiled",
     "tests/test_benchmarks.py": "it counts the host's work on a machine without a GPU",
     "tests/distributed/test_on_kernels.py": "its ranks are on the CPU, and skipped where kernels are compiled",
+    "tests/distributed/test_context_parallel.py": "its ranks are on the CPU, and skipped where kernels are compiled",
     "tests/distributed/test_pipelining.py": "its ranks are on the CPU, and experts skipped where kernels are compiled",
     "tests/modules/test_capture.py": "its tensors are on the CPU, and skipped where kernels are compiled",
 }

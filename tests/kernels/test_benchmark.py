@@ -23,8 +23,8 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(kernel_speed, "milliseconds", lambda call, repeats, device: [2.0] * repeats)
     monkeypatch.setattr(kernel_speed, "DEVICE", DEVICE)
-    real = transpose.transpose
-    monkeypatch.setattr(transpose, "transpose", lambda codes: real(codes) ^ 1)
+    real = transpose.by_columns
+    monkeypatch.setattr(transpose, "by_columns", lambda matrices: [(out ^ 1, scales) for out, scales in real(matrices)])
     monkeypatch.setattr(
         "sys.argv", ["kernel_speed.py", "--rows", "3", "--cols", "34", "--repeats", "2", "--only", "of "]
     )

@@ -66,7 +66,7 @@ def test_one_rank_costs_nothing(operation):
         assert operation(x, tp) is x
 
 
-@pytest.mark.parametrize(("rows", "said"), [(7, "multiple of 3, or leave"), (2, "multiple of 3, or leave")])
+@pytest.mark.parametrize(("rows", "said"), [(7, "pad to a multiple of 3"), (2, "pad to a multiple of 3")])
 @pytest.mark.parametrize("operation", [tensor_parallel.scatter_rows, tensor_parallel.split_rows])
 def test_rows_that_cannot_be_divided_are_refused(operation, rows, said):
     tp = TensorParallel(object(), size=3)
