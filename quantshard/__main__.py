@@ -3,8 +3,6 @@
 `launch` also runs this file as a script, for the processes that it starts.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -3,8 +3,6 @@
 Messages can contain names from untrusted files and are printed to terminals, so errors escape control characters.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import warnings

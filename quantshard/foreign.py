@@ -3,8 +3,6 @@
 `open_regular` decides what is opened. Callers pass a maximum length, so that memory is bounded.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

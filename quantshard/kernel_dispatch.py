@@ -4,8 +4,6 @@ Kernels run on GPUs if Triton is installed. The oracle runs everywhere else, whi
 that no kernel handles: 16-bit codes, random words passed as a tensor, and float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ A fallback computes the right numbers on a slower path or with more memory. `exp
 `autocast(strict=True)` and `explain(strict=True)` turn it into an error. A refusal always raises.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Similar names shown as one: `layers.{0-31}.{q,k}_proj.weight x64`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby, takewhile

@@ -16,8 +16,6 @@ The named recipes have the numerics and argument names of TransformerEngine (its
 the operands of some GEMMs from another recipe, and `TableRecipe` accepts any table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property

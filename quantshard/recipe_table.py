@@ -1,7 +1,5 @@
 """The base of all recipes: a table (role, GEMM) -> format row and scaling. See `recipe` for the named ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum

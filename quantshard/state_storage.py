@@ -1,7 +1,5 @@
 """How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypedDict

@@ -4,8 +4,6 @@ Tensors are compared by their bytes: NaNs with equal bits are equal, and 0 diffe
 by value, and states of single ranks only if the same number of ranks wrote both checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` copies codes into a sharded weight without their scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """High-precision values of a quantized model: its plain state dict, and loading such values into it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 A checkpoint that is damaged, or of another model or recipe, raises one error on every rank before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -4,8 +4,6 @@
 caller's own entries are plain data, equal on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The tokens of an expert are ordered by the rank that sent them, then by their or
 gradients of the mean of the ranks' losses. So they compute the same as in one process that has all tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

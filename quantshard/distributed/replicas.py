@@ -4,8 +4,6 @@ DistributedDataParallel would broadcast weights as plain tensors. Pass `init_syn
 functions here.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ This counts the memory of a step without a GPU and without data: every tensor th
 its shape and dtype, but without bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

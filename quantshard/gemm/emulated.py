@@ -1,7 +1,5 @@
 """Products without hardware for the operands' formats: operands are dequantized and multiplied in high precision."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Hardware support: PyTorch's scaled matrix products, the GPUs that have them, and the layouts of their scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

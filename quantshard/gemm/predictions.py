@@ -1,7 +1,5 @@
 """How the GEMMs of a weight will run, and why: for explain, doctor and strict mode."""
 
-from __future__ import annotations
-
 import torch
 
 from quantshard import kernel_dispatch, kernels

@@ -5,8 +5,6 @@ optimizers built after sharding, `cpu_ram_efficient_loading`, models on the meta
 makes accelerate's loading functions reject files of quantized weights for models that are not converted.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

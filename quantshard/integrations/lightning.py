@@ -1,7 +1,5 @@
 """Lightning: models converted and sharded in its `ModelParallelStrategy`, for Fabric and the Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Plain LoRA trains, saves and loads without this module. It adds DoRA, which need
 adapters in one rounding, with exact unmerging; `safe_merge`; and errors for unsupported variants.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

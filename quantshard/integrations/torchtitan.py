@@ -1,7 +1,5 @@
 """torchtitan: linear layers with quantized weights and FusedAdam, enabled by its overrides or a converter."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

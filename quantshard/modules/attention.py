@@ -1,7 +1,5 @@
 """Attention with its projections (`MultiheadAttention`). A recipe quantizes only the projections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 

@@ -9,8 +9,6 @@ disabled (`torch.nn.attention.sdpa_kernel`). Under `torch.use_deterministic_algo
 gradients differ between runs.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `attention_backends.py` chooses what computes it, and `attention_masks.py` has the masks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

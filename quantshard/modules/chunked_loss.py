@@ -9,8 +9,6 @@ Results depend on the shapes, not on the time or order of anything: the same cal
 Another number of tokens can change the chunks, and with them the last bits of a GEMM or of a gradient's sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple

@@ -11,8 +11,6 @@ outputs of fc1 can be kept as codes (`activation_storage`). Results have the sam
 gradient of fc1's bias: another kernel sums it in float32, in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The activation of the MLP runs in float32 and is rounded once. Backward keeps on
 parameters rather than halves of one, so that tensor parallelism shards each of them and each has its own block grid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast

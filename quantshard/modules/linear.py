@@ -1,7 +1,5 @@
 """Linear layer with an optionally quantized weight: y = x @ weight^T + bias."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

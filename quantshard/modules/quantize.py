@@ -1,7 +1,5 @@
 """`quantize_`: quantizes the weights of quantshard's layers in an existing model, by recipes per layer name."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from torch import nn

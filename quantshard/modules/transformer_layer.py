@@ -1,7 +1,5 @@
 """TransformerLayer: attention and MLP with residual connections, one block of a decoder, an encoder, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -17,8 +17,6 @@ Multipliers are no function of the stored scales: TransformerEngine multiplies b
 rules for scales are those of its kernels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Final

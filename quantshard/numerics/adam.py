@@ -1,7 +1,5 @@
 """Adam's formula and the moving average of weights: pure functions of gradient, master, moments and step."""
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cross-entropy of logits and its gradient in float32, in groups of rows to avoid a float32 copy of all logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -4,8 +4,6 @@ Used for initial weights, which belong to the global element like the words do. 
 Statistics 37, 1988; normal quantiles).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

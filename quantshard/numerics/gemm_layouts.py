@@ -1,7 +1,5 @@
 """Layouts in which scaled products read stored matrices: transposed codes, and swizzled scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

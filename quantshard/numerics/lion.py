@@ -1,7 +1,5 @@
 """Lion's formula: a pure function of gradient, master and one moment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Only `orthogonalized` needs a whole matrix. All other functions are elementwise, so they also work on a shard.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Results accumulate in a row of sums and a row of extremes, so that several matrices count as one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Final

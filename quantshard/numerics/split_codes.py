@@ -3,8 +3,6 @@
 x -> 16-bit codes (`Encoding.extended`) -> the codes of the weight, and the low bytes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

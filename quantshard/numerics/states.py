@@ -3,8 +3,6 @@
 Shared by optimizers (`optimizers.state`), their kernels (`kernels.optimizer`) and checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Final, NamedTuple

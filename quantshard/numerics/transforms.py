@@ -1,7 +1,5 @@
 """Other forms of the same numbers: float32 in two halves, Hadamard transforms, and tensor cores' layout of scales."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -1,7 +1,5 @@
 """Evaluation with the averages of weights, which replace the weights for the duration of a context."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradient clipping by norm for parameters on several meshes. PyTorch's ignores the experts of other ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

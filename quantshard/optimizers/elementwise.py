@@ -4,8 +4,6 @@ In a step all ranks first agree, in one flat collective, on the amaxes of shared
 (`guards.GradientFlags`). Parameters with shared blocks are computed twice, to measure and to write, without a copy.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A step is one small collective (is any gradient missing or not finite), the inne
 one flat collective of amaxes. Afterwards every weight is the nearest quantization of its master.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """PyTorch's context parallelism: the context that code runs in, and ring attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final

@@ -4,8 +4,6 @@ A block that straddles ranks must get one scale, so `FlatMax` reduces (MAX) the 
 is written: the one collective that makes sharding invisible to the numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

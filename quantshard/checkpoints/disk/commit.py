@@ -4,8 +4,6 @@ If directories can be renamed, all ranks write into a hidden one, which the coor
 files are written in place: first an empty manifest, which marks the checkpoint as incomplete, and last the manifest.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

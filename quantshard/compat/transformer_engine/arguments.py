@@ -5,8 +5,6 @@ what to do instead. The default and None are accepted because they need nothing;
 argument is only a performance hint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar

@@ -5,8 +5,6 @@ under other names, some with split or joined tensors (experts), and reverses thi
 too, and treats a missing weight as an error.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A layer can have several places: children of modules, and plain attributes, list
 not list. A layer replaced in only one place would still compute in the other, and train in vain.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ quantized. Quantized values that do not fit raise an error or, with `lossy`, are
 Nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ for models of `TransformerLayer` as the command line builds them. A TOML file de
     "layers.{n}.self_attention.layernorm_qkv.weight" = { rows = "interleaved", into = ["...", "...", "..."] }
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

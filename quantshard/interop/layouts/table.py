@@ -9,8 +9,6 @@ quantization/fp8.py (vllm-fp8, sglang-mxfp8), compressed-tensors' quant_scheme.p
 Hugging Face export (modelopt-*).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

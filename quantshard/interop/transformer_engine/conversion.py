@@ -5,8 +5,6 @@ TransformerEngine's checkpoint or is listed in the report. Codes and scales are 
 reason in the report, only if its format here cannot hold the stored values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ attribute `_is_hf_initialized`, and reads the same attribute of each module at t
 incomplete weights and initializes missing ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

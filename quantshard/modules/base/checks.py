@@ -1,7 +1,5 @@
 """Checks of a module's parameters and input that seldom matter, and the errors and warnings of the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

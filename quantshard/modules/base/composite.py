@@ -1,7 +1,5 @@
 """Modules that consist of other modules and have no parameters of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Values of a weight come from a counter-based generator, seeded by the parameter'
 global tensor. They do not depend on sharding, or on whether the module was built on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

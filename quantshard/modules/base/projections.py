@@ -1,7 +1,5 @@
 """Names of the parameters of one linear layer of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

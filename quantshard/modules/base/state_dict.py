@@ -1,7 +1,5 @@
 """State dicts of modules with quantized weights: saving and loading as plain components."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

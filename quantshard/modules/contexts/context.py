@@ -1,7 +1,5 @@
 """The two contexts: `quantized_model_init` selects how weights are stored, `autocast` how GEMMs run."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ContextDecorator
 from dataclasses import dataclass

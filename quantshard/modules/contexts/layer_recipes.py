@@ -1,7 +1,5 @@
 """Recipes per layer: one recipe for all layers, a mapping from name patterns to recipes, or a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any

@@ -6,8 +6,6 @@ forward. The second forward reads the recipe and the amaxes to scale by from the
 looked up in PyTorch's state (`private_torch.checkpointed_regions`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

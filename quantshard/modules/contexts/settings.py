@@ -1,7 +1,5 @@
 """The settings of autocasts by name: a compiled graph refers to a setting by its name, as a constant."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import weakref

@@ -5,8 +5,6 @@ gets their operations and kernel launches (`kernels/graph_launch.py`), so compil
 Layers that `can_trace` excludes run eagerly between two graphs.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ An operator gets a module as a handle, and the static facts of a layer as the ke
 digest, so a graph that another process reads from a compile cache refers to the same facts or to none.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ Experts in high precision use PyTorch's grouped product. In both cases row count
 experts would copy them to the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast

@@ -1,7 +1,5 @@
 """Amaxes of matrices whose tokens are spread over ranks by context parallelism, which scale them alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

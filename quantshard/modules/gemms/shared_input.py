@@ -5,8 +5,6 @@ quantizes it in the same way. A hook or wrapper that replaces the tensor only di
 input once: the next forward with the same tensor, which a CUDA graph can capture, quantizes again.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Any, NamedTuple

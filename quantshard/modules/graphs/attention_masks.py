@@ -4,8 +4,6 @@ While a CUDA graph is captured, transformers believes that it is traced and may 
 masks where eager steps rely on causal attention, which is several times slower.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`make_graphed_callables`: captures modules so that a CUDA graph replays each forward and each backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Comparison of a captured step with the eager steps before it: the operations it runs, and the time it takes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

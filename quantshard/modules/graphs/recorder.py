@@ -4,8 +4,6 @@ A graph contains launches and addresses, but nothing that Python did during the 
 addresses; contexts, parameters, buffers and hooks are compared with those of the capture.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ All figures are arithmetic over a format row and a `Shard`. `explain` applies it
 to shards of a hypothetical mesh.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Not counted: the CUDA context and NCCL buffers, which are outside PyTorch's allo
 fragmentation of the allocator. `RESERVE` is the share of memory that `plan` sets aside for them.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

@@ -4,8 +4,6 @@ Nothing is watched during normal steps. A step with a non-finite gradient is ski
 can be repeated from the same weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

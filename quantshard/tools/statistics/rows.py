@@ -6,8 +6,6 @@ depend on their number. Counts are integers in float64, so the order of summatio
 differ in the last bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

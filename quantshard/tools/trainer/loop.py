@@ -5,8 +5,6 @@ dropout follow from (settings, step); everything else is in the checkpoint. Kill
 ranks therefore reproduces the losses of an uninterrupted run bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import resource

@@ -1,7 +1,5 @@
 """TransformerEngine's `common.recipe`: quantshard's recipes with TransformerEngine's arguments and predicates."""
 
-from __future__ import annotations
-
 from typing import Any, Final, TypeVar, cast
 
 from quantshard import recipe

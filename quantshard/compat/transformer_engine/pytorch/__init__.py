@@ -1,7 +1,5 @@
 """TransformerEngine's `pytorch`: `import quantshard.compat.transformer_engine.pytorch as te`."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

@@ -1,7 +1,5 @@
 """TransformerEngine's `pytorch.distributed`: activation checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

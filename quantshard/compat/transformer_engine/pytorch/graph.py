@@ -1,7 +1,5 @@
 """TransformerEngine's `pytorch.graph`: `make_graphed_callables` with old and new argument names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

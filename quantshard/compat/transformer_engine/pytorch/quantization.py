@@ -1,7 +1,5 @@
 """TransformerEngine's contexts, including their old names, and its queries about hardware support."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

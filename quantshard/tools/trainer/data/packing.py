@@ -5,8 +5,6 @@ input of the next document, as a beginning-of-sequence token would be. In files 
 the bit FLAGGED, the first token of a document STARTS, and tokens without a loss UNTRAINED.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ finished shards, so the result does not depend on interruptions. A folder is unt
 are checked here, and SHA-256 by the reader of the contents.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ evaluation windows entirely after it. Files are read instead of memory-mapped, b
 raises an error instead of crashing the process.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect_right

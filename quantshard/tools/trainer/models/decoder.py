@@ -8,8 +8,6 @@ Tensor parallelism shards the layers. Embeddings and head are replicated over tp
 prime. Sequence parallelism divides the sequences of the batch between the embedding and the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

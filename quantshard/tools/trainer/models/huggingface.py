@@ -7,8 +7,6 @@ Initial values are drawn on the CPU one module at a time, with a generator seede
 name. The model is therefore the same on any number of ranks, and no rank holds all of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

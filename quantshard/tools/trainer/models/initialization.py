@@ -4,8 +4,6 @@ Names, shapes and formats are compared before anything is allocated. The optimiz
 weights or, if the safetensors are in high precision, from the values of the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
