@@ -97,7 +97,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         same = same and local_shapes[0] == local_shapes[1]
     if not same:
         raise ConfigurationError(
-            f"{name} is {checks.layout(param)}, but its {what} {checks.layout(other)}; both must be equal"
+            f"{name} is {checks.layout(param)}, but its {what} is {checks.layout(other)}; both must be equal"
         )
 
 

@@ -141,6 +141,7 @@ def product(folder: Path) -> None:
 
 
 _DCP, _DTENSOR, _CHECKPOINT = "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.utils.checkpoint"
+_RING = f"{_DTENSOR}.experimental._context_parallel._attention"
 _RECOMPUTED: list[Callable[[Path], object]] = [
     lambda _: trained(region=partial(checkpoint, use_reentrant=False)),
     lambda _: trained(region=partial(checkpoint, use_reentrant=True)),
@@ -154,6 +155,16 @@ def planned(_: Path) -> object:
         2, 16, loss=lambda model, tokens, targets: model(tokens.bfloat16()[..., None].expand(2, 16, 64)).sum()
     )
     return qs.plan(model, {}, step=inputs)
+
+
+def ring(_: Path) -> None:
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    private_torch.ring_attention(q, q, q, dist.group.WORLD, "flash", True, None).sum().backward()
+
+
+def shared(_: Path) -> None:
+    with private_torch.shared_sequences(init_device_mesh("cpu", (1,)), "allgather", torch.ones(1, 4)):
+        pass
 
 
 def snapshot(_: Path) -> None:
@@ -194,6 +205,11 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     f"{_DTENSOR}._dtensor_spec.DTensorSpec": [sharded_state],
     f"{_DTENSOR}._dtensor_spec.TensorMeta": [sharded_state],
     f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [offset],
+    f"{_RING}._cp_options": [lambda _: private_torch.rotates_by_all_to_all(), ring],
+    f"{_RING}._templated_ring_attention": [ring],
+    f"{_RING}._templated_ring_attention_backward": [ring],
+    f"{_RING}.context_parallel": [shared],
+    f"{_RING}.set_rotate_method": [shared],
     f"{_DTENSOR}.placement_types._StridedShard": [
         lambda _: private_torch.is_strided_over(_StridedShard(0, split_factor=2), 2)
     ],

@@ -178,4 +178,4 @@ def test_rows_that_cannot_be_divided_are_refused_alike() -> None:
     """3 ranks: the same error on every one, and none waits."""
     said = run_ranks(3, refusals, 7)
     assert len(said[0]) == 2 and said[0] == said[1] == said[2]
-    assert "7 rows (dim 0) of an activation [7, 4]" in said[0][0] and "3 ranks" in said[0][0]
+    assert "7 rows (dim 0) of [7, 4]" in said[0][0] and "3 ranks" in said[0][0]

@@ -29,7 +29,7 @@ def test_understood(text, axes, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp=2", "there is no axis 'pp'; write AXIS=SIZE with dp_replicate, dp_shard, ep, tp"),
+        ("pp=2", "there is no axis 'pp'; write AXIS=SIZE with dp_replicate, dp_shard, ep, cp, tp"),
         ("dp_shrad=2", "there is no axis 'dp_shrad'; did you mean 'dp_shard'? write AXIS=SIZE"),
         ("dp_shard=2,tp=0", "'tp=0' must be AXIS=SIZE"),
         ("tp=2,tp=2", "'tp=2' must be AXIS=SIZE, with each axis once"),
