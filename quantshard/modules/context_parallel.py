@@ -73,7 +73,7 @@ class ContextParallel(NamedTuple):
     ) -> Tensor:
         """Compute a call for the keys of all ranks. `choose`: see `DotProductAttention._backend`.
 
-        Packings are those of all tokens. Masks and biases have this rank's queries and all keys.
+        Packings describe the tokens of all ranks. Masks and biases cover this rank's queries and all keys.
         """
         dim, diagonals = int(call.layout == "bshd"), call.diagonals
         self._check(call, q.shape[dim], k.shape[dim])

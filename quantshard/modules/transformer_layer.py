@@ -203,8 +203,8 @@ class TransformerLayer(CompositeModule):
                 the cross-attention.
             checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
             rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
-            core: other arguments of `DotProductAttention.forward`, such as `cu_seqlens_q`. In a decoder those of keys
-                (`cu_seqlens_kv`, ...) are for the cross-attention.
+            core: further arguments of `DotProductAttention.forward`, such as `cu_seqlens_q`. A decoder passes those of
+                keys, such as `cu_seqlens_kv`, to its cross-attention.
         """
         hidden_states = autocast_input(hidden_states)
         core |= {"checkpoint_core_attention": checkpoint_core_attention, "rotary_pos_emb": rotary_pos_emb}

@@ -106,11 +106,11 @@ class _RingAttention(torch.autograd.Function):
             return run(**tensors | (sizes if ctx.rest else {}))
 
         with _balanced(is_causal):
-            found = _ring_backward()(
+            gradients = _ring_backward()(
                 group, 2, step, grads[0], "grad_out", q, k, v, out, log_sums, is_causal, dropout_p=0.0,
                 scale=scale, **options,
             )  # fmt: skip
-        return *found[:3], None, None, None, None
+        return *gradients[:3], None, None, None, None
 
 
 def _balanced(is_causal: bool) -> Any:

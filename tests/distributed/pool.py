@@ -46,7 +46,8 @@ LIBRARY = [
 ]  # fmt: skip
 IMPORTED = [*LIBRARY, "transformers.models.llama.modeling_llama", "accelerate"]
 """By the process that ranks are forked from, once for all of them, where `fork_server` does not start it."""
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise a question keeps forked ranks from using CUDA
+# torch.cuda.is_available() then starts no CUDA, which forked ranks could not use
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 STOPPED = sys.platform == "linux" and not torch.cuda.is_available()
 """Whether ranks are stopped between cases: each thread of a group of gloo wakes up a hundred times a second."""
 

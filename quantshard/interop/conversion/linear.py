@@ -145,7 +145,7 @@ def leave_fast_path(converted: set[int], model: nn.Module) -> None:
 
 
 def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
-    """Create an `nn.Linear` with the dequantized weight, or with `tied`, that of a layer with the same weight."""
+    """Create an `nn.Linear` with the dequantized weight, or with the weight `tied` of another layer."""
     weight = old.weight
     new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta", dtype=weight.dtype)
     if tied is None:

@@ -281,7 +281,7 @@ class _CheckpointConverter:
         return numerics.dequantize(copy, parts, (group.shape[0], group.shape[1]))
 
     def _settings(self) -> dict[str, Any]:
-        """Convert TransformerEngine's settings to our groups, in each of which all parameters must have the same."""
+        """Convert TransformerEngine's settings to those of our groups; raise if parameters of one group differ."""
         source_settings, entries = self.source.settings(self.own_names), dict[str, Any]()
         for _, name, group in self.like.parameters:
             for setting in SETTINGS:

@@ -339,7 +339,7 @@ def store_tensor_amaxes(top, entry, role, STATE: tl.constexpr):
 
 @triton.jit
 def multipliers(amax, slot, tile, region, STATE: tl.constexpr, CONFIG: tl.constexpr):
-    """Multipliers of a tile's blocks, from amaxes measured before or from `amax`, of which the scales are stored."""
+    """Multipliers of a tile's blocks, from earlier amaxes or else from `amax`, which also gives the scales to store."""
     rule: tl.constexpr = STATE.rule
     entries, inside = blocks_at(tile, region, slot.stride, STATE, CONFIG)
     second = tl.load(pointer(slot.new_second, tl.float32, False)) if STATE.second else 0.0

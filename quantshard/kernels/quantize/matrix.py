@@ -447,7 +447,7 @@ def quantize_matrices(
 ) -> list[Targets]:
     """Quantize several matrices of one shape, strides, dtype and device with one kernel and the same specs.
 
-    With random words, at most `KEYS`. `amax` of a request is raised to that of x. `swizzle`: weights to lay out too.
+    Random words serve at most `KEYS` matrices. Raises `amax` of each request. `swizzle`: weights to lay out as well.
     """
     x, (request, transposed_request, *_) = xs[0], requests[0]
     assert request is not None
