@@ -26,7 +26,7 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
         return range(num_experts)
     ranks = ep_mesh.size()
     if num_experts % ranks:
-        raise ConfigurationError(f"{owner}: {num_experts} experts are no multiple of the {ranks} ranks of ep_mesh")
+        raise ConfigurationError(f"{owner}: {num_experts} experts over {ranks} ranks; choose a multiple of {ranks}")
     per_rank = num_experts // ranks
     first = ep_mesh.get_local_rank() * per_rank
     return range(first, first + per_rank)
@@ -77,7 +77,7 @@ class Dispatch:
         if outputs.shape[0] != rows or weights.numel() != sum(self.route.sent):
             sent = f"{sum(self.route.sent) // choices} tokens with {choices} experts"
             sizes = f"outputs {list(outputs.shape)} and weights {list(weights.shape)}"
-            raise ConfigurationError(f"Dispatch.combine: {sizes} do not fit the {rows} rows of {sent}")
+            raise ConfigurationError(f"Dispatch.combine: {sizes} do not fit the {rows} rows and {sent}")
         sorting = self.route.sorting
         if sorting is not None:
             outputs = _TakeRows.apply(outputs, _inverse(sorting), sorting, 1)

@@ -317,7 +317,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         checks.check_trainable(f"{self._name}: {self._names[param]}", param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             # a captured step would repeat its random draw, whose number the host reads
-            raise ConfigurationError(f"{self._name}(capturable=True): {self._names[param]} needs a master")
+            raise ConfigurationError(f"{self._name}(capturable=True): {self._names[param]} needs master_weights=True")
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))

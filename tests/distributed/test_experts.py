@@ -205,7 +205,7 @@ def test_a_state_dict_of_all_experts(recipe: str) -> None:
 MESSAGES = {
     "index": "1 entries of experts are not in 0 to",
     "shapes": "must be [tokens, hidden] and int64 [tokens, choices]",
-    "division": "experts are no multiple of the",
+    "division": "choose a multiple of",
     "combine": "do not fit the",
     "splits": "m_splits has",
     "save": "do not take this optimizer of a model with expert parallelism",

@@ -787,7 +787,7 @@ def test_gradients_are_not_changed():
         ({"exp_avg_sq_dtype": torch.int8}, r"exp_avg_sq_dtype=torch\.int8.*torch\.float32.*torch\.uint8"),
         ({"store_param_remainders": True, "master_weights": False}, r"remainders=True.*master_weights=True"),
         ({"store_param_remainders": True, "master_weight_dtype": torch.bfloat16}, r"remainders=True.*torch\.bfloat16"),
-        ({"capturable": True, "master_weights": False}, r"capturable.*parameter 0 needs a master"),
+        ({"capturable": True, "master_weights": False}, r"capturable.*parameter 0 needs master_weights=True"),
     ],
 )
 def test_refused_arguments(options, match):
