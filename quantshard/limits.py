@@ -224,8 +224,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "copied values": Limit(
         "copy_ does not quantize values",
         "scales need the amaxes of all ranks",
-        f"{_WRITE}, or checkpoints.load_high_precision(model, state_dict); load codes by load_state_dict; {_DDP}; "
-        "average weights by ema_decay=0.999 of FusedAdam",
+        f"{_WRITE}, or checkpoints.load_high_precision(model, state_dict); load codes by load_state_dict or "
+        f"load_from_rank0; {_DDP}; average weights by ema_decay=0.999 of FusedAdam",
     ),
     "replaced weight": Limit(
         "parametrizations, pruning and FSDP1 do not take a quantized weight",
