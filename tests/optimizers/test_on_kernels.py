@@ -422,8 +422,10 @@ def python_calls(count: int) -> Counter[str]:
     root = str(Path(kernel_step.__file__).parents[1])
 
     def count_call(frame: types.FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            calls[frame.f_code.co_filename] += 1
+        # a layer of another test that delayed its weight gradients watches the steps of all optimizers
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(root) and not name.endswith("weight_gradients.py"):
+            calls[name] += 1
 
     with kernels_on(DEVICE):
         for step in range(3):
