@@ -13,9 +13,9 @@ is no infinity.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final
 
 import torch
@@ -117,7 +117,7 @@ class Component:
         object.__setattr__(self, "key_suffix", "" if self.name == "codes" else f"_{self.name}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: plans of kernels are looked up by it
+@dataclass(frozen=True, eq=False)  # compared by identity: plans of kernels are looked up by it
 class OrientedCodes:
     """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any."""
 
@@ -130,13 +130,33 @@ class OrientedCodes:
         """Rows and columns of one scale block."""
         return self.scale.block_shape
 
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether one scale belongs to a whole matrix, also in a stack of matrices."""
+        return self.block[0] != 1 and self.block[1] == ALL
+
+    @property
+    def is_per_matrix(self) -> bool:
+        """Whether each matrix of a stack has one scale."""
+        return self.is_per_tensor and self.block[0] != ALL
+
+    @cached_property
+    def by_rows(self) -> OrientedCodes:
+        """The same codes with a scale for each row, as kernels read a stack with a scale for each matrix."""
+        return replace(self, scale=replace(self.scale, block_shape=(1, ALL)))
+
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: a named row of components. Two formats are equal if their names are."""
+    """A number format: a named row of components. Formats of one name and `matrix_rows` are equal.
+
+    `matrix_rows`: 0, or for a stack of matrices [matrices, rows, columns], their rows. A stack is stored as one matrix
+    of all rows, in which a block of `ALL` rows ends with its matrix (`stacked`).
+    """
 
     name: str
-    components: tuple[Component, ...]
+    components: tuple[Component, ...] = field(compare=False)
+    matrix_rows: int = 0
 
     def __hash__(self) -> int:
         """Hash the name only, which is unique: every GEMM looks up the formats of its operands."""
@@ -186,6 +206,16 @@ class Format:
         per_entry = (c.encoding.storage.itemsize / (c.block_shape[0] * c.block_shape[1]) for c in self.components)
         return float(sum(per_entry))
 
+    @property
+    def of_matrix(self) -> Format:
+        """The format of each matrix of a stack; of other tensors, the format itself."""
+        return FORMATS[self.name] if self.matrix_rows else self
+
+    def fits_stack(self, rows: int) -> bool:
+        """Return whether no block would cross from one matrix of a stack, of `rows` rows each, into the next."""
+        heights = {component.block_shape[0] for component in self.components}
+        return all(height == ALL or rows % height == 0 for height in heights)
+
 
 FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""
@@ -210,6 +240,16 @@ def _row(
         parts.append(Component("amax", Orientation.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
     row = FORMATS[name] = Format(name, tuple(parts))
     return row
+
+
+@cache  # kernels look up plans by the identity of `OrientedCodes`
+def stacked(fmt: Format, rows: int) -> Format:
+    """Return the format of a stack of matrices with `rows` rows each, stored one below the other."""
+    assert fmt.fits_stack(rows), (fmt.name, rows)
+    parts = (
+        replace(part, block_shape=(min(part.block_shape[0], rows), part.block_shape[1])) for part in fmt.components
+    )
+    return Format(fmt.name, tuple(parts), rows)
 
 
 FP8_E4M3: Final = _row("fp8_e4m3", E4M3, FP32, (ALL, ALL))

@@ -96,6 +96,9 @@ def random_words(bits: RandomBits, device: torch.device) -> Tensor:
 def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """`numerics.block_amax`."""
     if has_kernels(x) and x.dtype in KERNEL_DTYPES:
+        rows, cols = block_shape
+        if cols == ALL and rows not in (1, ALL):  # the matrices of a stack
+            return amax_kernel.block_amax(x, (1, ALL)).view(len(x) // rows, rows, 1).amax(1)
         return amax_kernel.block_amax(x, block_shape, origin)
     return numerics.block_amax(x, block_shape, origin)
 
@@ -110,6 +113,7 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
+        copy, multipliers = _by_rows(copy, multipliers)
         spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
         request = QuantizeRequest(spec, multipliers[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
@@ -160,10 +164,24 @@ def dequantize(
     result."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
-    if has_kernels(codes) and copy.codes.encoding.bits <= 8:
+    if has_kernels(codes) and copy.codes.encoding.bits <= 8 and not _has_second_scales(copy):
+        copy, parts = _by_rows(copy, parts)
         return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, nan_flag)
     values = numerics.dequantize(copy, parts, shape, origin)
     return (values if nan_flag is None else values + nan_flag).to(dtype)
+
+
+def _by_rows(copy: OrientedCodes, grids: Grids) -> tuple[OrientedCodes, Grids]:
+    """Give each row of a stack the scale of its matrix."""
+    if not copy.is_per_matrix:
+        return copy, grids
+    name = copy.scale.name
+    return copy.by_rows, {**grids, name: grids[name].repeat_interleave(copy.block[0], 0)}
+
+
+def _has_second_scales(copy: OrientedCodes) -> bool:
+    """Whether each matrix of a stack has a second scale. No kernel dequantizes these."""
+    return copy.amax is not None and copy.amax.block_shape[0] != ALL
 
 
 def dequantize_together(

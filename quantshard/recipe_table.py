@@ -1,5 +1,7 @@
 """The base of all recipes: a table (role, GEMM) -> format row and scaling. See `recipe` for the named ones."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -48,6 +50,15 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", self.format.name + (_HISTORY_MARK if self.scaling.history else ""))
+
+    def stacked(self, rows: int) -> QuantSpec:
+        """Return the spec of a stack of matrices with `rows` rows each."""
+        return QuantSpec(formats.stacked(self.format, rows), self.scaling)
+
+    @property
+    def of_matrix(self) -> QuantSpec:
+        """The spec of each matrix of a stack; of other tensors, the spec itself."""
+        return QuantSpec(self.format.of_matrix, self.scaling) if self.format.matrix_rows else self
 
     def __str__(self) -> str:
         settings = ((option.name, getattr(self.scaling, option.name), option.default) for option in fields(Scaling))

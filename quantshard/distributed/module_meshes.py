@@ -110,7 +110,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
 
     Args:
         mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
-        dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
+        dim: the dim to cut, 0 or 1 for quantized parameters, 0 for a stack of matrices. None replicates.
     """
     start, chunk = _place(tuple(param.shape), mesh, dim)
     quantized = components.quantized_local(param)
@@ -119,8 +119,10 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
     elif quantized is None:
         local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
     else:
-        _check_codes(quantized.quantized_storage.spec, tuple(param.shape), mesh, dim)
-        local = QuantizedTensor(_alone(quantized.quantized_storage.piece(dim, start, chunk), mesh), param.dtype)
+        storage = quantized.quantized_storage
+        _check_codes(storage.spec, storage.shard.shape, mesh, dim)
+        rows = storage.spec.format.matrix_rows or 1  # a stack is cut between its matrices
+        local = QuantizedTensor(_alone(storage.piece(dim, start * rows, chunk * rows), mesh), param.dtype)
     return _parameter(local, mesh, dim, param.shape, param.requires_grad)
 
 

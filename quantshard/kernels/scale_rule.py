@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantshard.formats import ALL, E8M0, FP32, OrientedCodes, Scaling
+from quantshard.formats import E8M0, FP32, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
@@ -56,7 +56,7 @@ def scale_rule(copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype, device
         ql.element(copy.codes.encoding, device),
         ql.element(copy.scale.encoding, device),
         copy.codes.encoding.max * 2.0**-scaling.margin,
-        FLOAT32_MAX if copy.block == (ALL, ALL) else min(torch.finfo(dtype).max, FLOAT32_MAX),
+        FLOAT32_MAX if copy.is_per_tensor else min(torch.finfo(dtype).max, FLOAT32_MAX),
         scaling.power_of_two,
         scaling.epsilon,
     )

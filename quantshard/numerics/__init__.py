@@ -262,7 +262,7 @@ def _scale_and_multiplier(
     if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh, for E4M3; here E2M1 too
         scale = encode_e8m0_round_up(amax * (1.0 / element.max))
         return scale, decode(254 - scale, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
-    tensor_scale = _tensor_encode_scale(copy, amaxes)
+    tensor_scale = _of_blocks(_tensor_encode_scale(copy, amaxes), amax)
     scale = encode(amax * (tensor_scale * (1.0 / element.max)), copy.scale.encoding)  # TE, cast/nvfp4/core_nvfp4.cuh
     multiplier = _reciprocal(decode(scale, copy.scale.encoding) * _reciprocal(tensor_scale))
     return scale, torch.fmin(multiplier, torch.full_like(multiplier, _FLOAT32_MAX))  # 0 stored: 0 * inf would be NaN
@@ -276,7 +276,7 @@ def _fp32_encode_scale(amax: Tensor, copy: OrientedCodes, scaling: Scaling, inpu
     """
     amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
     scale = torch.full_like(amax, copy.codes.encoding.max * 2.0**-scaling.margin) / amax
-    largest = torch.finfo(torch.float32 if copy.block == (ALL, ALL) else input_dtype).max
+    largest = torch.finfo(torch.float32 if copy.is_per_tensor else input_dtype).max
     scale = scale.masked_fill_(scale == math.inf, min(largest, _FLOAT32_MAX))
     if scaling.power_of_two:
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)  # drop the fraction
@@ -291,6 +291,11 @@ def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
     # fmin drops NaN: the stored amax already makes values NaN
     scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def _of_blocks(scale: Tensor, grid: Tensor) -> Tensor:
+    """Repeat the second scale of each matrix of a stack for its rows of blocks in `grid`."""
+    return scale if len(scale) < 2 else scale.repeat_interleave(len(grid) // len(scale), 0)
 
 
 def _reciprocal(x: Tensor) -> Tensor:
@@ -323,7 +328,11 @@ def stored_scales(copy: OrientedCodes, parts: Mapping[str, Tensor]) -> Tensor:
     """Return the float32 factor of each block's decoded codes, from the components of one copy."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
-        scale = scale * parts[copy.amax.name] * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
+        scale = (
+            scale
+            * _of_blocks(parts[copy.amax.name], scale)
+            * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
+        )
     return scale
 
 

@@ -101,6 +101,13 @@ def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
+def _matrix(param: Tensor, state: Tensor) -> Tensor:
+    """Return the local part of a state, for a stack of matrices as one matrix."""
+    quantized = components.quantized_local(param)
+    local = private_torch.local_tensor(state)
+    return local if quantized is None else components.as_matrix(local, quantized.quantized_storage)
+
+
 class OptimizerState(ABC):
     """One state of one parameter (or the parameter itself) on this rank, read and written in float32."""
 
@@ -164,7 +171,7 @@ class FloatState(OptimizerState):
 
     @property
     def local(self) -> Tensor:
-        return private_torch.local_tensor(self.tensor)
+        return _matrix(self.owner, self.tensor)
 
     @property
     def rounds(self) -> bool:
@@ -273,7 +280,7 @@ class LowBytesState(OptimizerState):
 
     @property
     def low(self) -> Tensor:
-        return private_torch.local_tensor(self.bytes)
+        return _matrix(self.owner, self.bytes)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name + REMAINDER_SUFFIX: self.bytes}
@@ -337,7 +344,7 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
-    dtype = stored_dtype(dtype, param.ndim)
+    dtype = stored_dtype(dtype, 2 if components.quantized_local(param) is not None else param.ndim)
     spec = state_quant_spec(dtype, nonnegative)
     if spec is not None:
         return QuantizedState(param, spec, nonnegative)
@@ -354,7 +361,7 @@ def initial_master(param: Tensor) -> Tensor:
     quantized = components.quantized_local(param)
     if quantized is None:
         return local.to(torch.float32, copy=True)
-    initial_values = quantized.get_high_precision_init_val()
+    initial_values = quantized.quantized_storage.initial_values()
     if initial_values is None:
         return quantized.quantized_storage.dequantize()
     return initial_values.to(quantized.device, torch.float32, copy=True)

@@ -186,6 +186,10 @@ def is_strided_over(placement: Placement, inner: int) -> bool:
     return isinstance(placement, _strided_shard) and placement.split_factor == inner
 
 
-def cut_dims(placements: Iterable[Placement]) -> list[int | None]:
-    """For each mesh axis the dim that it shards, or None. FSDP2's placement over tensor parallelism is private."""
-    return [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
+def cut_dims(placements: Iterable[Placement], ndim: int = 2) -> list[int | None]:
+    """For each mesh axis the dim that it shards, or None. FSDP2's placement over tensor parallelism is private.
+
+    The rows of a stack of matrices (`ndim` 3) are those of one matrix with all matrices one below the other.
+    """
+    dims = [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
+    return [None if dim is None else max(dim - max(ndim - 2, 0), 0) for dim in dims]

@@ -49,7 +49,7 @@ def _view(tensor: QuantizedTensor, size: Sequence[int]) -> Tensor:
     shape = list(size)
     if shape in ([-1], [numel]):
         return _handle(tensor, [numel])
-    if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shard.shape):
+    if shape == list(tensor.shape) or shape == list(tensor.quantized_storage.shape):
         return _handle(tensor, shape)
     return read(aten.view.default, tensor, shape)
 
@@ -66,11 +66,12 @@ def _as_strided(
 @rule(aten.split.Tensor, needed_by="FSDP2: torch.chunk of the parameter in fully_shard")
 def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[QuantizedTensor]:
     tensor.check_filled("split")
-    if dim % 2 != 0:
+    if dim % tensor.ndim != 0:
         raise UnsupportedOperationError(limits.refusal("other placements", f"split of {tensor!r} along dim {dim}"))
     storage = tensor.quantized_storage
-    starts = range(0, max(storage.shard.shape[0], 1), max(split_size, 1))  # one piece of 0 rows, as in torch.split
-    return [QuantizedTensor(storage.piece(0, start, split_size), tensor.dtype) for start in starts]
+    chunk = split_size * (storage.spec.format.matrix_rows or 1)
+    starts = range(0, max(storage.shard.shape[0], 1), max(chunk, 1))  # one piece of 0 rows, as in torch.split
+    return [QuantizedTensor(storage.piece(0, start, chunk), tensor.dtype) for start in starts]
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
@@ -107,12 +108,13 @@ def _slice(
         if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
             # this rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end
             parent = storage.parent
-            empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0])
+            chunk = tensor.shape[0] * (parent.spec.format.matrix_rows or 1)
+            empty = parent.piece(0, parent.shard.shape[0], chunk)
             moved = empty.map(torch.clone) if empty.device == storage.target else empty.to(storage.target)
             return QuantizedTensor(moved, tensor.dtype)
         if dim == 0 and first == 0:
             return _handle(tensor, shape)
-    elif step == 1 and dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shard.shape):
+    elif step == 1 and dim == 0 and first == 0 and tuple(shape) in (tuple(tensor.shape), storage.shape):
         return _handle(tensor, shape)
     return read(aten.slice.Tensor, tensor, dim, start, end, step)
 

@@ -1,6 +1,6 @@
 """Loading state-dict entries into quantized weights: checks that they fit, and copies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +24,20 @@ from quantshard.tensor.components import (
 )
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""Key suffix of an entry -> live local tensor, loaded value."""
+
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     """Copy loaded components and state, by key suffix, into a quantized parameter, or raise and write nothing.
 
     Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
     """
-    write_components(param, fitting_pairs(param, values, name))
+    write_components(param, fitting_pairs(param, values, name).values())
 
 
-def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of live local tensors and their loaded values, as `load_components` copies them."""
+def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> Pairs:
+    """Live local tensors and their loaded values, as `load_components` copies them, by key suffix."""
     storage = storage_of(param)
     tag = values.get(FORMAT_SUFFIX)
     if tag is not None and read_format_tag(tag) != storage.spec.tag:
@@ -42,11 +45,11 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
             f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.spec.tag!r}; "
             "build the model with the recipe that the checkpoint was written with"
         )
-    pairs = []
+    pairs: Pairs = {}
     for suffix, live in state_of(param).items():
         if suffix != FORMAT_SUFFIX and suffix in values:
             component = next((c for c in storage.spec.format.components if c.key_suffix == suffix), None)
-            pairs.append(_checked(live, values[suffix], f"{name}{suffix}", storage.shard, component))
+            pairs[suffix] = _checked(live, values[suffix], f"{name}{suffix}", storage.shard, component)
     lacking = [c.key_suffix for c in storage.spec.format.components if c.key_suffix not in values]
     if pairs and lacking:
         raise CheckpointError(
@@ -61,7 +64,7 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
     # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
     if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
         (r0, r1), (c0, c1) = shard.resident(component)
-        source = source[r0:r1, c0:c1]
+        source = source.flatten(0, -2)[r0:r1, c0:c1].reshape(target.shape)
     if component is not None and source.dtype != target.dtype:
         raise CheckpointError(
             f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
@@ -78,7 +81,7 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
 
 
 @torch.no_grad()
-def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+def write_components(param: Tensor, pairs: Collection[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         target.copy_(source)
     local = quantized_local(param)
@@ -86,16 +89,17 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
         local.quantized_storage.mark_written()
 
 
-def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
+def assigned(param: Tensor, pairs: Pairs) -> nn.Parameter:
     """A parameter like `param` around the loaded components; state is copied. `pairs`: see `fitting_pairs`."""
-    storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
-    parts = {name: loaded[id(part)] for name, part in storage.components.items()}
+    storage, loaded = storage_of(param), {suffix: source for suffix, (_, source) in pairs.items()}
+    by_name = storage.spec.format.by_name
+    parts = {name: loaded[by_name[name].key_suffix].flatten(0, -2) for name in storage.components}
     device = next(iter(parts.values())).device
     for name, part in parts.items():
         # a view of a whole component would keep all of it alive
         is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes
         parts[name] = part.to(device, copy=is_cut).contiguous()
-    state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
+    state = {name: state_like(value, loaded.get(f"_{name}"), device) for name, value in storage.state.items()}
     new = replace(storage, components=parts, state=state, high_precision=None)
     new.mark_written()
     tensor: Tensor = QuantizedTensor(new, param.dtype)

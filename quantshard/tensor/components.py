@@ -48,22 +48,31 @@ def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 
-def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
+def component_placements(
+    shard: Shard, component: Component, placements: tuple[Placement, ...], ndim: int = 2
+) -> list[Placement]:
     """Placements of a component: the weight's `placements`, but replicated on mesh axes whose cuts cross its blocks."""
-    whole = sharding.whole_axes(shard, component, private_torch.cut_dims(placements))
+    whole = sharding.whole_axes(shard, component, private_torch.cut_dims(placements, ndim))
     return [Replicate() if axis in whole else placement for axis, placement in enumerate(placements)]
 
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
-    """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor."""
-    if not isinstance(owner, DTensor):
-        return dict(storage.components)
+    """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor.
+
+    Components of a stack of matrices have three dims too.
+    """
     tensors: dict[str, Tensor] = {}
     whole = sharding.whole(storage.shard.global_shape)
     for name, part in storage.components.items():
         component = storage.spec.format.by_name[name]
-        placements = component_placements(storage.shard, component, owner.placements)
-        tensors[name] = as_dtensor(part, owner, placements, whole.component_shape(component))
+        shape: tuple[int, ...] = whole.component_shape(component)
+        if owner.ndim == 3:
+            rows = owner.shape[1] // min(component.block_shape[0], owner.shape[1])
+            part, shape = part.view(len(part) // rows, rows, part.shape[1]), (shape[0] // rows, rows, shape[1])
+        if isinstance(owner, DTensor):
+            placements = component_placements(storage.shard, component, owner.placements, owner.ndim)
+            part = as_dtensor(part, owner, placements, shape)
+        tensors[name] = part
     return tensors
 
 
@@ -79,6 +88,11 @@ def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
     if not isinstance(param, DTensor):
         return zeros
     return as_dtensor(zeros, param, list(param.placements), (*param.shape, *last))
+
+
+def as_matrix(tensor: Tensor, like: QuantizedStorage | None) -> Tensor:
+    """View a tensor that belongs to a stack of matrices as `like` stores the stack: [rows of all, columns]."""
+    return tensor if like is None or not like.spec.format.matrix_rows else tensor.flatten(0, 1)
 
 
 def shard_of(param: Tensor) -> Shard:

@@ -43,6 +43,11 @@ def moved_state(state: dict[str, Tensor], device: torch.device | None) -> dict[s
     return copied
 
 
+def state_of_matrix(state: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """State of one matrix of a stack: a key of its own, and the shared number of draws."""
+    return {RNG_KEY: state[RNG_KEY] + index, RNG_DRAWS: state[RNG_DRAWS]}
+
+
 def counts_on_host(state: dict[str, Tensor]) -> bool:
     """True if the host counts a parameter's draws: the default, until `modules.capturable_` is called."""
     return state[RNG_DRAWS].is_cpu

@@ -30,7 +30,7 @@ _COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names i
 
 
 class QuantizedTensor(reads.ReadableTensor):
-    """A 2-D tensor stored as codes and scales of a number format.
+    """A matrix, or a stack of matrices [matrices, rows, columns], stored as codes and scales of a number format.
 
     Modules create it under `quantized_model_init`; do not call the constructor. `dtype` is nominal: `dequantize` and
     gradients have it, and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those
@@ -48,7 +48,7 @@ class QuantizedTensor(reads.ReadableTensor):
         shape: torch.Size | tuple[int, ...] | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        size = torch.Size(storage.shard.shape if shape is None else shape)
+        size = torch.Size(storage.shape if shape is None else shape)
         self = private_torch.make_wrapper(cls, size, dtype, storage.device)
         self.quantized_storage = storage
         self.requires_grad_(requires_grad)
@@ -88,7 +88,8 @@ class QuantizedTensor(reads.ReadableTensor):
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values that `quantized_model_init(preserve_high_precision_init_val=True)` kept on the CPU, or
         None. A write to the weight drops them."""
-        return self.quantized_storage.initial_values()
+        values = self.quantized_storage.initial_values()
+        return values if values is None or values.shape == self.shape else values.view(self.shape)
 
     def clear_high_precision_init_val(self) -> None:
         """Free the result of `get_high_precision_init_val`."""

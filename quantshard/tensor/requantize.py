@@ -27,7 +27,7 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
     """Process groups to reduce amaxes over, by component, for the storage of a parameter or of one of its states."""
     if not isinstance(owner, DTensor):
         return {}
-    dims, by_name = private_torch.cut_dims(owner.placements), storage.spec.format.by_name
+    dims, by_name = private_torch.cut_dims(owner.placements, owner.ndim), storage.spec.format.by_name
     axes = {
         name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.spec)
     }

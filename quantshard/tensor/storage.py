@@ -20,7 +20,7 @@ from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import split_codes
 from quantshard.recipe import QuantSpec
-from quantshard.sharding import Shard
+from quantshard.sharding import Shard, whole
 from quantshard.tensor import parameter_state
 from quantshard.tensor.parameter_state import AMAX_HISTORY
 
@@ -119,6 +119,12 @@ class QuantizedStorage:
     def device(self) -> torch.device:
         return next(iter(self.components.values())).device
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values: that of the rectangle, or [matrices, rows, columns] of a stack."""
+        rows = self.spec.format.matrix_rows
+        return (self.shard.shape[0] // rows, rows, self.shard.shape[1]) if rows else self.shard.shape
+
     def has(self, which: Orientation) -> bool:
         """True if the codes of that copy are present: a gather may bring only the copy that the pass needs."""
         copy = self.spec.format.copies.get(which)
@@ -150,6 +156,18 @@ class QuantizedStorage:
         """An independent copy on `device` (None: the same one), including the state."""
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
         return replace(moved, state=parameter_state.moved_state(self.state, device), source=ref(self))._watched()
+
+    def matrix(self, index: int) -> QuantizedStorage:
+        """Views of one matrix of a stack, in the format of a matrix. `index` counts the matrices of this rectangle."""
+        fmt, rows = self.spec.format, self.spec.format.matrix_rows
+        parts = {}
+        for name, part in self.components.items():
+            entries = rows // fmt.by_name[name].block_shape[0]
+            parts[name] = part.narrow(0, index * entries, entries)
+        state = parameter_state.state_of_matrix(self.state, self.shard.origin[0] // rows + index)
+        return QuantizedStorage(
+            self.spec.of_matrix, whole((rows, self.shard.shape[1])), parts, state, version=self.version
+        )
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""

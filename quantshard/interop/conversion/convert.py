@@ -6,7 +6,7 @@ not list. A layer replaced in only one place would still compute in the other, a
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import fusion, linear, selection
+from quantshard.interop.conversion import experts, fusion, linear, selection
+from quantshard.interop.conversion.experts import ConvertedExperts
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.fusion import FusedLayers, UnfusedLayers
 from quantshard.interop.conversion.head_loss import AUTO as AUTO_LOSS
@@ -99,7 +100,9 @@ class ConversionReport:
 
     def __str__(self) -> str:
         sizes = f"{human_bytes(self.bytes_before)} of weights are {human_bytes(self.bytes_after)} now"
-        lines = [f"converted {len(self.converted)} linear layers: {sizes}"]
+        stacks = sum(len(layer.shape) == 3 for layer in self.converted)
+        also = f" and {stacks} stacks of experts" if stacks else ""
+        lines = [f"converted {len(self.converted) - stacks} linear layers{also}: {sizes}"]
         kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
         lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
         lines += self.high_precision()
@@ -185,19 +188,9 @@ def convert(
     built = [
         (choice, choice.recipe, linear.empty_linear(choice.module, choice.name, choice.recipe, around, autocast, keep))
         for choice in layer_choices
-        if choice.recipe
+        if choice.recipe and isinstance(choice.module, nn.Linear)
     ]
-    unconverted = tuple(
-        LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in layer_choices if not c.recipe
-    )
-    unconverted += tuple(
-        LeftLayer(name, tuple(item.get_parameter("weight").shape), TRANSPOSED)
-        for name, item in selection.transposed_linears(model)
-    )
-    unconverted += tuple(
-        LeftLayer(name, tuple(item.shape), f"stacked experts, {human_bytes(item.nbytes)} in high precision")
-        for name, item in selection.stacked_experts(model)
-    )
+    unconverted = _left(model, layer_choices)
     mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
     if activation_storage != HIGH_PRECISION and all(reason for _, _, reason in mlps):
         reasons = "; ".join(f"{name}: {reason}" for name, _, reason in mlps[:3])
@@ -207,13 +200,34 @@ def convert(
         )
     enter_recipe(model, common, autocast)
     linear.leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
-    del layer_choices
     converted = []
+    for choice in layer_choices:
+        if choice.recipe and not isinstance(choice.module, nn.Linear):
+            sizes = {name: weight.nbytes for name, weight in choice.weights.items()}
+            experts.convert_experts(choice.module, choice.name, choice.recipe, around, autocast, keep)
+            converted += [_converted(choice, *size, choice.recipe) for size in sizes.items()]
+    del layer_choices
     # free each layer once it is replaced, so that both models are never in memory at once
     while built:
         converted.append(_exchange(places, *built.pop(0), keep))
     fused = fusion.fuse(model, mlps, activation_storage) if modules == "fused" else ((), ())
     return ConversionReport(tuple(converted), unconverted, *fused, set_loss(model, loss))
+
+
+def _left(model: nn.Module, choices: Iterable[LayerChoice]) -> tuple[LeftLayer, ...]:
+    """Return what `convert` leaves in high precision."""
+    layers = [
+        LeftLayer(_weight_name(choice, name), tuple(weight.shape), choice.reason)
+        for choice in choices
+        if not choice.recipe
+        for name, weight in choice.weights.items()
+    ]
+    for name, item in selection.transposed_linears(model):
+        layers.append(LeftLayer(name, tuple(item.get_parameter("weight").shape), TRANSPOSED))
+    for name, param in selection.stacked_experts(model):
+        reason = f"stacked experts, {human_bytes(param.nbytes)} in high precision"
+        layers.append(LeftLayer(name, tuple(param.shape), reason))
+    return tuple(layers)
 
 
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
@@ -243,7 +257,8 @@ def revert(model: nn.Module) -> int:
     """
     selection.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
-    if not layers:
+    stacks = [module for module in model.modules() if isinstance(module, ConvertedExperts)]
+    if not layers and not stacks:
         raise ConfigurationError("revert: this model has no layer made by quantshard.convert")
     if isinstance(model, ConvertedLinear):
         raise ConfigurationError("revert cannot replace the model itself; call it on the model around this layer")
@@ -257,21 +272,34 @@ def revert(model: nn.Module) -> int:
         for put in places[id(module)]:
             put(plain)
         _mark_replaced(module, plain)
+    for stack in stacks:
+        experts.revert_experts(stack)
     leave_recipe(model)
-    return len(layers)
+    return len(layers) + len(stacks)
 
 
 def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: ConvertedLinear, keep: bool) -> ConvertedLayer:
     old = choice.module
-    shape = (old.out_features, old.in_features)
+    assert isinstance(old, nn.Linear)
+    size = old.weight.nbytes
     linear.fill_linear(new, old, choice.name, keep)
     for put in places[id(old)]:
         put(new)
     _mark_replaced(old, new)
-    fmt = components.storage_of(new.weight).spec.format
-    after: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
-    before = old.weight.numel() * old.weight.element_size()
-    return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, after)
+    return _converted(replace(choice, module=new), "weight", size, recipe)
+
+
+def _converted(choice: LayerChoice, name: str, bytes_before: int, recipe: Recipe) -> ConvertedLayer:
+    weight = choice.module.get_parameter(name)
+    storage = components.storage_of(weight)
+    after: int = sum(sharding.stored_bytes(storage.spec.format, storage.shard).values())
+    label, fmt = _weight_name(choice, name), storage.spec.format.name
+    return ConvertedLayer(label, tuple(weight.shape), recipe.name, fmt, bytes_before, after)
+
+
+def _weight_name(choice: LayerChoice, name: str) -> str:
+    """Return the name of a layer in reports: that of the module, and for a stack of experts that of the parameter."""
+    return choice.name if name == "weight" else f"{choice.name}.{name}"
 
 
 def _mark_replaced(old: nn.Module, new: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
+from quantshard.interop.conversion import experts
 from quantshard.modules.contexts.layer_recipes import (
     HIGH_PRECISION,
     Recipes,
@@ -39,17 +40,30 @@ Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One linear layer and its recipe. If `recipe` is None, `reason` states why the layer is not converted."""
+    """One linear layer, or the experts of a layer, and its recipe.
+
+    If `recipe` is None, `reason` states why the layer is not converted.
+    """
 
     name: str
-    module: nn.Linear
+    module: nn.Module
     recipe: Recipe | None
     reason: str = ""
 
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The weights to quantize: `weight`, or the stacks of experts."""
+        names = ["weight"] if isinstance(self.module, nn.Linear) else experts.stack_names(self.module)
+        return {name: getattr(self.module, name) for name in names}
+
 
 def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[LayerChoice]:
-    """Choose for all linear layers of a model, in the model's order."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Choose for all linear layers and stacked experts of a model, in the model's order."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or experts.stack_names(module)
+    }
     if not layers:
         check_recipes("convert", recipes)
         return []
@@ -64,8 +78,12 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     recipe_names = set(recipes) if isinstance(recipes, Mapping) else set()
     layer_choices = []
     for (name, module), recipe in zip(layers.items(), layer_recipes, strict=True):
+        if isinstance(module, nn.Linear):
+            unfit = _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
+        else:
+            unfit = "" if recipe is None else experts.unfit(module, recipe)
         reason = (
-            _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
+            unfit
             or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
             or ("no pattern of the recipes matches it" if recipe is None else "")
             or ("" if recipe is not None and recipe.table else f"recipe {HIGH_PRECISION}")
@@ -81,7 +99,7 @@ def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         for prefix, module in model.named_modules()
         if not type(module).__module__.startswith("torch.")
         for leaf, param in module.named_parameters(recurse=False)
-        if param.ndim == 3 and min(param.shape) > 1 and param.is_floating_point()
+        if param.ndim == 3 and min(param.shape) > 1 and param.is_floating_point() and not experts.stack_names(module)
     ]
 
 
@@ -136,7 +154,7 @@ def _own(module: nn.Linear) -> list[str]:
     return names + [name for name, _ in module.named_children()]
 
 
-def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str:
+def _unwanted(name: str, module: nn.Module, filter: Filter | None, is_head: bool) -> str:
     if filter is not None:
         selected = filter(module, name) if callable(filter) else any(matches(pattern, name) for pattern in filter)
         return "" if selected else getattr(filter, "leaves_out", "not chosen by the filter")
@@ -176,17 +194,21 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 @torch.no_grad()
 def check_values(chosen: Sequence[LayerChoice]) -> None:
     """Check the values of all layers to convert, except on meta: codes would hide infinite and NaN values."""
-    layers = [choice for choice in chosen if choice.recipe and not choice.module.weight.is_meta]
-    if not layers:
+    weights = {
+        f"{choice.name}.{name}": weight.detach().flatten(0, -2)
+        for choice in chosen
+        if choice.recipe
+        for name, weight in choice.weights.items()
+        if not weight.is_meta
+    }
+    if not weights:
         return
-    largest = torch.stack([_largest(choice.module.weight).cpu() for choice in layers]).tolist()
-    bad = [choice for choice, amax in zip(layers, largest, strict=True) if not amax < float("inf")]  # also catches NaN
+    largest = torch.stack([_largest(weight).cpu() for weight in weights.values()]).tolist()
+    bad = [name for name, amax in zip(weights, largest, strict=True) if not amax < float("inf")]  # also catches NaN
     if bad:
-        weight = bad[0].module.weight.detach()
+        weight = weights[bad[0]]
         hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
-        raise ConfigurationError(
-            f"convert: {bad[0].name}.weight: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers)"
-        )
+        raise ConfigurationError(f"convert: {bad[0]}: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers)")
 
 
 def _largest(weight: Tensor) -> Tensor:

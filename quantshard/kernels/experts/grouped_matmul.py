@@ -203,7 +203,7 @@ class ExpertBias(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(biases: Sequence[Tensor]) -> ExpertBias:
+    def of(biases: Sequence[Tensor] | Tensor) -> ExpertBias:
         return ExpertBias(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
 
 
@@ -223,7 +223,9 @@ class ExpertWeights(NamedTuple):
     block: int = 0
 
     @staticmethod
-    def of(codes: Sequence[Tensor], scales: Sequence[Tensor], encoding: Encoding, block: int = 0) -> ExpertWeights:
+    def of(
+        codes: Sequence[Tensor] | Tensor, scales: Sequence[Tensor] | Tensor, encoding: Encoding, block: int = 0
+    ) -> ExpertWeights:
         """Make the table for uint8 codes [out_features, in_features] and float32 or E8M0 scales, all contiguous."""
         addresses, first_codes = _addresses(codes), codes[0]
         table = lasting_table((addresses, _addresses(scales)), first_codes.device)
@@ -233,8 +235,12 @@ class ExpertWeights(NamedTuple):
         )
 
 
-def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(map(Tensor.data_ptr, tensors))
+def _addresses(tensors: Sequence[Tensor] | Tensor) -> tuple[int, ...]:
+    """Return the address of each tensor, or of each part of a stack."""
+    if not isinstance(tensors, Tensor):
+        return tuple(map(Tensor.data_ptr, tensors))
+    first, step = tensors.data_ptr(), tensors.stride(0) * tensors.element_size()
+    return tuple(range(first, first + step * len(tensors), step))
 
 
 def rows_times_weights(
@@ -281,7 +287,7 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
     across = 0 if a.block else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
     out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
-    launch = WEIGHTS_LAUNCH[a.block]
+    launch, nan_flag = WEIGHTS_LAUNCH[a.block], b.nan_flag if a.nan_flag is None else a.nan_flag
     grid: Any = (-(cols // -launch.cols), -(rows // -launch.rows), experts)
     operands = (a.codes, b.codes, a.scales, b.scales)
     common_options: dict[str, Any] = {
@@ -291,7 +297,7 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
     if a.block:
         launch_kernel(
             weights_by_blocks_kernel, grid, out.device,
-            *operands, a.nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **common_options,
+            *operands, nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **common_options,
         )  # fmt: skip
     else:
         launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **common_options)

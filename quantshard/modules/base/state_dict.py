@@ -86,22 +86,22 @@ def load_weights(
             value = _assign(module, name, pairs)
             rest.update({} if value is None else {prefix + name: value})
         else:
-            component_loading.write_components(getattr(module, name), pairs)
+            component_loading.write_components(getattr(module, name), pairs.values())
     return rest
 
 
-def _assign(module: Any, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+def _assign(module: Any, name: str, pairs: component_loading.Pairs) -> Tensor | None:
     """Replace a weight's tensors by loaded ones; return the value if PyTorch is to assign it (high precision)."""
     param, state = getattr(module, name), module._born_states[name]
     if components.quantized_local(param) is not None:
         if pairs:
             setattr(module, name, component_loading.assigned(param, pairs))
         return None
-    loaded = {id(target): source for target, source in pairs}
-    value = loaded.pop(id(param), None)
+    loaded = {suffix: source for suffix, (_, source) in pairs.items()}
+    value = loaded.get("")
     device = private_torch.local_tensor(param if value is None else value).device
     for key, old in state.items():
-        state[key] = component_loading.state_like(old, loaded.get(id(old)), device)
+        state[key] = component_loading.state_like(old, loaded.get(f"_{key}"), device)
     return value
 
 
@@ -129,8 +129,8 @@ def _fitting(
     name: str,
     is_quantized: bool,
     assign: bool,
-) -> list[tuple[Tensor, Tensor]]:
-    """Check the entries of one weight and return (target, source) pairs; write nothing."""
+) -> component_loading.Pairs:
+    """Check the entries of one weight and return (target, source) pairs by key suffix; write nothing."""
     if param.is_meta and entries and not assign:
         raise CheckpointError(
             f"{name} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first, "
@@ -149,4 +149,4 @@ def _fitting(
                 f"{name}{suffix}: shape {tuple(value.shape)} in the state dict, {tuple(live[suffix].shape)} in this "
                 "model"
             )
-    return [(live[suffix], value) for suffix, value in entries.items()]
+    return {suffix: (live[suffix], value) for suffix, value in entries.items()}

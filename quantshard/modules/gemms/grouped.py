@@ -77,15 +77,19 @@ class ExpertsReader:
 def _as_kernels_read(storages: Sequence[QuantizedStorage], spec: QuantSpec) -> ExpertWeights | None:
     copy, extents = spec.format.copies[Orientation.ROWWISE], storages[0].shard.extents
     for storage in storages:
-        if storage.shard.extents != extents or (storage.spec is not spec and storage.spec != spec):
+        if storage.shard.extents != extents or (storage.spec is not spec and storage.spec.of_matrix != spec):
             return None
-    codes, scale = (
+    codes, scales = (
         [expert_storage.components[name] for expert_storage in storages] for name in (copy.codes.name, copy.scale.name)
     )
-    if not _lie_together(codes + scale, codes[0].get_device()):
+    if not _lie_together(codes + scales, codes[0].get_device()):
         return None
-    square = copy.block[0]
-    return ExpertWeights.of(codes, scale, copy.codes.encoding, 0 if square == ALL else square)
+    square, encoding = 0 if copy.block[0] == ALL else copy.block[0], copy.codes.encoding
+    if storages[0].spec.format.matrix_rows:
+        experts = storages[0].shape[0]
+        code_stack, scale_stack = (part.view(experts, -1, part.shape[1]) for part in (codes[0], scales[0]))
+        return ExpertWeights.of(code_stack, scale_stack, encoding, square)
+    return ExpertWeights.of(codes, scales, encoding, square)
 
 
 def _lie_together(tensors: Sequence[Tensor], device: int) -> bool:
@@ -99,7 +103,9 @@ class ExpertsLayer(NamedTuple):
     `biases`: bias of each expert, or empty. `counts`: number of rows of each expert, or an integer tensor of these on
     the device. `block`: elements per scale along the summed dim; 0: one scale per expert. `histories`: role -> amax
     history of each expert (delayed scaling). `record`: whether amaxes are recorded (in training). `amax_group`: ranks
-    that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`.
+    that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`. `is_stack`:
+    the only weight is a stack of all experts' weights, and the only bias, if any, a stack of biases. `turned`: it holds
+    the transposed weights [in_features, out_features].
     """
 
     weights: Sequence[QuantizedTensor]
@@ -112,6 +118,8 @@ class ExpertsLayer(NamedTuple):
     amax_group: process_groups.Groups
     reader: ExpertsReader
     wgrads: WeightGradients | None = None
+    is_stack: bool = False
+    turned: bool = False
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
@@ -144,7 +152,7 @@ class ExpertsLayer(NamedTuple):
         A gradient that is not finite sets a scale of its expert to NaN. Codes saturate, so the gradient would otherwise
         come out finite, and the optimizer would not skip the step.
         """
-        if observation.active is not None:
+        if observation.active is not None and not self.is_stack:
             self._show(values, role, second)
         if not self.block:
             codes = self._by_experts(values, role, segments)
@@ -259,9 +267,9 @@ class _ExpertsFunction(torch.autograd.Function):
             pending_amaxes.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x)
         fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
-        biases = ExpertBias.of(layer.biases) if layer.biases else None
+        biases = ExpertBias.of(layer.biases[0] if layer.is_stack else layer.biases) if layer.biases else None
         y = grouped_matmul.rows_times_weights(
-            fprop_rows, layer.operands(), segments, x.dtype, transposed=True, biases=biases
+            fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.turned, biases=biases
         )
         ctx.layer, ctx.segments, ctx.dtype = layer._replace(weights=(), biases=()), segments, x.dtype
         ctx.x_encoding, ctx.bias_dtype = wgrad_rows.encoding, layer.biases[0].dtype if layer.biases else None
@@ -281,14 +289,18 @@ class _ExpertsFunction(torch.autograd.Function):
         dgrad_rows, wgrad_rows = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, any(needs[:count]))
         dx = None
         if needs_x:
-            dx = grouped_matmul.rows_times_weights(dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=False)
+            dx = grouped_matmul.rows_times_weights(
+                dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.turned
+            )
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
             x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
-            compute = partial(grouped_matmul.weight_gradients, wgrad_rows, x, segments)
+            pair = (x, wgrad_rows) if layer.turned else (wgrad_rows, x)
+            compute = partial(grouped_matmul.weight_gradients, *pair, segments)
             param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), weights[0].dtype)
         if any(needs[count:]):
-            param_grads[count:] = grouped_kernel.expert_sums(grad, segments).to(ctx.bias_dtype).unbind()
+            sums = grouped_kernel.expert_sums(grad, segments).to(ctx.bias_dtype)
+            param_grads[count:] = (sums,) if layer.is_stack else sums.unbind()
         return dx, None, None, *param_grads
 
 

@@ -55,8 +55,7 @@ class WgradProduct(NamedTuple):
 
     def gradients(self, dtype: torch.dtype) -> Sequence[Tensor]:
         """Compute the gradients of all weights."""
-        result = self.compute(dtype)
-        return [result] if result.ndim == 2 else result.unbind()
+        return _by_weight(self.compute(dtype), self.indices)
 
     def _add_to_main_grads(self, sink: WeightGradients, params: Sequence[Tensor]) -> None:
         main_grads = [main_grad_of(param) for param in params]
@@ -116,10 +115,14 @@ def weight_gradients(
 ) -> Sequence[Any]:  # fmt: skip
     """Return the gradients of weights, for a backward `in_two_passes`; see `WgradProduct`."""
     if sink is None and not RUNNING_PASS.for_inputs:
-        result = compute(dtype)
-        return (result,) if result.ndim == 2 else result.unbind()
+        return _by_weight(compute(dtype), indices)
     product = WgradProduct(compute, matrices, sink, indices, dtype)
     return [product] * len(indices) if RUNNING_PASS.for_inputs else product.run()
+
+
+def _by_weight(result: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
+    """Split the gradients of several weights, but not that of one stack of experts' weights."""
+    return (result,) if result.ndim == 2 or len(indices) < len(result) else result.unbind()
 
 
 def in_two_passes(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,157 @@
+"""Experts of transformers' mixtures of experts: their stacked weights are quantized under their own names.
+
+transformers runs experts through an interface (`use_experts_implementation`): the class of a model chooses activation,
+layout and biases, its router chooses experts, and a function that is registered by name multiplies. A converted model
+uses the function `IMPLEMENTATION`.
+"""
+
+import functools
+import hashlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import parametrize
+
+from quantshard.distributed import experts
+from quantshard.errors import ConfigurationError
+from quantshard.interop.conversion.forward import same_named_subclass
+from quantshard.modules import quantized_model_init
+from quantshard.modules.base.module import by_own_recipe
+from quantshard.modules.stacked_experts import StackedExperts
+from quantshard.recipe import Recipe, stock_name
+
+IMPLEMENTATION = "quantshard"
+"""Name of our function in transformers' experts interface."""
+
+_INTERFACE = "transformers.integrations.moe"
+
+_PLAIN = "_quantshard_plain_experts"
+
+_CONFIG = "_experts_implementation"
+
+_GATE = "_apply_gate"
+
+
+def stack_names(module: nn.Module) -> list[str]:
+    """Names of the stacked weights of an experts module that transformers runs through its interface; otherwise []."""
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config")):
+        return []
+    names = ["gate_up_proj" if getattr(module, "has_gate") else "up_proj", "down_proj"]  # noqa: B009 (mypy)
+    params = dict(module.named_parameters(recurse=False))
+    return names if all(name in params and params[name].ndim == 3 for name in names) else []
+
+
+def unfit(module: Any, recipe: Recipe) -> str:
+    """Return why a recipe cannot store the weights of an experts module, or ""."""
+    spec = recipe.weight
+    if spec is None:
+        return ""
+    if recipe.is_delayed:
+        return "experts have no amax histories; choose a recipe without delayed scaling for them"
+    if module.is_transposed and not spec.format.transposable:
+        return f"its weights are stored transposed, which {spec.format.name} cannot be; choose square blocks"
+    for name in stack_names(module):
+        rows = getattr(module, name).shape[1]
+        if not spec.format.fits_stack(rows):
+            return f"a block of {spec.format.name} would cross from one expert into the next, of {rows} rows each"
+    return ""
+
+
+class ConvertedExperts(StackedExperts):
+    """Base of the subclass that a converted experts module gets."""
+
+    @by_own_recipe
+    def run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send tokens [tokens, hidden] to their experts, and sum the outputs by the router's weights.
+
+        Args:
+            top_k_index: experts of each token, int64 [tokens, choices].
+            top_k_weights: their weights, of the same shape.
+        """
+        module: Any = self
+        inp = self._input(hidden_states)
+        dispatch = experts.dispatch_tokens(inp, top_k_index, module.stack_size, self.tp_mesh)
+        first, second = self._weights
+        bias = {name: f"{name}_bias" if module.has_bias else None for name in (first, second)}
+        x = self.multiply(first, dispatch.tokens, dispatch.m_splits, bias[first])
+        x = getattr(module, _GATE)(x) if module.has_gate else module.act_fn(x)
+        x = self.multiply(second, x, dispatch.m_splits, bias[second])
+        if getattr(module, "has_post_expert_norm", False):
+            x = module.post_expert_norm(x)
+        return dispatch.combine(x, top_k_weights).to(hidden_states.dtype)
+
+
+@functools.cache
+def _converted(plain: type[nn.Module]) -> type[nn.Module]:
+    return same_named_subclass(plain, (ConvertedExperts, plain), {_PLAIN: plain}, _blank)
+
+
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    kind = _converted(plain)  # type: ignore[arg-type]
+    return kind.__new__(kind)
+
+
+def convert_experts(
+    module: Any, name: str, recipe: Recipe, around: Recipe | None, by_itself: bool, keep_values: bool
+) -> None:
+    """Quantize the stacked weights of an experts module in place. For the arguments see `linear.empty_linear`."""
+    weights, before = stack_names(module), frozenset(vars(module))
+    old = [getattr(module, weight) for weight in weights]
+    module.__class__ = _converted(type(module))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
+        module.start(old[0].device, old[0].dtype)
+        module.name, module.plain_attributes, module.plain_implementation = (
+            name,
+            before,
+            getattr(module.config, _CONFIG),
+        )
+        module.turned, module.stack_size = module.is_transposed, len(old[0])
+        for param, _ in module.named_parameters(recurse=False):
+            module._cuts[param] = 0 if param.removesuffix("_bias") in weights else None
+        for weight, values in zip(weights, old, strict=True):
+            module.quantize_stack(weight, values, keep_values)
+    name_or_recipe = stock_name(recipe) or recipe
+    module.recipe = None if recipe == around else name_or_recipe
+    module.model_recipe = name_or_recipe if by_itself else None
+    sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
+    setattr(module.config, _CONFIG, IMPLEMENTATION)
+
+
+def revert_experts(module: Any) -> None:
+    """Undo `convert_experts`; the parameters get the dequantized values."""
+    stacks = {name: getattr(module, name) for name in module._weights}
+    setattr(module.config, _CONFIG, module.plain_implementation)
+    for name in vars(module).keys() - module.plain_attributes:
+        delattr(module, name)
+    module.__class__ = getattr(type(module), _PLAIN)
+    for name, stack in stacks.items():
+        empty = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
+        values = empty if stack.is_meta else stack.detach().dequantize()
+        setattr(module, name, nn.Parameter(values, requires_grad=stack.requires_grad))
+
+
+def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run experts for transformers; those that are not converted, or have adapters, by transformers' own code."""
+    if isinstance(module, ConvertedExperts) and not parametrize.is_parametrized(module):
+        result: Tensor = module.run_experts(hidden_states, top_k_index, top_k_weights)
+    else:
+        plain = sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        result = plain(module, hidden_states, top_k_index, top_k_weights)
+    return result
+
+
+def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+    """Distribute the stacked experts of a converted model over a mesh axis, such as `mesh["ep"]`.
+
+    Each rank keeps an equal number of the experts of every layer, and tokens are sent to the experts that the router
+    chooses. Call it after `convert` and before `fully_shard`, whose mesh for an experts module has the other axes only.
+    """
+    modules = [module for module in model.modules() if isinstance(module, StackedExperts)]
+    if not modules:
+        raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
+    for module in modules:
+        module.set_device_mesh(ep_mesh)

@@ -1,0 +1,124 @@
+"""Linear layers of stacked experts: their weights are the matrices of one parameter [experts, rows, columns].
+
+Rows of the input are ordered by expert. Each expert computes as `functional.linear` does for a layer of its own. The
+experts run in a few kernels (`grouped`) if these support the recipe, otherwise one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantshard import kernel_dispatch, limits, private_torch
+from quantshard.collectives.process_groups import Groups
+from quantshard.errors import UnsupportedOperationError
+from quantshard.formats import Orientation
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.functional import PreparedLinear, forward_gemms, needs_wgrad
+from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
+from quantshard.recipe import TensorRole
+from quantshard.sharding import whole
+from quantshard.tensor.parameter_state import RNG_DRAWS, next_draw
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
+
+
+class StackedLayer(NamedTuple):
+    """The linear layers of a stack of experts, ready to be called.
+
+    `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `turned`: the matrices are the
+    transposed weights [in_features, out_features]. `data_group`: see `LinearState`.
+    """
+
+    weight: QuantizedTensor
+    bias: Tensor | None
+    counts: Sequence[int]
+    turned: bool
+    call: LinearContext
+    data_group: Groups
+    plans: LayerPlans
+
+    def experts(self, role: TensorRole) -> Iterator[PreparedLinear]:
+        """Yield the layer of each expert, for the pass that quantizes activations of this role.
+
+        Random words have a key for each expert and one draw for all, so that the number of draws is equal on all ranks.
+        """
+        storage = self.weight.quantized_storage
+        specs = self.call.recipe.activations[role]
+        stochastic = any(spec is not None and spec.scaling.stochastic_rounding for spec in specs)
+        draws = storage.state[RNG_DRAWS].clone()
+        if stochastic:
+            next_draw(storage.state)
+        for index in range(self.weight.shape[0]):
+            matrix = storage.matrix(index)
+            matrix = _transposed(matrix) if self.turned else matrix
+            matrix.state[RNG_DRAWS] = draws.clone()
+            state = LinearState([matrix.state], None, None, False, data_group=self.data_group, plans=self.plans)
+            bias = None if self.bias is None else self.bias[index]
+            yield PreparedLinear([QuantizedTensor(matrix, self.weight.dtype)], [bias], self.call, state)
+
+
+def _transposed(matrix: QuantizedStorage) -> QuantizedStorage:
+    """Return the storage of the transpose, for formats with square blocks."""
+    rows, cols = matrix.shard.shape
+    copy = matrix.spec.format.copies[Orientation.ROWWISE]
+    parts = {name: part.t().contiguous() for name, part in matrix.components.items()}
+    codes = kernel_dispatch.transpose_codes(matrix.components[copy.codes.name], copy.codes.encoding, cols)
+    parts[copy.codes.name] = codes.contiguous()
+    return replace(matrix, shard=whole((cols, rows)), components=parts)
+
+
+def stacked_linear(x: Tensor, layer: StackedLayer) -> Tensor:
+    """Compute x @ w^T + b with each row's expert, one expert after the other: rows x [tokens, in_features]."""
+    others = layer._replace(bias=None), needs_wgrad([layer.weight])
+    out: Tensor = _StackFunction.apply(x, others, layer.weight, layer.bias)
+    return out
+
+
+class _StackFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, others: tuple[StackedLayer, bool], weight: QuantizedTensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.layer, keeps = others
+        layer = ctx.layer._replace(bias=bias)
+        x, outputs, kept = private_torch.plain(x), [], []
+        ctx.experts = []  # the layer of each, and how many of the saved tensors belong to it
+        for part, expert in zip(x.split(list(layer.counts)), layer.experts(TensorRole.INPUT), strict=True):
+            (y,), x_wgrad = forward_gemms(part, part.shape, expert, keeps)
+            backward, (_, *tensors) = expert.saved(x_wgrad, part.shape, x.dtype, False)
+            outputs.append(y)
+            kept += tensors
+            ctx.experts.append((backward, len(tensors)))
+        ctx.layer = ctx.layer._replace(weight=None)
+        ctx.save_for_backward(weight, *kept)
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
+        weight, *tensors = ctx.saved_tensors
+        layer: StackedLayer = ctx.layer._replace(weight=weight)
+        needs_x, _, *needs = ctx.needs_input_grad
+        grad, dx, dweights, dbiases = private_torch.plain(grads[0]), [], [], []
+        experts = layer.experts(TensorRole.GRAD_OUTPUT)
+        for part, expert, (saved, count) in zip(grad.split(list(layer.counts)), experts, ctx.experts, strict=True):
+            own, tensors = tensors[:count], tensors[count:]
+            backward = saved._replace(state=expert.state).with_saved([*expert.weights, *own], needs_x, needs)
+            dx_part, (dweight, dbias) = backward.backward([part])
+            dx.append(dx_part)
+            dweights.append(dweight)
+            dbiases.append(dbias)
+        if layer.turned:
+            dweights = [None if dweight is None else dweight.t() for dweight in dweights]
+        return (
+            torch.cat(dx) if needs_x else None,
+            None,
+            torch.stack(dweights) if needs[0] else None,
+            torch.stack(dbiases) if needs[1] else None,
+        )

@@ -1,0 +1,122 @@
+"""The base of modules whose experts' weights are stacked in one parameter [experts, rows, columns] per projection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantshard import kernel_dispatch, limits, sharding
+from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.errors import UnsupportedOperationError
+from quantshard.gemm import predictions
+from quantshard.modules import grouped_linear
+from quantshard.modules.base import checks
+from quantshard.modules.base.initialization import WeightSpec
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms import grouped, stacked
+from quantshard.modules.gemms.stacked import StackedLayer
+from quantshard.tensor import moves, parameter_state, requantize
+from quantshard.tensor import storage as storages
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+
+class StackedExperts(QuantizedModule):
+    """Experts whose weights are quantized as stacks: each matrix has its own scales, as if it were a parameter.
+
+    `set_device_mesh(mesh["ep"])` distributes the experts over a mesh axis: each rank keeps `num_experts` / ranks.
+
+    `turned`: the matrices are stored as [in_features, out_features].
+    """
+
+    turned: bool
+
+    def start(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Turn a module of another class, which has just become an instance of this one, into one without weights."""
+        self._begin(device, dtype, TensorParallelConfig())
+        self._readers: dict[str, grouped.ExpertsReader] = {}
+
+    @torch.no_grad()
+    def quantize_stack(self, name: str, old: nn.Parameter, keep_values: bool) -> None:
+        """Replace a parameter [experts, rows, columns] by a quantized one with its values, if it has any."""
+        spec = self._plan.recipe.weight
+        assert spec is not None
+        _, rows, cols = old.shape
+        shape = (old.shape[0] * rows, cols)
+        state = parameter_state.weight_state(spec, old.device)
+        self._weights[name], self._cuts[name] = WeightSpec(shape), 0
+        self._born_states[name] = {key: value.clone() for key, value in state.items()}
+        storage = storages.empty(spec.stacked(rows), sharding.whole(shape), old.device, state)
+        new = nn.Parameter(QuantizedTensor(storage, old.dtype), requires_grad=old.requires_grad)
+        if not old.is_meta:
+            values = old.detach().reshape(shape)
+            requantize.requantize_([(new, values)], names=[f"{self.name}.{name}"])
+            if keep_values:
+                storage.keep_initial_values(values.cpu().clone())
+        new.__dict__.update(moves.set_attributes(old))
+        setattr(self, name, new)
+        self._readers[name] = grouped.ExpertsReader()
+
+    def multiply(self, name: str, x: Tensor, counts: list[int] | Tensor, bias: str | None = None) -> Tensor:
+        """Multiply rows, ordered by expert, with the weights of their experts: [rows, in] -> [rows, out].
+
+        `counts`: number of rows of each expert of this rank. `bias`: name of a parameter [experts, out_features].
+        """
+        weight, bias_value = self._locals([name, bias]) if bias else (*self._locals([name]), None)
+        call = recompute.linear_context((id(self), (name,)), True, self.training)
+        self._check_stack(name, weight, call, x.device)
+        layer = self._together(name, weight, bias_value, x, counts, call)
+        if layer is not None:
+            return grouped.grouped_linear(x, layer)
+        if isinstance(counts, Tensor):
+            counts = self._on_host(name, counts)
+        group = None if self.tp_mesh is None else self.tp_mesh.get_group()
+        return stacked.stacked_linear(
+            x, StackedLayer(weight, bias_value, counts, self.turned, call, group, self.gemm_plans)
+        )
+
+    def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
+        storage, spec = weight.quantized_storage, call.recipe.weight
+        if storage.gathered or (storage.version == 0 and not weight.is_meta):
+            checks.check_values(self, name, storage)
+        if call.recipe.table and storage.spec.of_matrix != spec:
+            raise checks.wrong_format(self.label(name), storage.spec, call.recipe)
+        if weight.is_meta and device.type != "meta":
+            raise checks.no_values(self.label(name))
+        if call.strict and len(weight):
+            fallbacks = predictions.fallbacks(storage.matrix(0), call.recipe, device)
+            if grouped_linear.block_together(call.recipe) is None and kernel_dispatch.kernels_on(device):
+                fallbacks = (*fallbacks, "one expert at a time")
+            checks.refuse_fallbacks(self.label(name), fallbacks)
+
+    def _together(
+        self, name: str, weight: QuantizedTensor, bias: Tensor | None, x: Tensor, counts: list[int] | Tensor,
+        call: LinearContext,
+    ) -> grouped.ExpertsLayer | None:  # fmt: skip
+        """Return all experts as one layer if kernels can quantize and multiply them at once; otherwise None."""
+        block, rows = grouped_linear.block_together(call.recipe), 0 if isinstance(counts, Tensor) else len(x)
+        _, *shape = weight.shape
+        if block is None or not kernel_dispatch.has_float_kernels(x):
+            return None
+        if not grouped_linear.is_faster_together(rows, len(weight), (shape[0], shape[1])):
+            return None
+        biases = [] if bias is None else [bias]
+        reader = self._readers[name]
+        if not grouped.are_readable([weight], biases, call.recipe.weight, x, reader):
+            return None
+        return grouped.ExpertsLayer(
+            [weight], biases, counts, block, call, {}, False, None, reader, is_stack=True, turned=self.turned
+        )
+
+    def _on_host(self, name: str, counts: Tensor) -> list[int]:
+        if context.is_strict():
+            checks.refuse_fallbacks(self.label(name), ("waits for token counts",))
+        if kernel_dispatch.is_capturing():
+            problem = limits.FALLBACKS["waits for token counts"]
+            raise UnsupportedOperationError(f"{self.label(name)}: in a CUDA graph {problem}")
+        on_host: list[int] = counts.tolist()
+        return on_host
+
+    def is_traced(self, setting: str, inp: Tensor) -> bool:
+        return False  # the rows of each expert differ from step to step
