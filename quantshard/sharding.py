@@ -205,12 +205,12 @@ def gather_slots(
     chunk = shard.cut.chunk
 
     def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str | None, int, int]]:
-        # without the amax of the whole tensor, which every rank has
         parts = [part for copy in copies for part in (fmt.copies[copy].codes, fmt.copies[copy].scale)]
+        amax = fmt.copies[copies[0]].amax  # which every rank has, except of a stack
         return [
             (part.name, ceil_div(chunk, part.block_shape[0]), shard.component_shape(part)[1])
-            for part in parts
-            if shard.gathers(part)
+            for part in (*parts, amax)
+            if part is not None and shard.gathers(part)
         ]
 
     slots = zip_longest(*(sent_components(copies) for copies in passes))

@@ -20,14 +20,14 @@ def quantize_weight(
     state: dict[str, Tensor] | None = None,
     keep_high_precision: bool = False,
 ) -> QuantizedTensor:
-    """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
+    """Quantize a whole tensor [R, C], or a stack [matrices, R, C], of any floating dtype. On the meta device the result has no values.
 
     `dtype`: the nominal dtype. `state`: see `parameter_state`; by default a new one. `keep_high_precision`: keep the
     values on the CPU for `get_high_precision_init_val`.
     """
     state = state if state is not None else parameter_state.weight_state(spec, values.device)
-    shard = sharding.whole((values.shape[0], values.shape[1]))
-    storage = storages.empty(spec, shard, values.device, state)
+    shard = sharding.whole((values.numel() // values.shape[-1], values.shape[-1]))
+    storage = storages.empty(spec.stacked(values.shape[1]) if values.ndim == 3 else spec, shard, values.device, state)
     tensor = QuantizedTensor(storage, dtype or values.dtype)
     if values.device.type != "meta":
         tensor.quantize_(values)

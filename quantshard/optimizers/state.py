@@ -18,7 +18,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import FP16, Orientation
-from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
+from quantshard.kernels.optimizer.stored import STACK_ROWS, MatrixRegion, PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind, StateSpec
 from quantshard.recipe import QuantSpec
@@ -230,6 +230,8 @@ class QuantizedState(OptimizerState):
         storage = self.storage
         fmt, shard, parts = storage.spec.format, storage.shard, storage.components
         packed = fmt.copies[Orientation.ROWWISE].codes.block_shape[1]
+        if fmt.matrix_rows % STACK_ROWS or (fmt.matrix_rows and fmt.copies[Orientation.ROWWISE].amax is not None):
+            return None
         if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
             return None
         history = storage.state.get(AMAX_HISTORY)

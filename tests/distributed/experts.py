@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import quantshard as qs
 from quantshard.checkpoints.loading import LoadRequest
+from quantshard.interop import conversion
 from quantshard.numerics.states import ROUNDING_SEED
 from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
@@ -41,7 +43,7 @@ HIDDEN, FFN, TOKENS, CHOICES = 40, 72, 24, 2
 
 @dataclass(frozen=True)
 class Case:
-    """Experts on a mesh (dp, ep); `sharded`: by `fully_shard` over dp."""
+    """Experts on a mesh (dp, ep); `sharded`: by `fully_shard` over dp. `stacked`: one parameter for all experts."""
 
     recipe: str
     dp: int
@@ -50,6 +52,11 @@ class Case:
     sharded: bool = False
     meta: bool = False
     recompute: bool = False
+    stacked: bool = False
+
+    @property
+    def hidden(self) -> int:
+        return 128 if self.stacked else HIDDEN
 
     @property
     def ranks(self) -> int:
@@ -71,6 +78,27 @@ class Experts(nn.Module):
         return sent.combine(self.down(F.silu(self.up(sent.tokens, sent.m_splits)), sent.m_splits), weights)
 
 
+class Stacks(nn.Module):
+    """Gated experts with the attributes that transformers gives them."""
+
+    has_gate, has_bias, is_transposed = True, False, False
+    act_fn = staticmethod(F.silu)
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.config, self.num_experts = SimpleNamespace(_experts_implementation="eager"), case.experts
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.randn(case.experts, 128, size).bfloat16() / 8) for size in (case.hidden, 64)
+        )
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return conversion.experts.run_experts(self, x, chosen, weights)
+
+
 def recipe_of(name: str) -> Any:
     return "bf16" if name == "bf16" else RECIPES[name]
 
@@ -78,6 +106,14 @@ def recipe_of(name: str) -> Any:
 def built(case: Case, seed: int = 5) -> tuple[Experts, DeviceMesh]:
     mesh = init_device_mesh("cpu", (case.dp, case.ep), mesh_dim_names=("data", "experts"))
     torch.manual_seed(seed)
+    if case.stacked:
+        stacks: Any = Stacks(case)
+        conversion.experts.convert_experts(
+            stacks, "experts", qs.recipe.resolve(recipe_of(case.recipe)), None, True, False
+        )
+        if case.ep > 1:
+            conversion.experts.distribute_experts(stacks, mesh["experts"])
+        return fully_shard(stacks, mesh=mesh["data"]) if case.sharded else stacks, mesh
     with qs.quantized_model_init(case.recipe != "bf16", recipe=recipe_of(case.recipe)):
         module = Experts(case, mesh["experts"], "meta" if case.meta else None)
     if case.sharded:
@@ -88,12 +124,12 @@ def built(case: Case, seed: int = 5) -> tuple[Experts, DeviceMesh]:
     return module, mesh
 
 
-def routed(step: int, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def routed(step: int, experts: int, hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, chosen experts and weights of a step, and the gradient of the output: all tokens or one; spread at
     random, or all to one expert."""
     generator = torch.Generator().manual_seed(step)
     tokens = 1 if step == 2 else TOKENS
-    x, dy = (torch.randn(tokens, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    x, dy = (torch.randn(tokens, hidden, generator=generator).bfloat16() for _ in range(2))
     chosen = torch.rand(tokens, experts, generator=generator).topk(CHOICES).indices
     if step == 1:
         chosen = torch.full_like(chosen, experts - 1)
@@ -113,7 +149,7 @@ def trained(case: Case) -> dict[str, str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = hashes({f"born {name}": value for name, value in module.state_dict().items()})
     for step in range(3):
-        x, chosen, weights, dy = (part(whole, rank, ranks) for whole in routed(step, case.experts))
+        x, chosen, weights, dy = (part(whole, rank, ranks) for whole in routed(step, case.experts, case.hidden))
         x.requires_grad_()
         weights.requires_grad_()
         with qs.autocast(recipe=recipe_of(case.recipe)):
@@ -123,8 +159,9 @@ def trained(case: Case) -> dict[str, str]:
         if not case.sharded:
             for param in module.parameters():
                 assert param.grad is not None
-                dist.all_reduce(param.grad, group=mesh["data"].get_group())
-                param.grad /= case.dp
+                grad = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+                dist.all_reduce(grad, group=mesh["data"].get_group())
+                grad /= case.dp
         gradients = {f"{step} gradient of {name}": param.grad.clone() for name, param in module.named_parameters()}
         found |= hashes(gradients)
         pieces: list[Any] = [None] * ranks
@@ -150,7 +187,11 @@ def hashes(tensors: dict[str, Tensor]) -> dict[str, str]:
     for name, value in sharded.items():
         held = {rank: each[name] for rank, each in enumerate(every) if name in each}
         pieces = {rank: torch.from_numpy(of).view(value.dtype).view(shape) for rank, (of, shape) in held.items()}
-        whole = joined(value.device_mesh.mesh, value.placements, pieces)
+        ranks, placements = value.device_mesh.mesh, list(value.placements)
+        if not all(type(placement) in (Shard, Replicate) for placement in placements):
+            # FSDP2's strided placement: its axis, the first, cut after the second
+            ranks, placements = ranks.T, [Shard(placement.dim) for placement in reversed(placements)]
+        whole = joined(ranks, placements, pieces)
         assert whole.shape == value.shape, name
         found[name] = sha(whole)
     return found

@@ -81,11 +81,41 @@ def test_experts_have_the_bits_of_one_process(meshes: dict[str, list[Case]], sho
     assert not wrong
 
 
+STACKED = [
+    Case("current", 1, 1, sharded=True, stacked=True),
+    Case("nvfp4", 1, 2, stacked=True),
+    Case("current", 1, 2, sharded=True, stacked=True),
+    Case("mxfp8", 1, 2, recompute=True, sharded=True, stacked=True),
+    Case("block", 1, 2, sharded=True, stacked=True),
+    Case("nvfp4", 2, 2, sharded=True, stacked=True),
+    Case("rowwise", 2, 2, sharded=True, stacked=True),
+]
+
+
+def test_stacked_experts_have_the_bits_of_one_process() -> None:
+    """1, 2 and 4 ranks, where FSDP2 and expert parallelism cut stacks by experts."""
+    for case in STACKED:
+        (reference,) = run_ranks(case.dp, table, [Case(case.recipe, case.dp, 1, stacked=True)])[0]
+        (bits,) = run_ranks(case.ranks, table, [case])[0]
+        assert bits.keys() == reference.keys()
+        assert [name for name in reference if bits[name] != reference[name]] == [], case
+
+
 def test_three_ranks_are_born_and_compute_forward_alike() -> None:
     """3 ranks and 1, of 6 experts: births and the first output bitwise."""
     cases = [Case(recipe, 1, 1, experts=6) for recipe in ("delayed", "mxfp8")]
     alone = run_ranks(1, table, cases)[0]
     spread = run_ranks(3, table, [Case(case.recipe, 1, 3, experts=6, sharded=True) for case in cases])[0]
+    for one, three in zip(alone, spread, strict=True):
+        assert one.keys() == three.keys()
+        assert all(three[name] == one[name] for name in one if name.startswith("born ") or name == "0 y")
+
+
+def test_four_stacked_experts_over_three_ranks() -> None:
+    """FSDP2 leaves the last rank without experts: births and the first output bitwise."""
+    recipes = ("current", "nvfp4")
+    alone = run_ranks(1, table, [Case(recipe, 1, 1, stacked=True) for recipe in recipes])[0]
+    spread = run_ranks(3, table, [Case(recipe, 3, 1, sharded=True, stacked=True) for recipe in recipes])[0]
     for one, three in zip(alone, spread, strict=True):
         assert one.keys() == three.keys()
         assert all(three[name] == one[name] for name in one if name.startswith("born ") or name == "0 y")

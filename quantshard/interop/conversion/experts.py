@@ -104,11 +104,8 @@ def convert_experts(
     with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
         module.start(old[0].device, old[0].dtype)
-        module.name, module.plain_attributes, module.plain_implementation = (
-            name,
-            before,
-            getattr(module.config, _CONFIG),
-        )
+        module.name, module.plain_attributes = name, before
+        module.plain_implementation = getattr(module.config, _CONFIG)
         module.turned, module.stack_size = module.is_transposed, len(old[0])
         for param, _ in module.named_parameters(recurse=False):
             module._cuts[param] = 0 if param.removesuffix("_bias") in weights else None
@@ -117,7 +114,8 @@ def convert_experts(
     name_or_recipe = stock_name(recipe) or recipe
     module.recipe = None if recipe == around else name_or_recipe
     module.model_recipe = name_or_recipe if by_itself else None
-    sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
+    if _INTERFACE in sys.modules:
+        sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
     setattr(module.config, _CONFIG, IMPLEMENTATION)
 
 

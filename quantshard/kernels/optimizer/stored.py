@@ -13,6 +13,10 @@ from quantshard.numerics.states import MASTER, WEIGHT, StateKind, StateSpec
 from quantshard.sharding import Shard
 
 
+STACK_ROWS: Final = 32
+"""Kernels update stacks whose matrices have a multiple of this many rows, so that no tile has rows of two."""
+
+
 class Algorithm(IntEnum):
     ADAM = 0
     LION = 1

@@ -1,0 +1,99 @@
+"""Stacks of experts' weights beside `GroupedLinear`, which has a parameter for each expert: the same bits, also transposed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quantshard as qs
+from quantshard.interop.conversion import experts
+from quantshard.tensor.parameter_state import RNG_KEY
+
+EXPERTS, IN, OUT = 3, 128, 256
+
+
+class Stack(nn.Module):
+    """The attributes that transformers gives an experts module."""
+
+    has_gate = has_bias = True
+    num_experts = EXPERTS
+
+    def __init__(self, values: Tensor, bias: Tensor, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.config = SimpleNamespace(_experts_implementation="eager")
+        self.gate_up_proj = nn.Parameter(values.mT.contiguous() if is_transposed else values)
+        self.gate_up_proj_bias = nn.Parameter(bias)
+        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, 128, 128, dtype=values.dtype))
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def both(recipe: Any, is_transposed: bool) -> tuple[Any, qs.GroupedLinear]:
+    """A stack and single weights of the same values and random keys."""
+    values = draw(0, EXPERTS, OUT, IN) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1).bfloat16()
+    bias = draw(1, EXPERTS, OUT)
+    stack: Any = Stack(values, bias, is_transposed)
+    experts.convert_experts(stack, "stack", qs.recipe.resolve(recipe), None, True, False)
+    with qs.quantized_model_init(recipe=recipe):
+        single = qs.GroupedLinear(EXPERTS, IN, OUT, params_dtype=torch.bfloat16)
+    for index in range(EXPERTS):
+        weight: Any = getattr(single, f"weight{index}")
+        weight.quantize_(values[index])
+        key = stack.gate_up_proj.quantized_storage.state[RNG_KEY] + index
+        weight.quantized_storage.state[RNG_KEY].copy_(key)
+        getattr(single, f"bias{index}").data.copy_(bias[index])
+    return stack, single
+
+
+def compare(recipe: Any, is_transposed: bool, counts: list[int]) -> None:
+    stack, single = both(recipe, is_transposed)
+    for step in range(2):
+        x, dy = draw(2 + step, sum(counts), IN), draw(9 + step, sum(counts), OUT)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with qs.autocast(recipe=recipe):
+            y = stack.multiply("gate_up_proj", a, counts, "gate_up_proj_bias")
+            z = single(b, counts)
+        y.backward(dy)
+        z.backward(dy)
+        assert torch.equal(y, z) and torch.equal(a.grad, b.grad)
+    weight_grad = stack.gate_up_proj.grad.mT if is_transposed else stack.gate_up_proj.grad
+    for index in range(EXPERTS):
+        assert torch.equal(weight_grad[index], getattr(single, f"weight{index}").grad), index
+        assert torch.equal(stack.gate_up_proj_bias.grad[index], getattr(single, f"bias{index}").grad), index
+    assert stack.weight_state("gate_up_proj")["draws"] == single.weight_state("weight0")["draws"]
+
+
+RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False)]
+
+
+@pytest.mark.parametrize("counts", [[7, 0, 30], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: getattr(recipe, "name", recipe))
+def test_each_expert_has_the_bits_of_its_own_weight(recipe: Any, counts: list[int]) -> None:
+    compare(recipe, False, counts)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
+def test_transposed_weights(recipe: str) -> None:
+    compare(recipe, True, [7, 0, 30])
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_in_kernels(recipe: str, is_transposed: bool, kernels_on_cpu: None, launches: list[tuple[str, int]]) -> None:
+    """All experts of a stack in one kernel, for forward, dgrad and wgrad."""
+    compare(recipe, is_transposed, [7, 0, 30])
+    names = [name for name, _ in launches]
+    weights = "weights_kernel" if recipe == "current" else "weights_by_blocks_kernel"
+    assert names.count("rows_kernel") == 8 and names.count(weights) == 4
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "nvfp4"])
+def test_one_by_one_in_kernels(recipe: str, kernels_on_cpu: None) -> None:
+    compare(recipe, False, [7, 0, 30])
