@@ -20,10 +20,10 @@ def quantize_weight(
     state: dict[str, Tensor] | None = None,
     keep_high_precision: bool = False,
 ) -> QuantizedTensor:
-    """Quantize a whole tensor [R, C], or a stack [matrices, R, C], of any floating dtype. On the meta device the result has no values.
+    """Quantize a whole tensor [R, C], or a stack [matrices, R, C], of any floating dtype.
 
-    `dtype`: the nominal dtype. `state`: see `parameter_state`; by default a new one. `keep_high_precision`: keep the
-    values on the CPU for `get_high_precision_init_val`.
+    On the meta device the result has no values. `dtype`: the nominal dtype. `state`: see `parameter_state`; by default
+    a new one. `keep_high_precision`: keep the values on the CPU for `get_high_precision_init_val`.
     """
     state = state if state is not None else parameter_state.weight_state(spec, values.device)
     shard = sharding.whole((values.numel() // values.shape[-1], values.shape[-1]))

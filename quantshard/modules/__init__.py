@@ -15,6 +15,7 @@ from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
 from quantshard.modules.quantize import quantize_
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from quantshard.modules.stacked_experts import distribute_experts
 from quantshard.modules.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "capturable_",
     "checkpoint",
     "dispatch_tokens",
+    "distribute_experts",
     "linear_cross_entropy",
     "make_graphed_callables",
     "quantize_",

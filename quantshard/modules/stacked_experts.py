@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, sharding
 from quantshard.distributed.module_meshes import TensorParallelConfig
-from quantshard.errors import UnsupportedOperationError
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import predictions
 from quantshard.modules import grouped_linear
 from quantshard.modules.base import checks
@@ -120,3 +121,16 @@ class StackedExperts(QuantizedModule):
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # the rows of each expert differ from step to step
+
+
+def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+    """Distribute the stacked experts of a converted model over a mesh axis, such as `mesh["ep"]`.
+
+    Each rank keeps an equal number of the experts of every layer, and tokens are sent to the experts that the router
+    chooses. Call it after `convert` and before `fully_shard`, whose mesh for an experts module has the other axes only.
+    """
+    modules = [module for module in model.modules() if isinstance(module, StackedExperts)]
+    if not modules:
+        raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
+    for module in modules:
+        module.set_device_mesh(ep_mesh)

@@ -112,7 +112,7 @@ def built(case: Case, seed: int = 5) -> tuple[Experts, DeviceMesh]:
             stacks, "experts", qs.recipe.resolve(recipe_of(case.recipe)), None, True, False
         )
         if case.ep > 1:
-            conversion.experts.distribute_experts(stacks, mesh["experts"])
+            qs.distribute_experts(stacks, mesh["experts"])
         return fully_shard(stacks, mesh=mesh["data"]) if case.sharded else stacks, mesh
     with qs.quantized_model_init(case.recipe != "bf16", recipe=recipe_of(case.recipe)):
         module = Experts(case, mesh["experts"], "meta" if case.meta else None)

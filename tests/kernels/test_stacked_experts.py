@@ -1,4 +1,4 @@
-"""Stacks of experts' weights beside `GroupedLinear`, which has a parameter for each expert: the same bits, also transposed."""
+"""Stacks of experts' weights beside `GroupedLinear`, a parameter for each expert: the same bits, also transposed."""
 
 from __future__ import annotations
 

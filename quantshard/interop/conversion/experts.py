@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from quantshard.distributed import experts
-from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.forward import same_named_subclass
 from quantshard.modules import quantized_model_init
 from quantshard.modules.base.module import by_own_recipe
@@ -122,7 +120,8 @@ def convert_experts(
 def revert_experts(module: Any) -> None:
     """Undo `convert_experts`; the parameters get the dequantized values."""
     stacks = {name: getattr(module, name) for name in module._weights}
-    setattr(module.config, _CONFIG, module.plain_implementation)
+    if module.plain_implementation != IMPLEMENTATION:  # as of the first module that was converted
+        setattr(module.config, _CONFIG, module.plain_implementation)
     for name in vars(module).keys() - module.plain_attributes:
         delattr(module, name)
     module.__class__ = getattr(type(module), _PLAIN)
@@ -140,16 +139,3 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         plain = sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS["grouped_mm"]
         result = plain(module, hidden_states, top_k_index, top_k_weights)
     return result
-
-
-def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
-    """Distribute the stacked experts of a converted model over a mesh axis, such as `mesh["ep"]`.
-
-    Each rank keeps an equal number of the experts of every layer, and tokens are sent to the experts that the router
-    chooses. Call it after `convert` and before `fully_shard`, whose mesh for an experts module has the other axes only.
-    """
-    modules = [module for module in model.modules() if isinstance(module, StackedExperts)]
-    if not modules:
-        raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
-    for module in modules:
-        module.set_device_mesh(ep_mesh)

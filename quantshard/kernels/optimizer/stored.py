@@ -12,7 +12,6 @@ from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import MASTER, WEIGHT, StateKind, StateSpec
 from quantshard.sharding import Shard
 
-
 STACK_ROWS: Final = 32
 """Kernels update stacks whose matrices have a multiple of this many rows, so that no tile has rows of two."""
 

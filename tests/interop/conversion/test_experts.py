@@ -1,0 +1,149 @@
+"""convert on transformers' mixtures of experts: the stacked weights are quantized, under their own names."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import quantshard as qs
+from quantshard.errors import ConfigurationError, FallbackError, RecipeMismatchError
+from quantshard.interop.conversion.experts import ConvertedExperts
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+pytest.importorskip("transformers", "5.0")
+
+from tests.interop.conversion.mixtures import CONFIGS, mixture, stacks, tokens
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = tokens()
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family(name: str) -> None:
+    """All stacks are quantized and get gradients; the loss is near that of BF16."""
+    model, plain = mixture(name), mixture(name)
+    report = qs.convert(model, "current")
+    converted = [layer for layer in report.converted if len(layer.shape) == 3]
+    assert {layer.name for layer in converted} == stacks(plain).keys() and converted
+    assert f"and {len(converted)} stacks of experts" in str(report)
+    assert [layer.name for layer in report.left if ".experts." in layer.name] == []
+    for layer in converted:
+        assert layer.format == "fp8_e4m3" and layer.bytes_after == layer.bytes_before // 2 + 4 * layer.shape[0]
+    loss = loss_of(model)
+    loss.backward()
+    # E4M3 rounds values by at most 2**-4, and an error of the logits of this size changes the loss less
+    assert abs(loss.item() - loss_of(plain).item()) < 2**-4
+    for param in stacks(model).values():
+        assert type(param.detach()) is QuantizedTensor and param.grad.shape == param.shape and param.grad.any()
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4", "rowwise"])
+def test_training_changes_every_stack(recipe: str) -> None:
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, recipe)
+    before = {name: param.detach().clone() for name, param in stacks(model).items()}
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+    assert all(not torch.equal(before[name].dequantize(), p.dequantize()) for name, p in stacks(model).items())
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
+def test_state_dict_copies_and_revert(name: str) -> None:
+    model, other = mixture(name), mixture(name, seed=1)
+    plain_keys = model.state_dict().keys()
+    for each in (model, other):
+        qs.convert(each, "mxfp8")
+    state = model.state_dict()
+    assert plain_keys <= state.keys()
+    other.load_state_dict(state)
+    ids = tokens()
+    wanted = model(input_ids=ids).logits
+    for same in (other, copy.deepcopy(model)):
+        assert torch.equal(same(input_ids=ids).logits, wanted)
+    values = {key: param.detach().dequantize() for key, param in stacks(model).items()}
+    qs.revert(model)
+    assert not any(isinstance(module, ConvertedExperts) for module in model.modules())
+    assert model.state_dict().keys() == plain_keys
+    assert all(torch.equal(param, values[key]) for key, param in stacks(model).items())
+    assert model.config._experts_implementation == mixture(name).config._experts_implementation
+    loss_of(model).backward()
+
+
+def test_recomputation_has_the_same_bits() -> None:
+    gradients = []
+    for recomputes in (False, True):
+        model = mixture("Qwen3-MoE")
+        qs.convert(model, "nvfp4")
+        if recomputes:
+            for layer in model.model.layers:
+                layer.forward = functools.partial(qs.checkpoint, layer.forward)
+        model.train()
+        loss_of(model).backward()
+        gradients.append([param.grad for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_recipes_by_name() -> None:
+    model = mixture("Qwen3-MoE")
+    report = qs.convert(model, {"layers.0.mlp.experts": "mxfp8", "*.experts": "bf16", "*": "current"})
+    recipes = {layer.name: layer.recipe for layer in report.converted}
+    assert recipes["model.layers.0.mlp.experts.gate_up_proj"] == "mxfp8"
+    assert recipes["model.layers.1.self_attn.q_proj"] == "current"
+    assert [layer.name for layer in report.left if ".experts." in layer.name] == [
+        "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj",
+    ]  # fmt: skip
+    loss_of(model).backward()
+
+
+LEFT = {
+    "delayed": ("Qwen3-MoE", "delayed", "no amax histories"),
+    "blocks across experts": (
+        "Qwen3-MoE",
+        "block",
+        "fp8_128x128 would cross from one expert into the next, of 64 rows",
+    ),
+    "rows of a transposed weight": ("gpt-oss", "rowwise", "stored transposed, which fp8_1xrow cannot be"),
+}
+
+
+@pytest.mark.parametrize(("name", "recipe", "reason"), LEFT.values(), ids=LEFT)
+def test_recipes_that_do_not_fit_leave_the_experts(name: str, recipe: str, reason: str) -> None:
+    model = mixture(name)
+    report = qs.convert(model, recipe)
+    reasons = {layer.reason for layer in report.left if ".experts." in layer.name}
+    assert len(reasons) == 1 and re.search(reason, reasons.pop())
+    loss_of(model).backward()
+
+
+def test_bad_input() -> None:
+    model = mixture("Qwen3-MoE")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[2, 5, 7] = float("nan")
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.experts\.down_proj: 1 of 8192 values .* \[133, 7\]"):
+        qs.convert(model, "current")
+    model = mixture("Qwen3-MoE")
+    with pytest.raises(ConfigurationError, match="no stacked experts"):
+        qs.distribute_experts(model, None)
+    qs.convert(model, "current")
+    experts = model.model.layers[0].mlp.experts
+    with qs.autocast(recipe="mxfp8"), pytest.raises(RecipeMismatchError, match=r"experts.gate_up_proj.*mxfp8"):
+        experts(torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    with qs.autocast(enabled=False), torch.no_grad():
+        assert loss_of(model).isfinite()
+    with qs.autocast(recipe="current", strict=True), pytest.raises(FallbackError):
+        loss_of(model)
