@@ -1,7 +1,5 @@
 """The base of all recipes: a table (role, GEMM) -> format row and scaling. See `recipe` for the named ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -51,12 +49,12 @@ class QuantSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tag", self.format.name + (_HISTORY_MARK if self.scaling.history else ""))
 
-    def stacked(self, rows: int) -> QuantSpec:
+    def stacked(self, rows: int) -> "QuantSpec":
         """Return the spec of a stack of matrices with `rows` rows each."""
         return QuantSpec(formats.stacked(self.format, rows), self.scaling)
 
     @property
-    def of_matrix(self) -> QuantSpec:
+    def of_matrix(self) -> "QuantSpec":
         """The spec of each matrix of a stack; of other tensors, the spec itself."""
         return QuantSpec(self.format.of_matrix, self.scaling) if self.format.matrix_rows else self
 

@@ -248,9 +248,7 @@ class GroupedLinear(QuantizedModule):
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
-        if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
-            return ()
-        return ("one expert at a time",) if block_together(recipe) is None else ()
+        return () if len(self._layers) == 1 else joint_fallbacks(recipe, device)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """Return the amax histories of all experts that the recipe needs."""
@@ -370,6 +368,13 @@ def block_together(recipe: Recipe) -> int | None:
     size = weight_block[0]
     fits = size in (32, 128) and weight_block == (size, size) and set(activation_blocks) == {(1, size)}
     return size if fits else None
+
+
+def joint_fallbacks(recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+    """Return the names in `limits.FALLBACKS` that a recipe causes for several experts."""
+    if recipe is None or not recipe.table or not kernel_dispatch.kernels_on(device):
+        return ()
+    return ("one expert at a time",) if block_together(recipe) is None else ()
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:

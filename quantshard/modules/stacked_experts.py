@@ -18,6 +18,7 @@ from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import grouped, stacked
 from quantshard.modules.gemms.stacked import StackedLayer
+from quantshard.recipe import Recipe
 from quantshard.tensor import moves, parameter_state, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -87,9 +88,18 @@ class StackedExperts(QuantizedModule):
             raise checks.no_values(self.label(name))
         if call.strict and len(weight):
             fallbacks = predictions.fallbacks(storage.matrix(0), call.recipe, device)
-            if grouped_linear.block_together(call.recipe) is None and kernel_dispatch.kernels_on(device):
-                fallbacks = (*fallbacks, "one expert at a time")
-            checks.refuse_fallbacks(self.label(name), fallbacks)
+            checks.refuse_fallbacks(self.label(name), (*fallbacks, *self.joint_fallbacks(call.recipe, device)))
+
+    def __delattr__(self, name: str) -> None:
+        # PEFT's adapters of `target_parameters` are parametrizations that last for one forward
+        nn.Module.__delattr__(self, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        nn.Module.register_parameter(self, name, param)
+
+    def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+        """See `GroupedLinear.joint_fallbacks`."""
+        return grouped_linear.joint_fallbacks(recipe, device)
 
     def _together(
         self, name: str, weight: QuantizedTensor, bias: Tensor | None, x: Tensor, counts: list[int] | Tensor,
@@ -121,6 +131,10 @@ class StackedExperts(QuantizedModule):
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # the rows of each expert differ from step to step
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={list(getattr(self, name).shape)}" for name in self._weights)
+        return shapes + self._formats_repr()
 
 
 def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:

@@ -377,7 +377,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""
-        values = self._state_of(param, state_name).read()
+        values = self._state_of(param, state_name).read().view(private_torch.local_tensor(param).shape)
         if isinstance(param, DTensor):
             return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
         return values
@@ -392,13 +392,14 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         target, local = self._state_of(param, state_name), private_torch.local_tensor(param)
         like = param if isinstance(unscaled_state, DTensor) else local
         check_alike(like, unscaled_state, self._names[param], state_name)
-        assign(target, private_torch.local_tensor(unscaled_state).to(local.device).float())
+        values = private_torch.local_tensor(unscaled_state).to(local.device).float()
+        assign(target, components.as_matrix(values, self._states[param][WEIGHT].storage))
         self._is_assigned = True
 
     @torch.no_grad()
     def seed_master(self, param: Tensor, values: Tensor) -> None:
         """Set a master from local float32 values, but not its parameter. A collective call if ranks share blocks."""
-        self._state_of(param, MASTER).seed(values)
+        self._state_of(param, MASTER).seed(components.as_matrix(values, self._states[param][WEIGHT].storage))
         self._is_assigned = True
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:

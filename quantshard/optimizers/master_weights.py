@@ -146,7 +146,7 @@ class MasterWeights(ParameterOptimizer):
         self._made_for[param] = param.dtype, param.shape
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
-        master = initial_master(param)
+        master = initial_master(param).view(private_torch.local_tensor(param).shape)
         if isinstance(param, DTensor):
             master = components.as_dtensor(master, param, list(param.placements), tuple(param.shape))
         return nn.Parameter(master)
@@ -216,7 +216,8 @@ class MasterWeights(ParameterOptimizer):
         self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
-                private_torch.local_tensor(master).copy_(initial_master(param))
+                local = private_torch.local_tensor(master)
+                local.copy_(initial_master(param).view(local.shape))
             if self._is_averaging:
                 private_torch.local_tensor(self.state[param][AVERAGE]).copy_(private_torch.local_tensor(master))
             self._versions[param] = weight_version(param)
@@ -315,6 +316,7 @@ class MasterWeights(ParameterOptimizer):
             values = private_torch.local_tensor(self._masters[param])
             if components.quantized_local(param) is not None:
                 weight = make_weight(param)
+                values = components.as_matrix(values, weight.storage)
                 pending.append((weight, values, weight.measure(values, reduction)))
             elif self._masters[param] is not param:
                 private_torch.local_tensor(param).copy_(values)

@@ -81,9 +81,7 @@ def requantize_(
         assume_finite: skip the check for infinite and NaN values, which waits for the GPU. Codes would hide these.
     """
     reduction, bad = FlatMax(), None
-    weights = list(weights)
-    for weight, values in weights:
-        _check_target(weight, values)
+    weights = [(weight, _matrix(weight, values)) for weight, values in weights]
     if weights and not assume_finite:
         device = weights[0][1].device
         bad = torch.stack([1 - torch.isfinite(values).all().to(device, torch.float32) for _, values in weights])
@@ -102,14 +100,16 @@ def requantize_(
         torch.autograd.graph.increment_version(private_torch.local_tensor(weight))
 
 
-def _check_target(weight: Tensor, values: Tensor) -> None:
+def _matrix(weight: Tensor, values: Tensor) -> Tensor:
+    """Check new values of a weight, and return them in the shape of its storage's rectangle."""
     storage, name = _storage_of(weight), repr(private_torch.local_tensor(weight))
     if storage.gathered:
         raise UnsupportedOperationError(
             f"requantize_: {name} is the copy that FSDP gathered; call reshard(), and write to the sharded parameter"
         )
-    if values.shape != storage.shard.shape:
-        raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shard.shape}")
+    if values.shape not in (storage.shape, storage.shard.shape):
+        raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shape}")
+    return values.reshape(storage.shard.shape)
 
 
 def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: Sequence[str]) -> None:

@@ -249,13 +249,18 @@ def gemm_of(
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
     is_operand = not is_quantshard or leaf in getattr(module, "_weights", ())
-    if param.ndim != 2 or "Embedding" in kind.__name__ or not is_operand:
+    quantized = components.quantized_local(param)
+    if (param.ndim != 2 and quantized is None) or "Embedding" in kind.__name__ or not is_operand:
         return GemmPath()
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
-    if components.quantized_local(param) is not None:
-        storage = components.storage_of(param)
+    if quantized is not None:
+        storage = quantized.quantized_storage
+        if storage.spec.format.matrix_rows:
+            if 0 in storage.shape:
+                return GemmPath()
+            storage = storage.matrix(0)
         return GemmPath(
             *predictions.gemm_path(storage.spec, device, chosen),
             (*predictions.fallbacks(storage, chosen, device), *joint),

@@ -98,6 +98,80 @@ def test_recomputation_has_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def trained(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "Lion": lambda params: qs.optimizers.Lion(params, lr=1e-3),
+    "MasterWeights": lambda params: qs.optimizers.MasterWeights(torch.optim.AdamW, params, lr=1e-2),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "split masters": lambda params: qs.optimizers.FusedAdam(params, lr=1e-2, preset="lean8"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:torch.optim trains quantized weights without masters")
+def test_optimizers(name: str) -> None:
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "current")
+    losses = trained(model, OPTIMIZERS[name](model.parameters()))
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_averages() -> None:
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "current")
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2, ema_decay=0.9)
+    trained(model, optimizer)
+    last = [param.dequantize() for param in stacks(model).values()]
+    with qs.optimizers.averaged_weights(model, optimizer):
+        averages = [param.dequantize() for param in stacks(model).values()]
+    assert not any(torch.equal(a, b) for a, b in zip(last, averages, strict=True))
+    assert all(torch.equal(a, b.dequantize()) for a, b in zip(last, stacks(model).values(), strict=True))
+    (stack, *_) = stacks(model).values()
+    values = optimizer.get_unscaled_state(stack, "exp_avg") + 1
+    assert values.shape == stack.shape
+    optimizer.set_scaled_state(stack, "exp_avg", values)
+    assert torch.equal(optimizer.get_unscaled_state(stack, "exp_avg"), values)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_of_peft() -> None:
+    """The quantized weights of experts stay as they are; their adapters train."""
+    peft = pytest.importorskip("peft")
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "current")
+    before = {name: param.dequantize() for name, param in stacks(model).items()}
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
+    optimizer = qs.optimizers.FusedAdam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = trained(adapted, optimizer)
+    assert losses == sorted(losses, reverse=True)
+    after = [param for param in adapted.parameters() if isinstance(param, QuantizedTensor) and param.ndim == 3]
+    assert [tuple(param.shape) for param in after] and not any(param.requires_grad for param in after)
+    unchanged = [any(torch.equal(param.dequantize(), value) for value in before.values()) for param in after]
+    assert len(unchanged) == len(before) and all(unchanged)
+
+
+def test_compiled() -> None:
+    """Experts run between graphs, with the bits of eager code."""
+    losses = []
+    for compiles in (False, True):
+        model = mixture("Qwen3-MoE")
+        qs.convert(model, "current")
+        optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+        losses.append(trained(torch.compile(model, backend="aot_eager") if compiles else model, optimizer, steps=2))
+    assert losses[0] == losses[1]
+
+
 def test_recipes_by_name() -> None:
     model = mixture("Qwen3-MoE")
     report = qs.convert(model, {"layers.0.mlp.experts": "mxfp8", "*.experts": "bf16", "*": "current"})
