@@ -47,7 +47,8 @@ from quantshard.tools.trainer.loop import learning_rate
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.model import token_losses, trained_loss
 from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.sizes import SIZES
 
 SMALL = TrainSettings(
     architecture="gpt",

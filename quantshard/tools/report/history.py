@@ -145,6 +145,8 @@ def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
     line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
     if number(entry.get("skipped_steps")) > 0:
         line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
+    if number(entry.get("dropped_rows")) > 0:
+        line += f"  {_said(entry['dropped_rows'], '.1%')} of rows dropped"
     if HELDOUT in entry:
         line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
     if HELDOUT_OF_AVERAGE in entry:

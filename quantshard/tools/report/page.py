@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quantshard.errors import printable
 from quantshard.readable import human_bytes
 from quantshard.tools.report import history
-from quantshard.tools.report.records import StatisticsReader, step_of
+from quantshard.tools.report.records import ExpertTable, StatisticsReader, step_of
 from quantshard.version import __version__
 
 MARK = '<meta name="generator" content="quantshard report">'
@@ -160,7 +160,7 @@ def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[
     """JSON-serializable data for the script of a page. `names`: unique labels of the runs."""
     charts = _charts(runs)
     keys = [curve for chart in charts for curve in chart["curves"]]
-    room = _CELLS // max(1, sum(len(run.statistics.maps) for run in runs))
+    room = _CELLS // max(1, sum(len(run.statistics.maps) + len(run.statistics.tables) for run in runs))
     return {
         "charts": charts,
         "runs": [_run_data(run, name, keys) for run, name in zip(runs, names, strict=True)],
@@ -234,15 +234,25 @@ def _short(values: NDArray[np.float64]) -> list[float]:
 
 
 def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
-    """Statistics of one run by role, statistic and name. `room`: maximum number of cells per table."""
+    """Statistics of one run by role, statistic and name, first those by expert. `room`: maximum number of cells per
+    table."""
     samples = read.samples
     names = list(read.names)[: max(1, room // max(1, len(samples)))]
-    maps = []
+    maps = [_expert_map(key, table, names, room) for key, table in read.tables.items()]
     for role, statistic in read.maps:
         cells = [[_cell(values.get((role, statistic), {}).get(name)) for _, values in samples] for name in names]
         rows = [[index, *row] for index, row in enumerate(cells) if any(cell is not None for cell in row)]
         maps.append({"role": role, "statistic": statistic, "rows": rows})
     return {"names": names, "steps": [step for step, _ in samples], "maps": maps}
+
+
+def _expert_map(key: tuple[str, str], table: ExpertTable, names: Sequence[str], room: int) -> dict[str, Any]:
+    """A map of name x expert for one step."""
+    (role, statistic), (step, values) = key, table
+    width = max(map(len, values.values()))
+    rows = [[index, *map(_cell, values[name])] for index, name in enumerate(names) if name in values]
+    title, columns = f"{statistic} by expert, step {step:,}", [f"expert {number}" for number in range(width)]
+    return {"role": role, "statistic": title, "rows": rows[: room // max(1, width)], "columns": columns}
 
 
 def _cell(value: float | None) -> float | str | None:

@@ -171,10 +171,11 @@ class MetricTable:
         return self.steps[finite], values[finite]
 
 
-MOST_SAMPLES, MOST_ALARMS, _LONGEST = 80, 400, 300
+MOST_SAMPLES, MOST_ALARMS, _MOST_EXPERTS, _LONGEST = 80, 400, 1024, 300
 _NO_STATISTICS = ("name", "role")
 
 MapValues = dict[tuple[str, str], dict[str, float]]
+ExpertTable = tuple[int, dict[str, list[float]]]
 
 
 class AlarmEntry(NamedTuple):
@@ -190,6 +191,7 @@ class StatisticsReader:
     Attributes:
         samples: steps and values, less than 2 * `MOST_SAMPLES`, evenly spread over the run.
         every: one in `every` samples of the file is kept.
+        tables: by role and statistic with a value for each expert: the last kept step, and the values by name.
         counts: number of alarms by kind.
         alarms: the first alarms, at most `MOST_ALARMS`.
     """
@@ -198,6 +200,7 @@ class StatisticsReader:
     every: int = 1
     names: dict[str, None] = field(default_factory=dict)
     maps: dict[tuple[str, str], None] = field(default_factory=dict)
+    tables: dict[tuple[str, str], ExpertTable] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     alarms: list[AlarmEntry] = field(default_factory=list)
     _dropped: int = 0
@@ -219,15 +222,16 @@ class StatisticsReader:
         self._dropped += 1
         if self.samples and self._dropped < self.every:
             return
-        if values := self._values(rows):
+        if values := self._values(step, rows):
             self.samples.append((step, values))
             self._dropped = 0
         if len(self.samples) >= 2 * MOST_SAMPLES:
             self.samples, self.every = self.samples[::2], 2 * self.every
             self._dropped = self.every // 2
 
-    def _values(self, rows: Any) -> MapValues:
+    def _values(self, step: int, rows: Any) -> MapValues:
         result: MapValues = {}
+        tables: dict[tuple[str, str], ExpertTable] = {}
         for row in rows if type(rows) is list else ():
             if type(row) is not dict or type(row.get("name")) is not str:
                 continue
@@ -235,9 +239,13 @@ class StatisticsReader:
             role = role[:_LONGEST] if type(role) is str else ""
             self.names[name] = None
             for statistic, value in row.items():
-                if statistic not in _NO_STATISTICS and not math.isnan(figure := number(value)):
-                    self.maps[role, statistic[:_LONGEST]] = None
-                    result.setdefault((role, statistic[:_LONGEST]), {})[name] = figure
+                key = role, statistic[:_LONGEST]
+                if type(value) is list:
+                    tables.setdefault(key, (step, {}))[1][name] = [number(entry) for entry in value[:_MOST_EXPERTS]]
+                elif statistic not in _NO_STATISTICS and not math.isnan(figure := number(value)):
+                    self.maps[key] = None
+                    result.setdefault(key, {})[name] = figure
+        self.tables |= tables
         return result
 
     def _alarm(self, step: int, alarms: Any) -> None:

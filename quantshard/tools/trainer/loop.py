@@ -38,7 +38,7 @@ from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
 from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import TP
+from quantshard.tools.trainer.settings.values import BIAS, TP
 from quantshard.tools.trainer.trackers import Tracker
 
 
@@ -155,7 +155,7 @@ class Trainer:
                 trace_step()
                 last = stop or step == settings.steps
                 heldout = self.evaluate_all() if _due(step, settings.eval_every) or step == settings.steps else {}
-                self.record(step, loss, norm, seconds, heldout)
+                self.record(step, loss, norm, seconds, heldout | statistics.experts.figures)
                 if last or _due(step, settings.save_every):
                     statistics.settle()
                     self.save(step)
@@ -192,25 +192,35 @@ class Trainer:
             # statistics of the previous step, while the device works on this one
             statistics.settle()
         # the only point where a step waits for the device, after all of its work is launched
-        loss, squares, stops = sums.tolist()
+        loss, squares, stops, *counts = sums.tolist()
+        if statistics is not None and counts:
+            statistics.add_counts(counts)
         return loss / self.columns, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
-        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
-        sums = self._sum(self._passes(batch) * (self.tp_rank == 0), self._squares(), stop)
+        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients, `stop`, and the
+        counts of all experts."""
+        loss, counts = self._passes(batch)
+        sums = self._sum(loss * (self.tp_rank == 0), self._squares(), stop)
         if self.settings.clip:
             self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return sums
+        if counts is None:
+            return sums
+        dist.all_reduce(counts)
+        if BIAS in self.settings.router_balance:
+            models.move_biases(self.model, counts[:, :-1], self.settings.router_bias_rate)
+        return torch.cat([sums, counts.flatten()])
 
-    def _passes_of(self, step: int) -> Tensor:
+    def _passes_of(self, step: int) -> object:
         return self._passes(self._seeded_batch(step))
 
-    def _passes(self, batch: Tensor) -> Tensor:
-        """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64. If targets are
-        masked, it is the sum divided by the mean number of trained tokens per rank."""
-        settings, count = self.settings, None
+    def _passes(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64, and the counts
+        of `models.expert_counts`. If targets are masked, the loss is the sum divided by the mean number of trained
+        tokens per rank."""
+        settings, count, counts = self.settings, None, None
         total = torch.zeros((), dtype=torch.float64, device=batch.device)
         parts = batch.chunk(settings.parts(self.axes))
         if self.windows.is_masked:
@@ -222,9 +232,11 @@ class Trainer:
             tokens, targets, documents = split(part, self._documents or self.loader.documents)
             with self._shared(tokens, targets) as (tokens, targets):
                 losses = models.losses(self.model, tokens, targets, settings.z_loss, documents, count)
+                if (of_part := models.expert_counts(self.model)) is not None:
+                    counts = of_part if counts is None else counts + of_part
                 (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
             total += (losses.cross_entropy.detach() / len(parts)).double()
-        return total
+        return total, counts
 
     def _seeded_batch(self, step: int) -> Tensor:
         """Return the batch of a step, after seeding the random numbers of that step."""
@@ -331,7 +343,7 @@ class Trainer:
 
     # Records and checkpoints -----------------------------------------------------------------------------------------
 
-    def record(self, step: int, loss: float, norm: float, seconds: float, heldout: Mapping[str, float]) -> None:
+    def record(self, step: int, loss: float, norm: float, seconds: float, figures: Mapping[str, float]) -> None:
         """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""
         if self.place.rank:
             return
@@ -340,7 +352,7 @@ class Trainer:
         entry: dict[str, Any] = {
             "step": step,
             "loss": loss,
-            **heldout,
+            **figures,
             "lr": learning_rate(settings, step),
             "grad_norm": norm,
             "skipped_steps": self.optimizer.skipped_steps,

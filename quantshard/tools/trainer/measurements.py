@@ -6,7 +6,7 @@ recomputation in backward does not count.
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from quantshard.modules import GroupedLinear
 from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.optimizers.guards import too_large
 from quantshard.tools.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
+from quantshard.tools.statistics.experts import ExpertLoads
 from quantshard.tools.statistics.step_sample import StepSample
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import complain
@@ -149,6 +150,8 @@ class RunStatistics(Statistics):
         self._model, self._optimizer, self._record = model, optimizer, record
         self._skipped, self._skips = optimizer.skipped_steps, False
         self._captured: StepSample | None = None
+        self._layers, self._sampled_loads = settings.layers, list[dict[str, Any]]()
+        self.experts = ExpertLoads(settings.alarm_dead_experts)
         super().__init__(
             model,
             optimizer,
@@ -165,6 +168,14 @@ class RunStatistics(Statistics):
         with super().whole_step() as sample:
             self._captured = sample
             yield sample
+
+    def add_counts(self, counts: Sequence[float]) -> None:
+        """Add the counts of all experts in the current step; see `ExpertLoads`."""
+        alarm = self.experts.add(self.done + 1, self._layers, counts)
+        if alarm is not None:
+            self.add_alarm(alarm)
+        if self.is_sampling:
+            self._sampled_loads = self.experts.rows
 
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
         """Finish a step, sampled or not. Collective. `again`: repeats the step's forward and backward."""
@@ -188,5 +199,6 @@ class RunStatistics(Statistics):
     def settle(self) -> list[StatisticsSample]:
         """Record the pending sample. If a checkpoint were saved before, a resume from it would lose the sample."""
         for sample in super().settle():
-            self._record(sample.to_dict())
+            record = sample.to_dict()
+            self._record(record | {"rows": record["rows"] + self._sampled_loads})
         return []

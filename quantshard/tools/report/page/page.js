@@ -144,7 +144,8 @@ const buildCharts = () => {
   drawAll();
 };
 
-const drawMap = ({ statistic, rows }, steps, names) => {
+const drawMap = ({ statistic, rows, columns }, steps, names) => {
+  const titles = columns || steps.map((step) => `step ${step.toLocaleString("en")}`);
   const numbers = rows.flatMap((row) => row.slice(1)).filter((cell) => typeof cell === "number");
   const low = numbers.reduce((one, other) => Math.min(one, other), Infinity);
   const high = numbers.reduce((one, other) => Math.max(one, other), -Infinity);
@@ -156,15 +157,14 @@ const drawMap = ({ statistic, rows }, steps, names) => {
     const row = html("tr", {}, html("th", { textContent: names[index] }));
     cells.forEach((cell, at) => {
       const value = cell === null ? "not sampled" : cell === "x" ? "not finite" : text(cell, "");
-      const square = html("td", { title: `${names[index]}, step ${steps[at].toLocaleString("en")}: ${value}` });
+      const square = html("td", { title: `${names[index]}, ${titles[at]}: ${value}` });
       if (cell !== null) square.style.background = cell === "x" ? css("--bad") : paint(cell);
       row.append(square);
     });
     table.append(row);
   }
   const range = numbers.length ? `${text(low, "")} (dark) to ${text(high, "")} (light)${log ? ", logarithmic" : ""}` : "";
-  const ends = `steps ${steps[0].toLocaleString("en")} to ${steps[steps.length - 1].toLocaleString("en")}`;
-  const caption = html("p", { className: "quiet", textContent: `${statistic}: ${range}; red: not finite; ${ends}` });
+  const caption = html("p", { className: "quiet", textContent: `${statistic}: ${range}; red: not finite; ${titles[0]} to ${titles.at(-1)}` });
   document.getElementById("map").replaceChildren(caption, html("div", { className: "wide" }, table));
 };
 

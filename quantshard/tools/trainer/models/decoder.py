@@ -14,21 +14,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from quantshard.distributed import tensor_parallel
-from quantshard.distributed.experts import dispatch_tokens
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.modules import (
-    GroupedLinear,
     LayerNorm,
     Linear,
-    MultiheadAttention,
     RMSNorm,
     RotaryPositionEmbedding,
     TransformerLayer,
@@ -45,6 +41,7 @@ from quantshard.modules.quantize import open_layers
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data.packing import Documents
 from quantshard.tools.trainer.data.tokenizer import VOCABULARY
+from quantshard.tools.trainer.models.mixture import MixtureLayer, Routing
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
@@ -110,8 +107,8 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = settings
-        # mean balance loss of the routers in the last forward
-        self.balance: Tensor | None = None
+        # of each layer in the last forward
+        self.routing: list[Routing] = []
         recipes: Sequence[Recipe | RecipeByName]
         if isinstance(recipe, LayerRecipes):
             recipes = [_recipe_by_part(recipe, f"layers.{number}") for number in range(settings.layers)]
@@ -166,6 +163,7 @@ class LanguageModel(nn.Module):
         a tensor-parallel group pass the same tokens and get the same results. `documents`: tokens attend within their
         document only. `loss`: see `linear_cross_entropy`.
         """
+        self.routing = []
         parallel = ContextParallel.running()
         length = tokens.shape[1] * (1 if parallel is None else parallel.ranks.size)
         x = self.embedding(tokens)
@@ -205,8 +203,8 @@ class LanguageModel(nn.Module):
             else:
                 out = layer(x, **attention)
         if settings.experts:
-            out, balance = out
-            self.balance = balance / settings.layers + (self.balance if number else 0.0)
+            out, routing = out
+            self.routing.append(routing)
         return cast(Tensor, out)
 
 
@@ -275,77 +273,3 @@ def _layer(
         device=device,
         **cut,
     )
-
-
-class ExpertMixture(nn.Module):
-    """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
-
-    The weights of a token's experts are their router probabilities, normalized to sum to 1.
-    """
-
-    def __init__(self, settings: TrainSettings, ep_mesh: DeviceMesh | None, **options: Any) -> None:
-        super().__init__()
-        self.ep_mesh = ep_mesh
-        self.experts, self.chosen = settings.experts, settings.experts_per_token
-        with quantized_model_init(enabled=False):
-            self.router = Linear(settings.hidden, settings.experts, bias=False, **options)
-        inner, outer = (settings.hidden, settings.ffn), (settings.ffn, settings.hidden)
-        options["ep_mesh"] = ep_mesh
-        self.gate = GroupedLinear(settings.experts, *inner, bias=False, **options)
-        self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
-        self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss, a float32
-        scalar."""
-        tokens = x.flatten(0, 1)
-        with autocast(enabled=False):
-            probabilities = self.router(tokens).float().softmax(-1)
-        weights, experts = probabilities.topk(self.chosen)
-        dispatched = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
-        hidden = F.silu(self.gate(dispatched.tokens, dispatched.m_splits)) * self.up(
-            dispatched.tokens, dispatched.m_splits
-        )
-        out = dispatched.combine(self.down(hidden, dispatched.m_splits), weights / weights.sum(-1, keepdim=True))
-        counts = (experts.flatten() == torch.arange(self.experts, device=x.device)[:, None]).sum(1)
-        return out.view_as(x), _balance_loss(probabilities, counts.float())
-
-
-def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """Load-balancing loss: 1 for an even spread of tokens and probabilities, more otherwise (Fedus et al., 2021,
-    arXiv:2101.03961).
-
-    `counts`: float32 number of tokens of each expert on this rank. They are summed over ranks in place, so that the
-    mean of the result over ranks is the loss of the global batch.
-    """
-    num_experts = probabilities.shape[-1]
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    return num_experts * (counts / counts.sum() * probabilities.mean(0)).sum()
-
-
-class MixtureLayer(nn.Module):
-    """Attention and a mixture of experts, each pre-normalized and with a residual connection."""
-
-    def __init__(
-        self, settings: TrainSettings, number: int, device: torch.device | str, ep_mesh: DeviceMesh | None = None
-    ) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"params_dtype": settings.torch_params_dtype, "device": device}
-        self.dropout = settings.dropout
-        self.self_attention = MultiheadAttention(
-            settings.hidden, settings.heads, settings.head_size, settings.dropout, settings.norm_eps,
-            layer_number=number, attn_mask_type="causal", num_gqa_groups=settings.kv_heads, bias=False,
-            input_layernorm=True, normalization="RMSNorm", qkv_format="bshd", qk_norm_before_rope=True,
-            qk_norm_type="RMSNorm" if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, **options,
-        )  # fmt: skip
-        self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
-        self.mlp = ExpertMixture(settings, ep_mesh, **options)
-
-    def forward(self, x: Tensor, self_attn_mask_type: str | None = None, **attention: Any) -> tuple[Tensor, Tensor]:
-        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router.
-        Arguments are those of `TransformerLayer`."""
-        attention_out = self.self_attention(x, attn_mask_type=self_attn_mask_type, **attention)
-        x = x + F.dropout(attention_out, self.dropout, self.training)
-        out, balance = self.mlp(self.norm(x))
-        return x + F.dropout(out, self.dropout, self.training), balance

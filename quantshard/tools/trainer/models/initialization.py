@@ -23,7 +23,8 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, tokenizer_contents, tokenizer_digest
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.run_dir import run_of_checkpoint
-from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.sizes import SIZES
 from quantshard.tools.trainer.settings.values import shown_value
 
 _BY_SIZES: Final = (
@@ -108,7 +109,7 @@ _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
     "qk_norm", "experts", "experts_per_token", "vocabulary",
 )  # fmt: skip
-_OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
+_OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe", "router_balance")
 
 
 def sizes(source: str) -> dict[str, Any]:

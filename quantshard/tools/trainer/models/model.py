@@ -29,7 +29,8 @@ from quantshard.recipe import Recipe
 from quantshard.tools.trainer.data.packing import IGNORED, Documents
 from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models.decoder import LanguageModel, MixtureLayer, recipes_of
+from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
+from quantshard.tools.trainer.models.mixture import MixtureLayer
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import EP, TP, LayerRecipes, MeshSpec
 
@@ -195,11 +196,32 @@ def trained_loss(model: nn.Module, losses: TokenLosses, settings: TrainSettings)
     total = losses.cross_entropy
     if settings.z_loss:
         total = total + settings.z_loss * losses.z_loss
-    if isinstance(model, LanguageModel) and model.balance is not None and settings.balance_loss:
-        # cleared, because it keeps the graph of this forward alive
-        balance, model.balance = model.balance, None
-        total = total + settings.balance_loss * balance
+    if isinstance(model, LanguageModel):
+        # cleared, because the losses keep the graph of this forward alive
+        routing, model.routing = model.routing, []
+        for name, weight in (("balance_loss", settings.balance_loss), ("z_loss", settings.router_z_loss)):
+            if weight and routing:
+                total = total + weight * sum(getattr(of_layer, name) / len(routing) for of_layer in routing)
     return total
+
+
+def expert_counts(model: nn.Module) -> Tensor | None:
+    """Return the counts of `Routing` in the last forward, float64 [layers, experts + 1], or None without experts. Call
+    it before `trained_loss`."""
+    routing = model.routing if isinstance(model, LanguageModel) else []
+    return torch.stack([of_layer.counts for of_layer in routing]).double() if routing else None
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, counts: Tensor, rate: float) -> None:
+    """Add `rate` to the biases of experts below the mean load, and subtract it above: loss-free balancing (Wang et al.,
+    2024, arXiv:2408.15664, algorithm 1).
+
+    `counts`: rows of each expert in a step on all ranks, float64 [layers, experts], exact on any number of ranks.
+    """
+    signs = (counts.sum(1, keepdim=True) - counts * counts.shape[1]).sign()
+    for layer, step in zip(cast(LanguageModel, model).layers, rate * signs.float(), strict=True):
+        cast(MixtureLayer, layer).mlp.router.get_buffer("expert_bias").add_(step)
 
 
 @torch.no_grad()

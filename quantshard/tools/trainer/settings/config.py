@@ -21,12 +21,18 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
+from quantshard.tools.trainer.settings.sizes import SIZES
 from quantshard.tools.trainer.settings.values import (
     AUTO,
+    AUXILIARY,
+    BALANCES,
+    BIAS,
+    BIAS_SEQUENCE,
     DOCUMENTS,
     FLOAT32_STATES,
     MASTER_DTYPES,
     MOMENT_DTYPES,
+    NO_BALANCE,
     PACKINGS,
     STATE_SETTINGS,
     STREAM,
@@ -42,42 +48,6 @@ from quantshard.tools.trainer.settings.values import (
     shown_value,
     state_options,
 )
-
-_LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
-
-SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
-        "llama3.2-1b": {
-            **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
-        },
-        "qwen3-8b": {
-            "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
-            "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
-        },
-        "qwen3-0.6b": {
-            "architecture": "llama", "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
-            "ffn": 3072, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "tied": True,
-        },
-        "smollm2-135m": {
-            "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
-            "rope_theta": 100000.0, "norm_eps": 1e-5, "tied": True,
-        },
-        "moe-small": {
-            "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
-            "experts_per_token": 2, "seq_length": 512, "tied": True,
-        },
-        "gpt2-small": {
-            "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
-            "seq_length": 1024, "norm_eps": 1e-5,
-        },
-    }
-)  # fmt: skip
-"""Sizes of models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
-
-Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
-more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
-"""
 
 _FLOATS: Final = ("bfloat16", "float32")
 _MOMENTS: Final = (AUTO, *MOMENT_DTYPES)
@@ -116,6 +86,7 @@ class TrainSettings:
     seq_length: int = _model(128, "tokens per sequence", 2, SIZE)
     experts: int = _model(0, "experts per llama layer, each of size ffn; 0: one MLP", 0, COUNT)
     experts_per_token: int = _model(2, "experts that process each token", 1, COUNT)
+    capacity_factor: float = _model(0.0, "most rows of an expert, over an even share; 0: no limit", 0, 1e6)
     head_dim: int = _model(0, "size of a head; 0: hidden / heads", 0, SIZE)
     rope_theta: float = _model(10000.0, "base of the rotary position embedding (llama)", 1, 1e12)
     norm_eps: float = _model(1e-5, "epsilon of the normalizations", 0, 1, more=True)
@@ -168,7 +139,10 @@ class TrainSettings:
     eps: float = _training(1e-8, "Adam's epsilon", 0, 1e6, more=True)
     momentum: float = _training(0.95, "Muon: decay of the momentum", 0, 1, less=True)
     weight_decay: float = _training(0.1, "decoupled weight decay, applied to matrices", 0, 1e6)
+    router_balance: str = _training(AUXILIARY, f"what balances experts: {', '.join(BALANCES)}", choices=BALANCES)
     balance_loss: float = _training(0.01, "weight of the load-balancing loss of experts", 0, 1e6)
+    router_bias_rate: float = _training(1e-3, "change of the biases of experts per step", 0, 1, more=True)
+    router_z_loss: float = _training(0.0, "weight of the z-loss of routers, such as 1e-3", 0, 1e6)
     z_loss: float = _training(0.0, "weight of the z-loss (squared logsumexp of the logits), such as 1e-4", 0, 1e6)
     ema: float = _training(
         0.0, "decay of an exponential moving average of the weights, such as 0.999; 0: none", 0, 1, less=True
@@ -243,6 +217,7 @@ class TrainSettings:
     alarm_saturation: float = _logs(
         0.01, "alarm above this share of saturated values, in steps with statistics; 1: off", 0, 1, more=True
     )
+    alarm_dead_experts: float = _logs(0.1, "alarm for experts below this share of the mean load; 0: off", 0, 1)
     log_level: str = _logs(
         "auto",
         "level of logs/rank-N.log; auto: QUANTSHARD_LOG or info",
@@ -366,11 +341,13 @@ KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for sett
 _APPLIES_IF: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
     {
         "balance_loss": ("experts", ()),
+        "capacity_factor": ("experts", ()),
         "decay_share": ("schedule", ("wsd",)),
         "decay_steps": ("schedule", ("cosine", "linear", "wsd")),
         "eps": ("optimizer", (ADAMW, MUON)),
         "exp_avg_sq_dtype": ("optimizer", (ADAMW, MUON)),
         "experts_per_token": ("experts", ()),
+        "alarm_dead_experts": ("experts", ()),
         "alarm_saturation": ("statistics_every", ()),
         "keep_every": ("keep_last", ()),
         "lr_floor": ("schedule", ("cosine", "linear", "wsd")),
@@ -380,6 +357,9 @@ _APPLIES_IF: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType
         "momentum_dtype": ("optimizer", (MUON,)),
         "random_weights": ("model", ()),
         "rope_theta": ("architecture", ("llama",)),
+        "router_balance": ("experts", ()),
+        "router_bias_rate": ("router_balance", (BIAS, BIAS_SEQUENCE)),
+        "router_z_loss": ("experts", ()),
         "sample_prompt": ("sample_tokens", ()),
         "sequence_parallel": ("mesh", ()),
     }
@@ -414,6 +394,8 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
+    if settings.router_balance in (NO_BALANCE, BIAS) and settings.balance_loss not in (0.0, TrainSettings.balance_loss):
+        yield f"balance_loss has no effect with router_balance = {settings.router_balance!r}; leave one out"
     axes = settings.axes(1)
     if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"

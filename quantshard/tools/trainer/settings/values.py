@@ -111,6 +111,9 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
 STREAM, DOCUMENTS, BEST_FIT = PACKINGS = ("stream", "documents", "best-fit")
 """Ways to make sequences of documents; see `data.packing`."""
 
+NO_BALANCE, AUXILIARY, SEQUENCE, BIAS, BIAS_SEQUENCE = BALANCES = ("none", "aux", "sequence", "bias", "bias+sequence")
+"""Ways to balance the load of experts; see `models.mixture`."""
+
 
 EP, CP, TP = "ep", "cp", "tp"
 
@@ -182,7 +185,8 @@ class MeshSpec:
         if settings.seq_length % (2 * self.cp):
             yield f"seq_length = {settings.seq_length} is not divisible by 2 x cp = {2 * self.cp}; choose a multiple"
         refused = {"a transformers model": not settings.is_by_sizes, "ep in the mesh": self.ep > 1}
-        refused |= {name: getattr(settings, name) for name in ("compile", "cuda_graphs")}
+        refused["a balance loss per sequence"] = SEQUENCE in settings.router_balance
+        refused |= {name: getattr(settings, name) for name in ("compile", "cuda_graphs", "capacity_factor")}
         for name in filter(refused.get, refused):
             yield f"cp in the mesh cannot be combined with {name}; leave one out"
         if settings.packing != STREAM and settings.rotate_method == "alltoall":
