@@ -149,7 +149,7 @@ def test_adapters_of_peft() -> None:
     peft = pytest.importorskip("peft")
     model = mixture("Qwen3-MoE")
     qs.convert(model, "current")
-    before = {name: param.dequantize() for name, param in stacks(model).items()}
+    before = {name: param.detach().dequantize() for name, param in stacks(model).items()}
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
     optimizer = qs.optimizers.FusedAdam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)

@@ -266,10 +266,14 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return whole
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    first = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
-    part = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))].clone()
+    if quantized is None:
+        offsets = private_torch.global_offset(param)
+        part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
+    else:
+        rows, cols = (slice(*extent) for extent in quantized.quantized_storage.shard.extents)
+        part = whole.flatten(0, -2)[rows, cols].reshape(local.shape)
     return DTensor.from_local(
-        part.to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
+        part.clone().to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
     )
 
 
