@@ -164,9 +164,9 @@ class _MeshRank:
     def shard_axis(self) -> str:
         return [axis for axis in self.mesh if axis != TP][-1]
 
-    def piece(self, shard: Shard, dim: int, axis: str) -> Shard:
-        """This rank's chunk when `axis` cuts `dim` as torch.chunk does."""
-        chunk = sharding.ceil_div(shard.shape[dim], self.mesh[axis])
+    def piece(self, shard: Shard, dim: int, axis: str, unit: int = 1) -> Shard:
+        """This rank's chunk when `axis` cuts `dim`, in multiples of `unit`, as torch.chunk does."""
+        chunk = sharding.ceil_div(shard.shape[dim], unit * self.mesh[axis]) * unit
         return shard.piece(dim, self.at[axis] * chunk, chunk)
 
     def placements(self, tp_dim: int | None) -> dict[str, str]:
@@ -254,7 +254,8 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
                 f"plan: {name}: {TP} of {place.mesh[TP]} cuts dim {tp_dim} of {tuple(param.shape)} into pieces of "
                 f"{shard.cut.chunk}, between codes that share a byte; choose a size that gives even pieces"
             )
-    return place.piece(shard, 0, place.shard_axis)
+    rows = 1 if storage is None else storage.spec.format.matrix_rows or 1  # experts are cut between each other
+    return place.piece(shard, 0, place.shard_axis, rows)
 
 
 def _optimizer(
@@ -275,7 +276,8 @@ def _optimizer(
     ):
         states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
         del requested[MASTER]
-    dtypes = {state: state_storage.stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
+    ndim = param.ndim if storage is None else 2
+    dtypes = {state: state_storage.stored_dtype(dtype, ndim) for state, dtype in requested.items()}
     has_float32 = dtypes != requested
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32

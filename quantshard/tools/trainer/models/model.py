@@ -24,6 +24,7 @@ from quantshard.foreign import FieldReader
 from quantshard.interop.conversion.convert import ConversionReport
 from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.stacked_experts import StackedExperts, distribute_experts
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
 from quantshard.tools.trainer.data.packing import IGNORED, Documents
@@ -103,9 +104,18 @@ class ModelSpec:
             model, report = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
             if settings.recompute == "layer":
                 huggingface.recompute_layers(model)
+            if ep_mesh is not None:
+                distribute_experts(model, ep_mesh)
             return model, report
         layers = self.recipe or recipes_of(settings)
         return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
+
+
+def _expert_modules(layer: nn.Module) -> list[Any]:
+    """Return what `fully_shard` wraps of the distributed experts of a layer."""
+    if isinstance(layer, MixtureLayer):
+        return [[layer.mlp.gate, layer.mlp.up, layer.mlp.down]]
+    return [module for module in layer.modules() if isinstance(module, StackedExperts)]
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
@@ -131,8 +141,8 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
         if settings.compile:
             layer.compile()
         if parts.ep is not None:
-            mlp = cast(MixtureLayer, layer).mlp
-            fully_shard([mlp.gate, mlp.up, mlp.down], mesh=parts.experts, **fsdp_options)
+            for experts in _expert_modules(layer):
+                fully_shard(experts, mesh=parts.experts, **fsdp_options)
         fully_shard(layer, mesh=parts.data, **fsdp_options)
     fully_shard(model, mesh=parts.data, **fsdp_options)
     # FSDP2 prefetches by default in backward only

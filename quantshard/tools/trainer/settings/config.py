@@ -397,7 +397,7 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
     if settings.router_balance in (NO_BALANCE, BIAS) and settings.balance_loss not in (0.0, TrainSettings.balance_loss):
         yield f"balance_loss has no effect with router_balance = {settings.router_balance!r}; leave one out"
     axes = settings.axes(1)
-    if axes.ep > 1 and (not settings.experts or settings.experts % axes.ep):
+    if axes.ep > 1 and settings.is_by_sizes and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
     yield from axes.conflicts(settings)
     yield from _unsupported_features(settings, axes)
