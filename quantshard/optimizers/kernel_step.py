@@ -235,7 +235,7 @@ class KernelStep:
             return
         by_device: dict[torch.device, dict[int, StepParameter]] = {}
         for index, item in enumerate(self._work):
-            shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
+            shape = tuple(item.param.shape[-2:]) if isinstance(item.group.settings, MuonSettings) else ()
             self._rows.setdefault((item.group_index, shape), item)
             row = [*self._rows].index((item.group_index, shape))
             if kernel_dispatch.has_kernels(item.local) and (parameter := _parameter(item, row)) is not None:

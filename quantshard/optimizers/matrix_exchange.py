@@ -37,8 +37,12 @@ class MatrixLayout:
 
     @staticmethod
     def of(param: Tensor) -> MatrixLayout:
-        rows, columns = param.shape
-        if not isinstance(param, DTensor):
+        if param.ndim == 3:  # a stack is cut between its matrices, so nothing is exchanged
+            local = private_torch.local_tensor(param)
+            rows, columns = local.shape[0] * local.shape[1], local.shape[2]
+        else:
+            rows, columns = param.shape
+        if param.ndim == 3 or not isinstance(param, DTensor):
             return MatrixLayout((rows, columns), (), {(): ((0, rows), (0, columns))})
         pieces = _pieces((rows, columns), tuple(param.device_mesh.shape), tuple(param.placements))
         return MatrixLayout((rows, columns), process_groups.sharding_group(param), pieces)

@@ -29,6 +29,7 @@ from quantshard.optimizers.guards import FlagLayout, GradientFlags, in_order
 from quantshard.optimizers.kernel_step import KernelStep, ParameterStep, StepPlan, Update, padded_size
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
 from quantshard.state_storage import ADAMW, MUON, CommonOptions, storage_arguments
+from quantshard.tensor import components
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -166,7 +167,7 @@ class Muon(AdamOptimizer):
         if not isinstance(settings, MuonSettings):
             return super().update(param, grad, master, states, settings)
         buffer, _ = muon.momentum(grad, states[MOMENTUM_BUFFER], settings)
-        new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
+        new = muon.muon(master, self._directions[param], tuple(param.shape[-2:]), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
     kernel_formula = update
@@ -206,7 +207,7 @@ class Muon(AdamOptimizer):
         work, in_kernels = bucket.work, bucket.kernels.make_directions()
         shards = (in_kernels[i] if i in in_kernels else _to_orthogonalize(item) for i, item in enumerate(work))
         owned = {
-            number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
+            number: matrix if work[number].grad is None else _orthogonalized(matrix, work[number])
             for number, matrix in bucket.exchange.gather(shards)
         }
         scattered = bucket.exchange.scatter(owned)
@@ -263,6 +264,18 @@ def _to_orthogonalize(item: ParameterStep) -> Tensor:
     return muon.momentum(item.grad, buffer, item.group.settings)[1].to(torch.bfloat16)
 
 
+def _orthogonalized(matrix: Tensor, item: ParameterStep) -> Tensor:
+    """Orthogonalize a matrix, or each matrix of a stack."""
+    rows = item.storage.spec.format.matrix_rows if item.storage is not None else 0
+    parts = [muon.orthogonalized(part, item.group.settings) for part in matrix.split(rows or len(matrix))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _is_matrix(param: Tensor) -> bool:
+    """Whether Muon can update a parameter: a matrix, or a quantized stack of matrices."""
+    return param.ndim == 2 or components.quantized_local(param) is not None
+
+
 def muon_groups(
     model: nn.Module, *, head: str | Iterable[str] | None = None, adamw: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
@@ -270,7 +283,7 @@ def muon_groups(
     AdamW.
 
     AdamW gets embeddings (weights of `nn.Embedding` and parameters tied to them), the output head, and all parameters
-    that are not 2-D: norms, biases, stacked experts. Vectors get no weight decay.
+    that are not 2-D: norms, biases, stacked experts in high precision. Vectors get no weight decay.
 
         optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
 
@@ -289,9 +302,11 @@ def muon_groups(
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     adamw_ids = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
     groups = {
-        MUON: [(name, param) for name, param in named if param.ndim == 2 and id(param) not in adamw_ids],
+        MUON: [(name, param) for name, param in named if _is_matrix(param) and id(param) not in adamw_ids],
         "others": [
-            (name, param) for name, param in named if param.ndim > 2 or (param.ndim == 2 and id(param) in adamw_ids)
+            (name, param)
+            for name, param in named
+            if param.ndim > 1 and (not _is_matrix(param) or id(param) in adamw_ids)
         ],
         "vectors": [(name, param) for name, param in named if param.ndim < 2],
     }
@@ -352,7 +367,7 @@ def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) 
     named = [
         entry if isinstance(entry, tuple) else (f"parameter {i}", entry) for i, entry in enumerate(group["params"])
     ]
-    invalid = [f"{name} {tuple(param.shape)}" for name, param in named if param.ndim != 2]
+    invalid = [f"{name} {tuple(param.shape)}" for name, param in named if not _is_matrix(param)]
     if invalid:
         raise ConfigurationError(
             f"{where}: {', '.join(invalid[:3])} {'are' if len(invalid) > 1 else 'is'} not 2-D; put all of "

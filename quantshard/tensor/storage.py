@@ -91,8 +91,7 @@ class QuantizedStorage:
 
     def keep_initial_values(self, values: Tensor | None) -> None:
         self.seen_version()
-        is_stack = values is not None and values.ndim == 3
-        self.high_precision = values.flatten(0, 1) if is_stack else values
+        self.high_precision = values if values is None or values.ndim == 2 else values.flatten(0, 1)
 
     def _watched(self) -> QuantizedStorage:
         """Return self, after a start to watch for in-place writes, which outdate the initial values."""

@@ -48,11 +48,17 @@ def state(model: Any, optimizer: Any) -> dict[str, str]:
     return merged(hashes(found))
 
 
-def train(name: str, recipe: str, ep: int, folder: str | None) -> tuple[list[float], int, dict[str, str]]:
+def optimizer_of(model: Any, kind: str) -> Any:
+    if kind == "Muon":
+        return qs.optimizers.Muon(qs.optimizers.muon_groups(model, adamw={"lr": 1e-2}), lr=0.02)
+    return qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+
+
+def train(name: str, recipe: str, ep: int, folder: str | None, kind: str) -> tuple[list[float], int, dict[str, str]]:
     """Losses of five steps, how many stacks changed, and hashes of all that is saved."""
     model = built(name, recipe, ep)
     before = hashes({key: param.detach() for key, param in model.state_dict().items() if key in stacks(model)})
-    optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model, kind)
     losses, ranks = [], dist.get_world_size()
     ids = tokens(0, 12)[dist.get_rank() :: ranks]
     for _ in range(STEPS):
@@ -70,27 +76,33 @@ def train(name: str, recipe: str, ep: int, folder: str | None) -> tuple[list[flo
     return losses, sum(before[key] != after[key] for key in before), state(model, optimizer)
 
 
-def loaded(name: str, recipe: str, ep: int, folder: str) -> dict[str, str]:
+def loaded(name: str, recipe: str, ep: int, folder: str, kind: str) -> dict[str, str]:
     model = built(name, recipe, ep, seed=1)
-    optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model, kind)
     qs.checkpoints.load(folder, model, optimizer)
     return state(model, optimizer)
 
 
-@pytest.mark.parametrize(("name", "recipe", "ep"), [
-    ("Qwen3-MoE", "current", 2), ("gpt-oss", "mxfp8", 2), ("gpt-oss", "current", 1), ("Qwen3-MoE", "nvfp4", 1),
-])  # fmt: skip
-def test_five_steps_on_two_processes(name: str, recipe: str, ep: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "recipe", "ep", "kind"),
+    [
+        ("Qwen3-MoE", "current", 2, "Adam"),
+        ("gpt-oss", "mxfp8", 2, "Adam"),
+        ("gpt-oss", "current", 1, "Muon"),
+        ("Qwen3-MoE", "nvfp4", 1, "Adam"),
+    ],
+)
+def test_five_steps_on_two_processes(name: str, recipe: str, ep: int, kind: str, tmp_path: Path) -> None:
     """Losses near BF16's; every stack trains; saved on 2 processes and loaded on 1, 2 and 3 with equal bits."""
     folder = str(tmp_path / "saved")
-    (losses, changed, saved), *others = run_ranks(2, train, name, recipe, ep, folder)
+    (losses, changed, saved), *others = run_ranks(2, train, name, recipe, ep, folder, kind)
     assert all(each == (losses, changed, saved) for each in others)
     assert changed == 4 and losses[-1] < losses[0]
-    plain, *_ = run_ranks(2, train, name, "bf16", 1, None)[0]
+    plain, *_ = run_ranks(2, train, name, "bf16", 1, None, kind)[0]
     # the first losses differ by the rounding of weights and activations, later ones also by the steps taken since
     assert abs(losses[0] - plain[0]) < 2**-5 and abs(losses[-1] - plain[-1]) < 2**-2
     for ranks, ep_loaded in ((1, 1), (2, 3 - ep), (3, 1)):
-        for found in run_ranks(ranks, loaded, name, recipe, ep_loaded, folder):
+        for found in run_ranks(ranks, loaded, name, recipe, ep_loaded, folder, kind):
             assert found.keys() == saved.keys()
             assert [key for key in saved if found[key] != saved[key]] == [], (ranks, ep_loaded)
 

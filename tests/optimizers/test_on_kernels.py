@@ -220,21 +220,24 @@ def test_averages_of_the_weights(recipe: str, masters: str, moments: str, captur
     check(recipe, masters, moments, ema_decay=0.9, capturable=capturable)
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, Muon])
 @pytest.mark.parametrize("preset", [None, "lean8", "lean6"])
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
-def test_stacks_of_matrices(recipe: str, preset: str | None) -> None:
+def test_stacks_of_matrices(recipe: str, preset: str | None, kind: Any) -> None:
     """Weights of experts: three steps with and without kernels, from a single plan."""
     found = []
     for devices in ((), (DEVICE,)):
         torch.manual_seed(3)
         values = random(3, 64, 48, seed=8).bfloat16().to(DEVICE)
         params = {"stack": nn.Parameter(quantize_weight(values, resolve(recipe).weight))}
-        optimizer = FusedAdam(params.items(), lr=0.01, preset=preset)
+        optimizer = kind(params.items(), lr=0.01, preset=preset)
         with kernels_on(*devices):
             for step in range(3):
                 set_grads(params, step)
                 optimizer.step()
-        assert not devices or len(optimizer._plan.kernels._plans) == 1
+        plan: Any = optimizer._plan
+        kernels = plan.kernels if kind is FusedAdam else plan.buckets[0].kernels
+        assert not devices or len(kernels._plans) == 1
         assert params["stack"].shape == (3, 64, 48)
         found.append(everything(params, optimizer))
     assert differing(*found) == []

@@ -14,6 +14,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError, FallbackError, RecipeMismatchError
 from quantshard.interop.conversion.experts import ConvertedExperts
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from tests.weights import quantize_weight
 
 pytest.importorskip("transformers", "5.0")
 
@@ -124,6 +125,26 @@ def test_optimizers(name: str) -> None:
     qs.convert(model, "current")
     losses = trained(model, OPTIMIZERS[name](model.parameters()))
     assert losses == sorted(losses, reverse=True)
+
+
+def test_muon_orthogonalizes_each_expert() -> None:
+    """The step of a stack is that of its matrices as parameters."""
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "mxfp8")
+    groups = qs.optimizers.muon_groups(model, adamw={"lr": 1e-3})
+    assert stacks(model).keys() <= {name for name, _ in groups[0]["params"]}
+    losses = trained(model, qs.optimizers.Muon(groups, lr=0.02))
+    assert losses == sorted(losses, reverse=True)
+    spec = qs.recipe.resolve("mxfp8").weight
+    values = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    stack = torch.nn.Parameter(quantize_weight(values, spec))
+    singles = [torch.nn.Parameter(quantize_weight(part, spec)) for part in values]
+    stack.grad = values.flip(0)
+    for single, grad in zip(singles, stack.grad, strict=True):
+        single.grad = grad
+    qs.optimizers.Muon([stack], lr=0.02).step()
+    qs.optimizers.Muon(singles, lr=0.02).step()
+    assert torch.equal(stack.dequantize(), torch.stack([single.dequantize() for single in singles]))
 
 
 def test_averages() -> None:
