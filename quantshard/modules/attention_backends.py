@@ -33,6 +33,7 @@ _KINDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_FLAGS = {"efficient": "mem_efficient"}
 NEEDS = {
     "packed": "packed sequences",
     "window": "a sliding window",
@@ -95,13 +96,7 @@ def backend_order(
         if not is_hopper or not cuda.cudnn_sdp_enabled():
             return ()
         names = ("cudnn", *names)
-    enabled = {
-        "flash": cuda.flash_sdp_enabled(),
-        "cudnn": cuda.cudnn_sdp_enabled(),
-        "efficient": cuda.mem_efficient_sdp_enabled(),
-        "math": cuda.math_sdp_enabled(),
-    }
-    return tuple(name for name in names if enabled[name])
+    return tuple(name for name in names if getattr(cuda, f"{_FLAGS.get(name, name)}_sdp_enabled")())
 
 
 @private_torch.constant_in_graphs
@@ -124,6 +119,38 @@ def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: to
     raise ConfigurationError(f"attention_backend={backend!r} does not support {what}; use attention_backend='auto'")
 
 
+def prepare(backend: str, has_sinks: bool, call: AttentionCall, q: Tensor, k: Tensor, bias: Tensor | None) -> Any:
+    """Return the function that computes a call, and store the order of SDPA's backends in the call."""
+    needs, head_size = _needs(call, q, k, bias is not None, has_sinks), q.shape[-1]
+    chosen = choose(backend if call.ring is None else RING, needs, q.device, q.dtype, head_size)
+    unmasked = not {"mask", "bias", "dropout"}.intersection(needs) and chosen in ("sdpa", RING)
+    sdpa_choice = backend if chosen in ("sdpa", "masked sdpa", RING) else AUTO
+    call.order = backend_order(sdpa_choice, q.device, q.dtype, head_size, unmasked)
+    return TABLE[chosen].run
+
+
+def _needs(call: AttentionCall, q: Tensor, k: Tensor, has_bias: bool, has_sinks: bool) -> tuple[str, ...]:
+    """Return what a call needs of its backend, of `NEEDS`."""
+    if call.packings is not None:
+        same_lengths = call.packings[0] is call.packings[1]
+    else:
+        axis = call.layout.index("s")
+        same_lengths = q.shape[axis] == k.shape[axis] and not isinstance(call.mask, tuple)
+    has_corner = not same_lengths and (call.diagonals.is_limited or call.slopes is not None)
+    needs = {
+        "packed": call.packings is not None,
+        "window": call.diagonals.is_window,
+        "top left": has_corner and not call.diagonals.bottom_right,
+        "bottom right": has_corner and call.diagonals.bottom_right,
+        "mask": call.mask is not None,
+        "bias": has_bias or call.slopes is not None,
+        "sinks": has_sinks,
+        "softcap": call.softcap > 0,
+        "dropout": call.dropout > 0,
+    }
+    return tuple(filter(needs.get, needs))
+
+
 def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     """Describe the result of `choose` and `backend_order`."""
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -132,8 +159,7 @@ def describe(backend: str, needs: tuple[str, ...], device: torch.device, dtype: 
     if name not in ("sdpa", "masked sdpa"):
         return name
     first, *fallbacks = backend_order(backend, device, dtype, head_size, not needs) or ("PyTorch's own choice",)
-    mask = " with a mask" if name == "masked sdpa" else ""
-    return first + (f", else {', '.join(fallbacks)}" if fallbacks else "") + mask
+    return ", else ".join(filter(None, (first, ", ".join(fallbacks)))) + " with a mask" * (name == "masked sdpa")
 
 
 def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -304,7 +330,8 @@ def _in_sequences(packing: Packing, x: Tensor) -> Tensor:
 def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     (q_tokens, *kv_tokens), (of_q, of_k) = _as_packed(call, q, k, v)
     q_tokens, (k, v) = _in_sequences(of_q, q_tokens), [_in_sequences(of_k, x) for x in kv_tokens]
-    boundaries = of_q.boundaries(len(q_tokens)), of_k.boundaries(len(k)), of_q.longest, of_k.longest
+    ends = of_q.boundaries(len(q_tokens))
+    boundaries = ends, ends if of_k is of_q else of_k.boundaries(len(k)), of_q.longest, of_k.longest
     options: dict[str, Any] = {"scale": call.scale, "window_size": tuple(call.diagonals[:2])}
     if q_tokens.shape[1] != k.shape[1] and _LOADED["enable_gqa"]:
         options["enable_gqa"] = True

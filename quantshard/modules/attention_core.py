@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -205,7 +204,8 @@ class DotProductAttention(QuantizedModule):
         if core_attention_bias_type != "no_bias" or bias is not None or alibi_slopes is not None:
             bias = self._bias(call, core_attention_bias_type, bias, alibi_slopes, q.device)
         sinks = None if self.softmax_type == "vanilla" else self._sinks(q.device)
-        run: Any = self._backend(call, q, k, bias) if parallel is None else partial(parallel.attend, self._backend)
+        choose = partial(backends.prepare, self.attention_backend, sinks is not None)
+        run: Any = choose(call, q, k, bias) if parallel is None else partial(parallel.attend, choose)
         arguments = call, q, k, v, bias, sinks
         if checkpoint_core_attention:
             out = checkpoint(run, *arguments, use_reentrant=False)
@@ -213,16 +213,6 @@ class DotProductAttention(QuantizedModule):
         else:
             out = run(*arguments)
         return out.flatten(-2)
-
-    def _backend(self, call: AttentionCall, q: Tensor, k: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
-        """Choose what computes a call, and store the order of SDPA's backends in the call."""
-        needs = _needs(call, q, k, bias is not None, self.softmax_type)
-        wanted = self.attention_backend if call.ring is None else backends.RING
-        backend = backends.choose(wanted, needs, q.device, q.dtype, self.kv_channels)
-        unmasked = not {"mask", "bias", "dropout"}.intersection(needs) and backend in ("sdpa", backends.RING)
-        sdpa_choice = self.attention_backend if backend in ("sdpa", "masked sdpa", backends.RING) else AUTO
-        call.order = backends.backend_order(sdpa_choice, q.device, q.dtype, self.kv_channels, unmasked)
-        return backends.TABLE[backend].run
 
     def context_parallel(self) -> ContextParallel | None:
         """Return the ranks that share sequences: by `set_context_parallel_group`, or by PyTorch's context."""
@@ -291,15 +281,13 @@ class DotProductAttention(QuantizedModule):
             )
 
     def extra_repr(self) -> str:
-        special = (
-            ("window_size", self.window_size, None), ("softmax_type", self.softmax_type, "vanilla"),
-            ("softcap", self.softcap, 0),
-        )  # fmt: skip
+        special = ("window_size", None), ("softmax_type", "vanilla"), ("softcap", 0)
+        shown = [(name, getattr(self, name)) for name, default in special if getattr(self, name) != default]
         return (
             f"heads={self.num_attention_heads}, kv_channels={self.kv_channels}, groups={self.num_gqa_groups}, "
             f"dropout={self.attention_dropout}, qkv_format={self.qkv_format!r}, "
             f"attn_mask_type={self.attn_mask_type!r}, attention_backend={self.attention_backend!r}"
-            + "".join(f", {name}={value!r}" for name, value, default in special if value != default)
+            + "".join(f", {name}={value!r}" for name, value in shown)
         )
 
 
@@ -331,28 +319,6 @@ def _packings(
             f"cu_seqlens_q is for {len(queries.starts)} sequences, cu_seqlens_kv for {len(keys.starts)}; use as many"
         )
     return queries, keys
-
-
-def _needs(call: AttentionCall, q: Tensor, k: Tensor, has_bias: bool, softmax_type: str) -> tuple[str, ...]:
-    """Return what a call needs of its backend; see `attention_backends.NEEDS`."""
-    if call.packings is not None:
-        same_lengths = call.packings[0] is call.packings[1]
-    else:
-        axis = call.layout.index("s")
-        same_lengths = q.shape[axis] == k.shape[axis] and not isinstance(call.mask, tuple)
-    has_corner = not same_lengths and (call.diagonals.is_limited or call.slopes is not None)
-    needs = {
-        "packed": call.packings is not None,
-        "window": call.diagonals.is_window,
-        "top left": has_corner and not call.diagonals.bottom_right,
-        "bottom right": has_corner and call.diagonals.bottom_right,
-        "mask": call.mask is not None,
-        "bias": has_bias or call.slopes is not None,
-        "sinks": softmax_type != "vanilla",
-        "softcap": call.softcap > 0,
-        "dropout": call.dropout > 0,
-    }
-    return tuple(filter(needs.get, needs))
 
 
 def key_groups(owner: str, heads: int, groups: int | None) -> int:

@@ -71,7 +71,7 @@ class ContextParallel(NamedTuple):
     def attend(
         self, choose: Callable[..., Any], call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any
     ) -> Tensor:
-        """Compute a call for the keys of all ranks. `choose`: see `DotProductAttention._backend`.
+        """Compute a call for the keys of all ranks. `choose`: `attention_backends.prepare` of a backend.
 
         Packings describe the tokens of all ranks. Masks and biases cover this rank's queries and all keys.
         """
