@@ -75,6 +75,7 @@ PRIVATE_ALLOWED = {
     "_fields": "public API of named tuples",
     "_replace": "public API of named tuples",
     "_Unpickler": "pickle in Python, whose memo is a dict: a file cannot request memory",
+    "_supports_flash_attn": "how model classes for transformers declare that they can use FlashAttention",
     "_init_weights": "what transformers documents for models to define and calls on them",
 }
 """Private names that may be used outside private_torch/, each with its reason."""

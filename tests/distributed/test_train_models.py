@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, masking_utils
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
@@ -256,6 +257,35 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(tokenized, tmp
     prompt = tokenizer("shard scale block", return_tensors="pt").input_ids
     text = tokenizer.decode(model.generate(prompt, max_new_tokens=8, do_sample=False)[0])
     assert isinstance(model, LlamaForCausalLM) and text.startswith("shard scale block") and len(text) > 20
+
+
+def packed_steps(folder: str) -> list[list[float]]:
+    """Loss and gradient norm of each of three steps over documents, and of the third in a resumed run."""
+    place = ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    content = SIZED | {"model_type": "mistral", "sliding_window": 6, "dtype": "float32"}
+    settings = replace(SHORT, model=ANY, recipe="bf16", recompute="layer", steps=3, packing="documents").resolved()
+    run, corpus, results = RunDir(Path(folder) / f"packed-{place.ranks}"), collect([f"{folder}/corpus.jsonl"]), []
+    for done in (0, 2):
+        trainer = Trainer(settings, corpus, run, place, StopFlag(), "" if done == 0 else None, content)
+        assert trainer.model.config._attn_implementation == "quantshard"
+        if done:
+            assert trainer.restore().step == done
+        with mock.patch.object(masking_utils, "sdpa_mask", side_effect=AssertionError("a dense mask")):
+            for step in range(done + 1, 4):
+                results.append([*trainer.step(step)[:2]])
+                if step == 2:
+                    trainer.save(step)
+                    trainer.manager.close()
+    return results
+
+
+@pytest.mark.distributed
+def test_documents_of_transformers_models_resume_bitwise(tokenized):
+    """On 1 and 3 ranks, which agree up to the order of float32 sums; no dense mask is built."""
+    found = {ranks: run_ranks(ranks, packed_steps, str(tokenized)) for ranks in (1, 3)}
+    for results in found.values():
+        assert results == [results[0]] * len(results) and results[0][3] == results[0][2] and len(results[0]) == 4
+    assert found[3][0] == [pytest.approx(values, rel=1e-5) for values in found[1][0]]
 
 
 def test_what_a_configuration_of_anybody_may_not_do():

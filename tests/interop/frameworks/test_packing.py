@@ -36,9 +36,9 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "max_position_embeddings": 64,
 }  # fmt: skip
-KINDS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, "sdpa"),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, "quantshard"),
 }
 LENGTHS = (5, 9, 3, 15, 1, 31)
 pytestmark = test_trl.pytestmark
@@ -46,8 +46,9 @@ pytestmark = test_trl.pytestmark
 
 def made(kind: str, recipe: str | None) -> Any:
     torch.manual_seed(0)
-    config, model_class = KINDS[kind]
+    config, model_class, implementation = KINDS[kind]
     model = model_class(config(**SIZES, dtype=torch.float32))
+    model.set_attn_implementation(implementation)
     if recipe is not None:
         qs.convert(model, recipe)
     return model
@@ -179,7 +180,7 @@ def test_sft_trainer(options: dict[str, Any], tmp_path: Path) -> None:
         str(tmp_path), per_device_train_batch_size=8, max_steps=1, report_to=[], save_strategy="no", use_cpu=True,
         bf16=False, disable_tqdm=True, logging_steps=1, **{"max_length": 32} | options,
     )  # fmt: skip
-    model, calls = made("llama", "mxfp8"), []
+    model, calls = made("llama" if "packing" in options else "qwen3", "mxfp8"), []
     model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
     count = sum(map(len, rows)) - len(rows)
     separate = [{"input_ids": torch.tensor([row]), "labels": torch.tensor([row])} for row in rows]

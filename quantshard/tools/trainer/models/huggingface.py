@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import checkpoints, foreign, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
+from quantshard.interop.conversion import attention
 from quantshard.interop.conversion.convert import ConversionReport, convert
 from quantshard.interop.conversion.head_loss import ChunkedLoss
 from quantshard.interop.conversion.linear import ConvertedLinear
@@ -103,8 +104,7 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model: nn.Module = model_class(config)
-            return model
+            return model_class(config)  # type: ignore[no-any-return]
     finally:
         torch.set_default_dtype(old_dtype)
 
@@ -179,22 +179,26 @@ def _mixes(what: str) -> ConfigurationError:
 
 
 def run_model(model: Any, tokens: Tensor, documents: Documents | None = None, **labels: Any) -> Any:
-    """Run a model. `documents`: see `model.logits`; the first call with them checks that transformers masks attention
-    by their positions. `labels`: arguments of its loss."""
+    """Run a model. `documents`: see `model.logits`; the first call with them checks that attention is masked by their
+    boundaries or positions. `labels`: arguments of its loss."""
     options = {"input_ids": tokens, "use_cache": False, **labels}
     name = "_separates_documents"
     if documents is None:
         return model(**options)
     options["position_ids"] = documents.positions
-    if hasattr(model, name):
-        return model(**options)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise _mixes(type(model).__name__)
-    masks: Any = importlib.import_module("transformers.masking_utils")
-    find = masks.find_packed_sequence_indices
-    with mock.patch.object(masks, find.__name__, side_effect=find) as called:
-        result = model(**options)
-    if not called.call_count:
+    with mock.patch.object(attention, "boundaries", documents.boundaries):
+        if hasattr(model, name):
+            return model(**options)
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise _mixes(type(model).__name__)
+        masks: Any = importlib.import_module("transformers.masking_utils")
+        find, pack = masks.find_packed_sequence_indices, attention.packing
+        with (
+            mock.patch.object(masks, find.__name__, side_effect=find) as found,
+            mock.patch.object(attention, pack.__name__, side_effect=pack) as packed,
+        ):
+            result = model(**options)
+    if not found.call_count and not packed.call_count:
         raise _mixes(f"attention of {type(model).__name__}")
     setattr(model, name, True)
     return result

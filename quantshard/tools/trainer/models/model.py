@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from quantshard import kernel_dispatch, numerics
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
+from quantshard.interop.conversion import attention
 from quantshard.interop.conversion.convert import ConversionReport
 from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
@@ -33,7 +34,7 @@ from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.mixture import MixtureLayer
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import EP, TP, LayerRecipes, MeshSpec
+from quantshard.tools.trainer.settings.values import EP, STREAM, TP, LayerRecipes, MeshSpec
 
 _SAMPLE_STREAM = 1
 
@@ -102,6 +103,8 @@ class ModelSpec:
         if self.configuration is not None:
             recipes = LayerRecipes.parse(settings.recipe)
             model, report = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
+            if settings.packing != STREAM:
+                attention.register(model)
             if settings.recompute == "layer":
                 huggingface.recompute_layers(model)
             if ep_mesh is not None:
