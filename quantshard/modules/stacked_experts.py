@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, sharding
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import predictions
 from quantshard.modules import grouped_linear
@@ -16,7 +15,7 @@ from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms import grouped, stacked
+from quantshard.modules.gemms import graph_state, grouped, stacked
 from quantshard.modules.gemms.stacked import StackedLayer
 from quantshard.recipe import Recipe
 from quantshard.tensor import moves, parameter_state, requantize
@@ -35,8 +34,10 @@ class StackedExperts(QuantizedModule):
     turned: bool
 
     def start(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Turn a module of another class, which has just become an instance of this one, into one without weights."""
-        self._begin(device, dtype, TensorParallelConfig())
+        """Give a module that has just become an instance of this class the attributes of one without weights."""
+        empty = vars(QuantizedModule(device, dtype))
+        vars(self).update({name: value for name, value in empty.items() if name not in vars(self)})
+        self._handle = graph_state.handle(self, device)
         self._readers: dict[str, grouped.ExpertsReader] = {}
 
     @torch.no_grad()

@@ -81,12 +81,6 @@ class QuantizedModule(WgradModule, AssignableModule):
         parallelism: TensorParallelConfig = TensorParallelConfig(),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        self._begin(device, params_dtype, parallelism)
-
-    def _begin(
-        self, device: torch.device | str | None, params_dtype: torch.dtype | None, parallelism: TensorParallelConfig
-    ) -> None:
-        """Set the attributes of a module without weights."""
         self._device = torch.device(device) if device is not None else initialization.default_device()
         self._cuts: dict[str, int | None] = {}
         self._asked, self.sequence_parallel = parallelism, parallelism.sequence_parallel
