@@ -1,8 +1,8 @@
 """Experts of transformers' mixtures of experts: their stacked weights are quantized under their own names.
 
 transformers runs experts through an interface (`use_experts_implementation`): the class of a model chooses activation,
-layout and biases, its router chooses experts, and a function that is registered by name multiplies. A converted model
-uses the function `IMPLEMENTATION`.
+layout and biases, its router chooses experts, and a function that is registered by name multiplies. Converted experts
+use the function `IMPLEMENTATION`, whichever one the configuration names.
 """
 
 import functools
@@ -27,8 +27,6 @@ IMPLEMENTATION = "quantshard"
 _INTERFACE = "transformers.integrations.moe"
 
 _PLAIN = "_quantshard_plain_experts"
-
-_CONFIG = "_experts_implementation"
 
 _GATE = "_apply_gate"
 
@@ -60,6 +58,9 @@ def unfit(module: Any, recipe: Recipe) -> str:
 
 class ConvertedExperts(StackedExperts):
     """Base of the subclass that a converted experts module gets."""
+
+    def forward(self, *args: Any) -> Tensor:
+        return run_experts(self, *args)
 
     @by_own_recipe
     def run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -103,7 +104,6 @@ def convert_experts(
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
         module.start(old[0].device, old[0].dtype)
         module.name, module.plain_attributes = name, before
-        module.plain_implementation = getattr(module.config, _CONFIG)
         module.turned, module.stack_size = module.is_transposed, len(old[0])
         for param, _ in module.named_parameters(recurse=False):
             module._cuts[param] = 0 if param.removesuffix("_bias") in weights else None
@@ -114,14 +114,11 @@ def convert_experts(
     module.model_recipe = name_or_recipe if by_itself else None
     if _INTERFACE in sys.modules:
         sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
-    setattr(module.config, _CONFIG, IMPLEMENTATION)
 
 
 def revert_experts(module: Any) -> None:
     """Undo `convert_experts`; the parameters get the dequantized values."""
     stacks = {name: getattr(module, name) for name in module._weights}
-    if module.plain_implementation != IMPLEMENTATION:  # as of the first module that was converted
-        setattr(module.config, _CONFIG, module.plain_implementation)
     for name in vars(module).keys() - module.plain_attributes:
         delattr(module, name)
     module.__class__ = getattr(type(module), _PLAIN)

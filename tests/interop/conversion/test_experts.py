@@ -81,8 +81,16 @@ def test_state_dict_copies_and_revert(name: str) -> None:
     assert not any(isinstance(module, ConvertedExperts) for module in model.modules())
     assert model.state_dict().keys() == plain_keys
     assert all(torch.equal(param, values[key]) for key, param in stacks(model).items())
-    assert model.config._experts_implementation == mixture(name).config._experts_implementation
     loss_of(model).backward()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_the_configuration_cannot_turn_quantization_off(implementation: str) -> None:
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "current")
+    wanted = loss_of(model)
+    model.set_experts_implementation(implementation)
+    assert torch.equal(loss_of(model), wanted)
 
 
 def test_recomputation_has_the_same_bits() -> None:
