@@ -21,7 +21,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.optimizer_states import STATES, ParameterNumbers, by_number, numbers_of
 from quantshard.checkpoints.safe_read import SafeReader, dtype_of
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS, Orientation
+from quantshard.formats import FORMATS, Format, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec
@@ -77,11 +77,11 @@ class ParameterConversion:
         param, state, fmt = self.param, f"{STATES}{self.index}.", format_of_tag(self.stored_format)[0]
         key = state + MASTER if self.source == "master" else f"model.{self.name}"
         if self.source == "split master" and fmt is not None:
-            storage = _codes_of(param, key, QuantSpec(fmt), tensors)
+            storage = _codes_of(param, key, _weight_spec(param, fmt), tensors)
             low_bytes = tensors[state + _LOW] = components.zeros_like(param, torch.uint8)
-            copy, origin = fmt.copies[Orientation.ROWWISE], storage.shard.origin
+            copy, origin = storage.spec.format.copies[Orientation.ROWWISE], storage.shard.origin
             return lambda: split_codes.dequantize(
-                copy, storage.touched(), private_torch.local_tensor(low_bytes), origin
+                copy, storage.touched(), private_torch.local_tensor(low_bytes).flatten(0, -2), origin
             )
         if self.source == "split master":
             high = tensors[key] = components.zeros_like(param, torch.bfloat16)
@@ -92,7 +92,7 @@ class ParameterConversion:
         is_scaled = self.source == "master" and key + _SCALE in stored
         spec = STATE_QUANT_SPECS[dtype] if is_scaled else None
         if self.source == "codes" and fmt is not None:
-            spec = QuantSpec(fmt)
+            spec = _weight_spec(param, fmt)
         return stored_values(param, key, dtype, spec, tensors)
 
     def problem(self, value: Tensor) -> str:
@@ -203,7 +203,8 @@ def write_weights(
             if not conversion.requantizes:
                 continue
             if components.quantized_local(conversion.param) is None:
-                private_torch.local_tensor(conversion.param).copy_(value)
+                local = private_torch.local_tensor(conversion.param)
+                local.copy_(value.view(local.shape))
             else:
                 updates.append((conversion.param, value))
         requantize.requantize_(updates, assume_finite=True)
@@ -254,7 +255,12 @@ def stored_values(
     if spec is not None:
         return _codes_of(param, key, spec, tensors).dequantize
     plain = tensors[key] = components.zeros_like(param, dtype)
-    return lambda: private_torch.local_tensor(plain).float()
+    storage = getattr(components.quantized_local(param), "quantized_storage", None)
+    return lambda: components.as_matrix(private_torch.local_tensor(plain).float(), storage)
+
+
+def _weight_spec(param: Tensor, fmt: Format) -> QuantSpec:
+    return QuantSpec(fmt).stacked(param.shape[1]) if param.ndim == 3 else QuantSpec(fmt)
 
 
 def _codes_of(param: Tensor, key: str, spec: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:

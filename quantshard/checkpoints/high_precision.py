@@ -222,10 +222,15 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
         raise CheckpointError(f"load_high_precision: {name} is {entry.dtype}, not a floating-point tensor")
     value = _value(name, entry, param)
     if isinstance(value, DTensor):
-        return private_torch.local_tensor(value)
+        own = private_torch.local_tensor(value)
+        return own if components.quantized_local(param) is None else own.flatten(0, -2)
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    offsets = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
-    return value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
+    if quantized is None:
+        offsets, shape = private_torch.global_offset(param), local.shape
+    else:  # of a stack of matrices, the rows of all of them
+        shard, value = quantized.quantized_storage.shard, value.flatten(0, -2)
+        offsets, shape = shard.origin, torch.Size(shard.shape)
+    return value[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
 
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from quantshard.checkpoints.rank_states import RANKS
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS, Component, Encoding, Format, Role
+from quantshard.formats import Component, Encoding, Format, Orientation, Role, stacked
 from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import stored_state_spec
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
@@ -274,9 +274,13 @@ def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Ten
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
     packed, padding = fmt.by_name["codes"].block_shape[1], int(tag[-1])
-    if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
+    if len(size) not in (2, 3) or padding > min(size[-1], 1) * (packed - 1):
         return unknown(text, f"its codes have the shape {list(size)}, and its format tag has a padding of {padding}")
-    shape = (size[0], size[1] * packed - padding)
+    shape = (*size[:-1], size[-1] * packed - padding)
+    if len(size) == 3:  # a stack of matrices
+        if not size[1] or not fmt.fits_stack(size[1]):
+            return unknown(text, f"its blocks would cross from one matrix of {list(size)} into the next")
+        fmt = stacked(fmt, size[1])
     wrong = tuple(f"{key} is missing" for key in missing)
     return _with_parts(name, text, fmt, shape, entries, stored_keys, wrong)
 
@@ -298,14 +302,25 @@ def _with_parts(
             lines.append(f"{key} is missing")
             continue
         parts[component.name] = key
-        expected = sharding.whole((shape[0], shape[1])).component_shape(component) if len(shape) == 2 else None
+        expected = _stored_shape(shape, component)
         size, dtype = tuple(entry.size), entry.properties.dtype
-        if expected is None:  # a state: only matrices have blocks with scales
+        if not expected:  # a state: only matrices have blocks with scales
             lines.append(f"{key} is {dtype} {list(size)}, and {tag} has blocks of matrices, which {list(shape)} is not")
         elif size != expected or dtype != component.encoding.storage:
             fitting = f"{component.encoding.storage} {list(expected)} ({tag} {list(shape)})"
             lines.append(f"{key} is {dtype} {list(size)}, not {fitting}")
     return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
+
+
+def _stored_shape(shape: tuple[int, ...], component: Component) -> tuple[int, ...]:
+    """The shape of a component of a matrix, or of a stack of matrices; () if a tensor is neither."""
+    if len(shape) not in (2, 3) or 0 in shape[:-2]:
+        return ()
+    stored = sharding.whole((math.prod(shape[:-1]), shape[-1])).component_shape(component)
+    if len(shape) == 2:
+        return stored
+    rows = shape[1] // min(component.block_shape[0], max(shape[1], 1))
+    return (stored[0] // max(rows, 1), rows, stored[1])
 
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
@@ -337,7 +352,8 @@ def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
             elif component.role is Role.SCALE:
                 low, high = min(low, float(values.min())), max(high, float(values.max()))
             else:
-                second_scale = float(values.max()) / _largest_product(component)
+                assert group.format is not None
+                second_scale = float(values.max()) / _largest_product(group.format)
     if not codes:
         return {"wrong": tuple(wrong)}
     if group.format is not None and group.shape is not None and not group.wrong:
@@ -347,9 +363,9 @@ def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
     return {"codes": codes, "zeros": zeros, "saturated": saturated, "scales": scales, "wrong": tuple(wrong)}
 
 
-def _largest_product(amax: Component) -> float:
+def _largest_product(fmt: Format) -> float:
     """The divisor that turns an amax into a scale: the largest scale times the largest code."""
-    copy = next(copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == amax)
+    copy = fmt.copies[Orientation.ROWWISE]
     return copy.scale.encoding.max * copy.codes.encoding.max
 
 

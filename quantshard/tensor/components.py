@@ -96,19 +96,21 @@ def as_matrix(tensor: Tensor, like: QuantizedStorage | None) -> Tensor:
 
 
 def shard_of(param: Tensor) -> Shard:
-    """The rectangle of the global tensor that a 2-D parameter's local tensor holds."""
+    """The rectangle of the global tensor that a parameter's local tensor holds: a matrix, or a stack of matrices."""
     local = quantized_local(param)
     if local is not None:
         return local.quantized_storage.shard
-    shard = sharding.whole((param.shape[0], param.shape[1]))
+    rows = param.shape[1] if param.ndim == 3 else 1  # a stack is cut between its matrices
+    shard = sharding.whole((param.shape[0] * rows, param.shape[-1]))
     if isinstance(param, DTensor):
         mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
         assert coordinate is not None
-        dims = private_torch.cut_dims(param.placements)
+        dims = private_torch.cut_dims(param.placements, param.ndim)
         for axis in reversed(range(mesh.ndim)):  # tensor parallelism has the last axes and cuts first
             dim = dims[axis]
             if dim is not None:
-                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # as in torch.chunk
+                unit = 1 if dim else rows
+                chunk = unit * sharding.ceil_div(shard.shape[dim] // unit, mesh.size(axis))  # as in torch.chunk
                 shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
     return shard
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -25,7 +27,9 @@ from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, concrete_recipes
 from quantshard.recipe import AUTO
-from quantshard.tensor import component_loading, components
+from quantshard.tensor import component_loading, components, moves, requantize
+
+_NATIVE = "save the model in the native form too"
 
 REPORT: Final = "quantshard_report"
 """Attribute of the model: the conversion report of `from_pretrained`."""
@@ -134,7 +138,7 @@ class QuantshardQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuantshardConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.given = quantization_config
-        self.layers: dict[str, ConvertedLinear] = {}
+        self.weights: dict[str, WeightToFill] = {}
         self.failures: dict[str, QuantshardError] = {}
         self.noted: dict[str, str] = {}
         self.report: ConversionReport | None = None
@@ -155,13 +159,19 @@ class QuantshardQuantizer(HfQuantizer):
             raise ConfigurationError("from_pretrained: weights on the disk cannot be trained; change device_map")
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return param_name.removesuffix(".weight") in self.layers and param_name.endswith(".weight")
+        return param_name in self.weights
 
     def get_quantize_ops(self) -> ConversionOps:
         return WeightFill(self)
 
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": StoredWeightFill}
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Also read packed stacks of experts, whose names do not end in "weight"."""
+        conversions: list[WeightConverter] = super().get_weight_conversions()
+        stacks = {".".join(name.split(".")[-2:]) for name, weight in self.weights.items() if weight.leaf != "weight"}
+        return conversions + [WeightConverter(name, name, [StoredWeightFill(self)]) for name in stacks if conversions]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -170,6 +180,8 @@ class QuantshardQuantizer(HfQuantizer):
             raise ConfigurationError("from_pretrained: distributed_config is not supported; call fully_shard later")
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
+            if self.has_experts and any(param.ndim == 3 for param in model.parameters()):
+                raise ConfigurationError("from_pretrained: quantized experts in this layout cannot be read; " + _NATIVE)
         # convert rejects models with this attribute as quantized by another program
         del model.quantization_method
         for target, source in model.all_tied_weights_keys.items():
@@ -186,9 +198,12 @@ class QuantshardQuantizer(HfQuantizer):
             model, recipe, filter=filter, modules=settings.modules, autocast=settings.autocast,
             preserve_high_precision_init_val=settings.preserve_high_precision_init_val,
         )  # fmt: skip
-        self.layers = {converted.name: model.get_submodule(converted.name) for converted in self.report.converted}  # type: ignore[misc]
-        for layer in self.layers.values():
-            setattr(layer.weight, "_is_hf_initialized", True)  # noqa: B010 (else transformers would draw values)
+        for converted in self.report.converted:
+            name = converted.name if len(converted.shape) == 3 else f"{converted.name}.weight"
+            owner, _, leaf = name.rpartition(".")
+            self.weights[name] = WeightToFill(model.get_submodule(owner), leaf, name)
+            # else transformers would draw values
+            setattr(self.weights[name].param, "_is_hf_initialized", True)  # noqa: B010
         return model
 
     def _read_layout(self, paths: Iterable[str]) -> None:
@@ -200,6 +215,7 @@ class QuantshardQuantizer(HfQuantizer):
                 self.noted.update(file.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
+        self.has_experts = any(re.search(rf"\.experts\.\d+\..*{self.layout.scale_key}$", name) for name in names)
         second = [] if self.layout.second is None else [self.layout.second.key]
         keys = {"weight", self.layout.codes_key, self.layout.scale_key, *second}
         # longer names first, because they contain "weight"
@@ -218,11 +234,10 @@ class QuantshardQuantizer(HfQuantizer):
         # removed with the configuration, but saving reads them
         loaded._weight_conversions = conversions
         for name, error in self.failures.items():
-            raise type(error)(f"{name}.weight: {error}")
-        empty = [name for name, layer in self.layers.items() if components.quantized_local(layer.weight) is None
-                 or layer.awaits_values]  # fmt: skip
+            raise type(error)(f"{name}: {error}")
+        empty = [name.removesuffix(".weight") for name, weight in self.weights.items() if weight.awaits_values]
         if empty:
-            count = f"{len(empty)} of {len(self.layers)} quantized layers"
+            count = f"{len(empty)} of {len(self.weights)} quantized layers"
             raise CheckpointError(f"from_pretrained: the files lack {count} (first: {empty[0]}); change filter=")
         if self.report is not None:
             setattr(model, REPORT, self.report)
@@ -231,37 +246,69 @@ class QuantshardQuantizer(HfQuantizer):
         return model
 
     def fill(self, name: str, parts: Mapping[str, Tensor], missing: set[str] | None) -> None:
-        """Fill a converted layer with a weight of the files. `parts`: tensors by the name that replaces "weight"."""
-        layer = self.layers[name]
+        """Fill a weight of a converted layer from the files. `parts`: tensors by the name that replaces "weight"."""
+        weight, value = self.weights[name], parts.get("weight")
         if missing is not None:  # transformers would initialize keys that no file has, one by one
-            missing -= {f"{n}.{key}" for n, converted in self.layers.items() for key in _own_keys(converted)}
+            missing -= {key for each in self.weights.values() for key in each.own_keys()}
         try:
-            self._fill(layer, name, parts)
+            if self.layout is not None and self.layout.scale_key in parts:
+                take_layout(weight.module, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}"))
+            elif value is None:
+                raise CheckpointError(f"the files have {', '.join(parts)}, but no weight")
+            else:
+                weight.fill(value, self.given.preserve_high_precision_init_val)
         except QuantshardError as error:
             # raised after loading; transformers would only print a table of errors
             self.failures[name] = error
 
-    def _fill(self, layer: ConvertedLinear, name: str, parts: Mapping[str, Tensor]) -> None:
-        weight = parts.get("weight")
-        if self.layout is not None and self.layout.scale_key in parts:
-            return take_layout(layer, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}.weight"))
-        if weight is None:
-            raise CheckpointError(f"the files have {', '.join(parts)}, but no weight")
-        if is_packed(weight):
-            entries = unpack(layer.weight, weight, name)
-            layer.leave_meta(weight.device)
-            return component_loading.load_components(layer.weight, entries, name)
-        if not weight.is_floating_point() or weight.shape != layer.weight.shape or weight.element_size() < 2:
-            raise CheckpointError(f"the files have {weight.dtype} {list(weight.shape)}, not {list(layer.weight.shape)}")
-        if weight.dtype != layer.weight.dtype:
-            layer.to(weight.dtype)  # transformers keeps some modules in float32
-        layer.take_values(weight, f"{name}.weight", self.given.preserve_high_precision_init_val)
 
+@dataclass(frozen=True)
+class WeightToFill:
+    """A weight on the meta device: of a linear layer, or a stack of experts. `leaf`: its name in the module."""
 
-def _own_keys(layer: ConvertedLinear) -> list[str]:
-    """List the state dict keys of a layer's weight and histories, which high-precision files do not have."""
-    suffixes = [] if components.quantized_local(layer.weight) is None else components.suffixes(layer.weight)
-    return [f"weight{suffix}" for suffix in suffixes] + [name for name, _ in layer.named_buffers(recurse=False)]
+    module: Any
+    leaf: str
+    name: str
+
+    @property
+    def param(self) -> Tensor:
+        param: Tensor = getattr(self.module, self.leaf)
+        return param
+
+    @property
+    def awaits_values(self) -> bool:
+        is_left = components.quantized_local(self.param) is None or self.param.is_meta
+        return is_left or (isinstance(self.module, ConvertedLinear) and self.module.awaits_values)
+
+    def own_keys(self) -> list[str]:
+        """List the keys of the weight and of histories, which high-precision files do not have."""
+        suffixes = [] if components.quantized_local(self.param) is None else components.suffixes(self.param)
+        buffers = [f"{self.name.removesuffix(self.leaf)}{name}" for name, _ in self.module.named_buffers(recurse=False)]
+        return [self.name + suffix for suffix in suffixes] + buffers
+
+    def fill(self, value: Tensor, keep: bool) -> None:
+        """Fill with values, or with a packed weight. `keep`: keep values on the CPU for an optimizer's masters."""
+        if is_packed(value):
+            entries = unpack(self.param, value, self.name)
+            self._leave_meta(value.device)
+            return component_loading.load_components(self.param, entries, self.name)
+        if not value.is_floating_point() or value.shape != self.param.shape or value.element_size() < 2:
+            raise CheckpointError(f"the files have {value.dtype} {list(value.shape)}, not {list(self.param.shape)}")
+        if value.dtype != self.param.dtype:
+            self.module.to(value.dtype)  # transformers keeps some modules in float32
+        if isinstance(self.module, ConvertedLinear):
+            return self.module.take_values(value, self.name, keep)
+        self._leave_meta(value.device)
+        matrix = value.detach().flatten(0, 1)
+        requantize.requantize_([(self.param, matrix)], names=[self.name])
+        if keep:
+            components.storage_of(self.param).keep_initial_values(matrix.cpu().clone())
+
+    def _leave_meta(self, device: torch.device) -> None:
+        if isinstance(self.module, ConvertedLinear):
+            return self.module.leave_meta(device)
+        self.module._awaits_values = False
+        moves.move_parameter(self.param, lambda stack: torch.empty_like(stack, device=device))
 
 
 def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tensor], noted: str | None) -> None:
@@ -313,7 +360,7 @@ class WeightFill(ConversionOps):
         for name, entry in input_dict.items():
             value = entry[0] if isinstance(entry, list) else entry
             if self.hf_quantizer.param_needs_quantization(kwargs["model"], name):
-                self.hf_quantizer.fill(name.removesuffix(".weight"), {"weight": value}, missing_keys)
+                self.hf_quantizer.fill(name, {"weight": value}, missing_keys)
             else:
                 rest[name] = value
         return rest
@@ -326,13 +373,14 @@ class StoredWeightFill(WeightFill):
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, Tensor]:
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        name = full_layer_name.removesuffix(".weight")
-        if name in self.hf_quantizer.layers:
-            self.hf_quantizer.fill(name, parts, missing_keys)
+        if weight_to_fill := self.hf_quantizer.weights.get(full_layer_name):
+            if weight_to_fill.leaf != "weight":
+                parts = dict(zip(["weight"], parts.values(), strict=True))
+            self.hf_quantizer.fill(full_layer_name, parts, missing_keys)
             return {}
         weight = parts.get("weight")
         if weight is None or len(parts) > 1 or weight.element_size() < 2:
-            self.hf_quantizer.failures[name] = ConfigurationError(
+            self.hf_quantizer.failures[full_layer_name] = ConfigurationError(
                 f"quantized in the files ({', '.join(parts)}), but not in this model; let filter= match it"
             )
             return {}

@@ -6,11 +6,12 @@ without quantshard see a wrong shape and raise.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 from transformers.utils import PushToHubMixin
 
@@ -20,10 +21,10 @@ from quantshard.formats import ALL, Orientation
 from quantshard.interop.conversion import forward
 from quantshard.interop.conversion.forward import ENTERS, RECIPE
 from quantshard.interop.conversion.fusion import is_fused
-from quantshard.interop.conversion.linear import ConvertedLinear, pack
-from quantshard.interop.conversion.selection import ADAPTERS, stacked_experts
-from quantshard.interop.layouts import conversion, table
-from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.conversion.linear import pack
+from quantshard.interop.conversion.selection import ADAPTERS
+from quantshard.interop.layouts import conversion, experts, table
+from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.recipe import Recipe, resolve, stock_name
@@ -85,32 +86,38 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
     row = table.find(layout, tags)
     if row.is_plain:
         return _plain_form(model, row, weights, parts, plain_entries)
-    form = _layout_form(model, row, weights, parts, plain_entries)
-    _warn_of_unread(model, row, weights)
-    return form
+    return _layout_form(model, row, weights, parts, plain_entries)
 
 
-def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]) -> None:
+def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[int, int]]) -> None:
     """Warn about weights that transformers (5.24) cannot read in this layout, even if other programs can."""
     if ALL not in row.block and min(row.block) > 1:
         # transformers handles a single block of any size
         safe_size = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
         unaligned = [
-            f"{name} {list(param.shape)}"
-            for name, param in weights.items()
-            if any(size % block and size > safe_size for size, block in zip(param.shape, row.block, strict=True))
+            f"{name} {list(shape)}"
+            for name, shape in shapes.items()
+            if any(size % block and size > safe_size for size, block in zip(shape, row.block, strict=True))
         ]
         if unaligned:
             text = f"transformers misreads sides that are not multiples of {row.block[0]} ({unaligned[0]})"
             warn_user(f"save_pretrained(layout={row.name!r}): {text}; read them by training_config")
-    experts = stacked_experts(model)
-    if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
-        warn_user(f"save_pretrained(layout={row.name!r}): transformers reads no stacked experts ({experts[0][0]})")
+    stacks = {name: param for name, param in components.named_parameters(model).items() if _is_stack(name, param)}
+    is_read = row.family != COMPRESSED_TENSORS or ALL in row.block
+    unread = [name for name, param in stacks.items() if row.second or components.quantized_local(param) is not None]
+    if unread and not is_read:
+        warn_user(f"save_pretrained(layout={row.name!r}): transformers reads no stacked experts ({unread[0]})")
+
+
+def _is_stack(name: str, param: Tensor) -> bool:
+    """Return whether a parameter stacks the weights of experts."""
+    return param.ndim == 3 and not name.endswith(".weight")
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a weight's components by name, those of a stack of matrices as of one matrix."""
     fmt = components.storage_of(param).spec.format
-    return {component.name: parts[component.key_suffix] for component in fmt.components}
+    return {component.name: parts[component.key_suffix].flatten(0, -2) for component in fmt.components}
 
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
 
     A model converted in part is described as a converted model with the most common recipe.
     """
-    layers = [name.removesuffix(".weight") for name in weights]
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))  # a layer of experts has two weights
     parts = {name: _converted_part(model, name) for name in layers}
     enters = {bool(getattr(part, ENTERS)) for part in parts.values() or [model]}
     if len(enters) > 1:
@@ -160,8 +167,9 @@ def _plain_form(
     tensors = {}
     for name, param in weights.items():
         copy = components.storage_of(param).spec.format.copies[Orientation.ROWWISE]
-        values = numerics.dequantize(copy, _components(param, parts[name]), (param.shape[0], param.shape[1]))
-        tensors[name] = values.to(row.dtype)
+        shape = components.storage_of(param).shard.global_shape
+        values = numerics.dequantize(copy, _components(param, parts[name]), shape)
+        tensors[name] = values.to(row.dtype).view(param.shape)
     return SavedForm({**others, **tensors}, None)
 
 
@@ -169,27 +177,49 @@ def _layout_form(
     model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
     others: dict[str, Tensor],
 ) -> SavedForm:  # fmt: skip
-    tensors, amaxes = {}, {}
+    tensors, shapes, amaxes, in_files = {}, {}, {}, _file_rows(model, weights)
     for name, param in weights.items():
-        spec, parts_by_name = components.storage_of(param).spec, _components(param, parts[name])
-        verdict = table.verdict(spec, row, has_input_amax=False)
-        shape = (param.shape[0], param.shape[1])
-        try:
-            if verdict.kind != EXACT:
-                raise InexactConversionError(verdict.why)
-            converted = conversion.to_layout(row, spec.format, parts_by_name, shape)
-        except InexactConversionError as error:
-            raise ConfigurationError(
-                f"save_pretrained(layout={row.name!r}): {name} {list(shape)} ({spec.tag}) is not exact: {error}; "
-                "choose another layout"
-            ) from None
-        tensors.update({name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
-        amax = spec.format.copies[Orientation.ROWWISE].amax
-        if amax is not None:
-            amaxes[NOTED_AMAX + name] = float(parts_by_name[amax.name]).hex()
+        storage, parts_by_name = components.storage_of(param), _components(param, parts[name])
+        spec, shape = storage.spec, storage.shard.global_shape
+        verdict = table.verdict(spec.of_matrix, row, has_input_amax=False)
+        for file_name, runs in in_files[name].items():
+            rows = None if runs is None else conversion.our_rows(runs)
+            try:
+                if verdict.kind != EXACT:
+                    raise InexactConversionError(verdict.why)
+                if not file_name.endswith(".weight"):
+                    raise InexactConversionError("its files have the experts in one tensor, which this layout lacks")
+                converted = conversion.to_layout(row, spec.format, parts_by_name, shape, rows)
+            except InexactConversionError as error:
+                raise ConfigurationError(
+                    f"save_pretrained(layout={row.name!r}): {name} {list(param.shape)} ({spec.tag}) is not exact: "
+                    f"{error}; choose another layout"
+                ) from None
+            tensors.update({file_name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
+            shapes[file_name] = (shape[0] if rows is None else len(rows), shape[1])
+            amax = spec.format.copies[Orientation.ROWWISE].amax
+            if amax is not None:
+                first = 0 if runs is None else runs[0].ours // amax.block_shape[0]
+                amaxes[NOTED_AMAX + file_name] = float(parts_by_name[amax.name].flatten()[first]).hex()
     params = components.named_parameters(model)
-    ignored = sorted(n.rpartition(".")[0] for n, param in params.items() if param.ndim == 2 and n not in weights)
-    return SavedForm({**others, **tensors}, row.config(ignored), amaxes)
+    left = {name: param for name, param in params.items() if name not in weights}
+    ignored = {name.rpartition(".")[0] for name, param in left.items() if param.ndim == 2 or _is_stack(name, param)}
+    if _has_stacks(weights):
+        others = revert_weight_conversion(cast(PreTrainedModel, model), others)
+    _warn_of_unread(model, row, shapes)
+    return SavedForm({**others, **tensors}, row.config(sorted(ignored)), amaxes)
+
+
+def _has_stacks(weights: Mapping[str, Tensor]) -> bool:
+    """Return whether weights of experts are quantized as stacks."""
+    return any(param.ndim == 3 for param in weights.values())
+
+
+def _file_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, list[RowRun] | None]]:
+    """Return the names of the weights in files, with the rows that each has, or None for all."""
+    if not _has_stacks(weights):
+        return {name: {name: None} for name in weights}
+    return experts.file_rows(model, {name: tuple(param.shape) for name, param in weights.items()})
 
 
 def check_layout(layout: str) -> None:
@@ -224,6 +254,8 @@ def _save(
         return None
     layout_name = str(layout or getattr(model, LAYOUT, NATIVE))
     form = saved_form(model, model.state_dict() if state is None else state, layout_name)
+    if form.quantization is not None and _has_stacks(components.quantized_parameters(model)):
+        kwargs["save_original_format"] = False  # transformers cannot split codes; `form` has the names of the files
     config: Any = model.config
     setattr(model, "hf_quantizer", form)  # noqa: B010 (nn.Module has no such attribute)
     if form.quantization is not None:
@@ -238,8 +270,7 @@ def _save(
 
 def _check_requested(model: nn.Module, layout: str) -> None:
     check_layout(str(layout))
-    layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
-    if not any(components.quantized_local(module.weight) is not None for module in layers):
+    if not components.quantized_parameters(model):
         kind = type(model).__name__
         raise ConfigurationError(f"save_pretrained(layout=): {kind} has no quantized weight; call quantshard.convert")
 

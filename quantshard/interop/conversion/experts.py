@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from quantshard.distributed import experts
 from quantshard.interop.conversion.forward import same_named_subclass
+from quantshard.interop.conversion.linear import PackedLoading
 from quantshard.modules import quantized_model_init
 from quantshard.modules.base.module import by_own_recipe
 from quantshard.modules.stacked_experts import StackedExperts
@@ -56,7 +57,7 @@ def unfit(module: Any, recipe: Recipe) -> str:
     return ""
 
 
-class ConvertedExperts(StackedExperts):
+class ConvertedExperts(PackedLoading, StackedExperts):
     """Base of the subclass that a converted experts module gets."""
 
     def forward(self, *args: Any) -> Tensor:
@@ -120,7 +121,7 @@ def revert_experts(module: Any) -> None:
     """Undo `convert_experts`; the parameters get the dequantized values."""
     stacks = {name: getattr(module, name) for name in module._weights}
     for name in vars(module).keys() - module.plain_attributes:
-        delattr(module, name)
+        del vars(module)[name]
     module.__class__ = getattr(type(module), _PLAIN)
     for name, stack in stacks.items():
         empty = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)

@@ -17,6 +17,7 @@ from quantshard.interop.conversion.head_loss import deferring_logits
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
+from quantshard.modules.stacked_experts import StackedExperts
 from quantshard.recipe import Recipe, stock_name
 
 RECIPE = "quantshard_recipe"
@@ -112,7 +113,9 @@ def _saving_partly_converted(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # classes that enter a recipe have already run their own guard
-        is_partial = not hasattr(type(self), _PLAIN) and any(isinstance(m, ConvertedLinear) for m in self.modules())
+        is_partial = not hasattr(type(self), _PLAIN) and any(
+            isinstance(m, (ConvertedLinear, StackedExperts)) for m in self.modules()
+        )
         return (guarded if is_partial else plain)(self, *args, **kwargs)
 
     setattr(save, _GUARDED, True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.recipe import Recipe, stock_name
@@ -29,7 +30,28 @@ class _LinearInterface(nn.Linear):
         nn.Module.__init__(self)
 
 
-class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
+class PackedLoading(QuantizedModule):
+    """Base of modules that also load packed weights, as written by `save_pretrained`."""
+
+    def _load_from_state_dict(
+        self, entries: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        for name in self._weights:
+            weight = entries.get(prefix + name)
+            if isinstance(weight, Tensor) and is_packed(weight):
+                try:
+                    parts = unpack(getattr(self, name), weight, prefix + name)
+                except CheckpointError as error:
+                    error_msgs.append(str(error))
+                    return
+                entries = {**entries, **{prefix + name + suffix: part for suffix, part in parts.items()}}
+        super()._load_from_state_dict(
+            entries, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class ConvertedLinear(PackedLoading, Linear, _LinearInterface):  # type: ignore[misc]
     """A `Linear` that replaces an `nn.Linear`. `taken`: names of attributes that users had set on the `nn.Linear`."""
 
     taken: tuple[str, ...] = ()
@@ -69,24 +91,6 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         requantize.requantize_([(self.weight, weight.detach())], names=[name])
         if keep:
             components.storage_of(self.weight).keep_initial_values(weight.detach().cpu().clone())
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        """Load as other quantshard modules do; also accepts packed weights, as written by `save_pretrained`."""
-        key = f"{prefix}weight"
-        weight = state_dict.get(key)
-        if isinstance(weight, Tensor) and is_packed(weight):
-            try:
-                parts = unpack(self.weight, weight, key)
-            except CheckpointError as error:
-                error_msgs.append(str(error))
-                return
-            state_dict = {**state_dict, **{key + suffix: part for suffix, part in parts.items()}}
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
 
 
 def empty_linear(

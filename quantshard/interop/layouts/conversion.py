@@ -89,7 +89,10 @@ def layout_scales(
     scales = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
         assert copy.amax is not None
-        scales[layout.second.key] = second_scale(parts[copy.amax.name].reshape(()), fmt, divides=layout.second.divides)
+        amaxes = parts[copy.amax.name].flatten()[torch.unique(row_index // copy.amax.block_shape[0])]
+        if not torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
+            raise InexactConversionError("its matrices have different second scales")
+        scales[layout.second.key] = second_scale(amaxes[0], fmt, divides=layout.second.divides)
     return scales
 
 

@@ -157,6 +157,8 @@ class _LayoutLoader:
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
+        if param.ndim == 3 and components.quantized_local(param) is not None:
+            raise CheckpointError(f"{name} stacks experts, which layouts.load cannot fill; use from_pretrained")
         if param.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))

@@ -13,7 +13,8 @@ from quantshard import numerics
 from quantshard.checkpoints import inspection
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
-from quantshard.formats import Format, Orientation, Role
+from quantshard.formats import Format, Orientation, Role, stacked
+from quantshard.interop.layouts.experts import matrix_shape
 from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
@@ -39,13 +40,19 @@ class CheckpointWeight:
 
     @property
     def rows(self) -> int:
-        """Size of the first dim; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
+        """Rows of the weight as a matrix: size of the first dim; 1 for a scalar."""
+        return self.matrix[0] if self.shape else 1
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of the weight, that of a stack of matrices as one matrix."""
+        return matrix_shape(self.shape)
 
     @property
     def format(self) -> Format:
         assert self.tag is not None
-        return spec_of_tag(self.tag).format
+        fmt = spec_of_tag(self.tag).format
+        return stacked(fmt, self.shape[1]) if len(self.shape) == 3 else fmt
 
 
 class CheckpointModel:
@@ -99,25 +106,29 @@ class CheckpointModel:
             # free the last weight before reading the next, so that only one is in memory
             self._last = None
             suffixes = {"": ""} if weight.tag is None else {c.name: c.key_suffix for c in weight.format.components}
-            self._last = (weight.name, {part: self._tensor(weight.name + end) for part, end in suffixes.items()})
+            is_whole = weight.tag is None
+            self._last = (
+                weight.name,
+                {part: self._part(weight.name + end, is_whole) for part, end in suffixes.items()},
+            )
         return self._last[1]
 
     def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
         parts = [c for c in weight.format.components if c.role is not Role.CODES]
-        return {c.name: self._tensor(weight.name + c.key_suffix) for c in parts}
+        return {c.name: self._part(weight.name + c.key_suffix) for c in parts}
 
     def values(self, weight: CheckpointWeight) -> Tensor:
         """Return a weight's values: float32 if quantized, otherwise in its stored dtype."""
         if weight.tag is None:
             return self.parts(weight)[""]
-        shape = (weight.shape[0], weight.shape[1])
+        shape = (weight.rows, weight.shape[-1])
         return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
 
     def master(self, weight: CheckpointWeight) -> Tensor:
         start = self._masters[weight.name]
         if start not in self._stored and weight.tag is not None:
             # the weight's codes are the high bytes
-            low = self._expected(start + REMAINDER_SUFFIX, weight.shape, torch.uint8)
+            low = self._expected(start + REMAINDER_SUFFIX, weight.shape, torch.uint8).flatten(0, -2)
             return split_codes.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), low)
         if start not in self._stored:
             # the weight itself is the upper half
@@ -127,10 +138,13 @@ class CheckpointModel:
         entry = self._stored[start]
         if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in STATE_QUANT_SPECS:
             raise CheckpointError(f"{self.path} is damaged: {start} has no dtype of an optimizer state")
-        empty = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+        # masters of stacks are stored as stacks, with the blocks of matrices
+        is_stack = weight.tag is not None and len(weight.shape) == 3
+        empty = torch.empty(weight.matrix if is_stack else weight.shape, dtype=torch.float32, device="cpu")
         state = make_state(empty, entry.properties.dtype)
         for key, tensor in state.tensors(start).items():
-            tensor.copy_(self._expected(key, tensor.shape, tensor.dtype))
+            shape = (*weight.shape[:-1], tensor.shape[-1]) if is_stack else tuple(tensor.shape)
+            tensor.copy_(self._expected(key, shape, tensor.dtype).reshape(tensor.shape))
         return state.read().float()
 
     def average(self, weight: CheckpointWeight) -> Tensor:
@@ -155,6 +169,10 @@ class CheckpointModel:
         if tuple(tensor.shape) != tuple(shape) or not fits:
             raise CheckpointError(f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}")
         return tensor
+
+    def _part(self, key: str, is_whole: bool = False) -> Tensor:
+        """Read a tensor, or a component of a weight as a matrix."""
+        return self._tensor(key) if is_whole else self._tensor(key).flatten(0, -2)
 
     def _tensor(self, key: str) -> Tensor:
         return self._any(self._prefix + key)

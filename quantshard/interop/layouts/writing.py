@@ -24,7 +24,7 @@ from quantshard.checkpoints.disk.store import local, open_regular, why
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader
 from quantshard.formats import ALL, Orientation
-from quantshard.interop.layouts import conversion, files, table
+from quantshard.interop.layouts import conversion, experts, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import TensorBatch
 from quantshard.interop.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
@@ -130,7 +130,8 @@ def export(
     source = CheckpointModel(checkpoint)
     if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
         config = checkpoint
-    model_config, name_map = _config(config), names or default_names(source.weights)
+    model_config = _config(config)
+    name_map = names or _names(source, model_config)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
     row = table.find(layout, tags)
     plan = _ExportPlan(
@@ -151,6 +152,21 @@ def export(
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # no longer exists after the rename
     return plan.report
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _names(source: CheckpointModel, config: Mapping[str, Any]) -> Names:
+    """Choose the map of names: the default one; for a mixture of transformers, the names that transformers saves."""
+    names, weights = default_names(source.weights), source.weights.values()
+    if not any(weight.tag is not None and len(weight.shape) == 3 for weight in weights):
+        return names
+    if not config:
+        raise ConfigurationError(f"{source.path} has no model configuration; pass a folder with config.json (--config)")
+    model = experts.empty_model(config, most_layers=len(weights))
+    return Names({}, identity=True, files=experts.file_rows(model, {w.name: w.shape for w in weights}))
 
 
 def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -259,16 +275,21 @@ class _ExportPlan:
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
-        is_whole = not weight.shape or runs == [RowRun(0, 0, weight.shape[0])]
+        # a stack keeps its last name, a matrix of it is named "weight"
+        is_whole = not weight.shape or (runs == [RowRun(0, 0, weight.rows)] and _leaf(name) == _leaf(weight.name))
         row_index = None if is_whole else conversion.our_rows(runs)
         quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
-        if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
-            return self._plain_group(weight, name, (rows, *weight.shape[1:]), row_index)
-        shape = (rows, weight.shape[1])
-        make = self._quantized(weight, name, row_index)
+        if self.layout.is_plain or not quantizes or len(weight.matrix) != 2:
+            shape = weight.shape if is_whole else (rows, *weight.matrix[1:])
+            return self._plain_group(weight, name, shape, row_index)
         stem = name.removesuffix("weight")
         if stem == name:
-            raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
+            why = f"{name} does not end in 'weight'"
+            if len(weight.shape) == 3:
+                why = "files have its experts in one tensor, which only plain layouts can be; choose plain-bf16"
+            raise ConfigurationError(f"{weight.name} is quantized, but {why}")
+        shape = (rows, weight.matrix[1])
+        make = self._quantized(weight, name, row_index)
         tensors = {stem + key: spec for key, spec in conversion.shapes(self.layout, *shape).items()}
         input_scale: dict[str, Tensor] = {}
         if self.layout.input_scale is not None:
@@ -295,14 +316,15 @@ class _ExportPlan:
                 values = values.double() + 1
                 if not torch.equal(values.to(dtype).double(), values):
                     self.report.rounded.append(name)
-            return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
+            values = values if rows is None else values.reshape(weight.matrix)[rows]
+            return {name: values.to(dtype).reshape(shape)}
 
         return TensorBatch({name: (dtype, shape)}, make)
 
     def _quantized(
         self, weight: CheckpointWeight, name: str, rows: Tensor | None
     ) -> Callable[[], Mapping[str, Tensor]]:
-        shape = (weight.shape[0], weight.shape[1])
+        shape = (weight.rows, weight.matrix[1])
         why = self._why_not(weight, rows)
         if self._is_averaged(weight):
             why = "quantized from its average"
@@ -311,7 +333,8 @@ class _ExportPlan:
             self.report.exact.append(name)
             amax = fmt.copies[Orientation.ROWWISE].amax
             if amax is not None:
-                self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
+                first = 0 if rows is None else int(rows[0]) // amax.block_shape[0]
+                self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name].flatten()[first]).hex()
             return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
         elif not self.lossy:
             raise ConfigurationError(
@@ -323,6 +346,7 @@ class _ExportPlan:
 
         def make() -> Mapping[str, Tensor]:
             values = read_values(weight)
+            values = values.reshape(weight.matrix)
             values = values.float() if rows is None else values[rows].float()
             return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
 
@@ -351,16 +375,18 @@ class _ExportPlan:
             return verdict.why
         assert spec is not None
         try:
-            shape = (weight.shape[0], weight.shape[1])
-            conversion.layout_scales(self.layout, spec.format, self.source.scales(weight), shape, rows)
+            shape = (weight.rows, weight.matrix[1])
+            conversion.layout_scales(self.layout, weight.format, self.source.scales(weight), shape, rows)
         except InexactConversionError as error:
             return str(error)
         return None
 
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
-        matrices = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
-        return sorted({HEAD, *(name.removesuffix(".weight") for name in matrices)})
+        left = self.report.high_precision.items()
+        matrices = [name.removesuffix(".weight") for name, shape in left if len(shape) == 2]
+        experts = [name.rpartition(".")[0] for name, shape in left if len(shape) == 3 and _leaf(name) != "weight"]
+        return sorted({HEAD, *matrices, *experts})
 
     def _add_notes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout
