@@ -6,15 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
+from quantshard.checkpoints.comparison import compare
+from quantshard.checkpoints.conversions import RequantizedWarning
 from tests.distributed.experts import hashes, merged
 from tests.distributed.pool import run_ranks
 
 pytest.importorskip("transformers", "5.0")
+
+from transformers import AutoModelForCausalLM
 
 from tests.interop.conversion.mixtures import mixture, stacks, tokens
 
@@ -116,3 +122,56 @@ def first_loss(ep: int) -> float:
     ids = tokens(0, 12)[dist.get_rank() :: dist.get_world_size()]
     loss: float = built("Qwen3-MoE", "mxfp8", ep)(input_ids=ids, labels=ids).loss.item()
     return loss
+
+
+def saved_by_transformers(name: str, recipe: str, folder: str) -> None:
+    """Gathered to rank 0, which writes."""
+    model = built(name, recipe, 1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    entries = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=entries)
+        model.save_pretrained(f"{folder}-plain", state_dict=entries, layout="plain-bf16")
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("Qwen3-MoE", "current"), ("gpt-oss", "mxfp8")])
+def test_sharded_mixtures_are_saved_by_transformers(name: str, recipe: str, tmp_path: Path) -> None:
+    run_ranks(2, saved_by_transformers, name, recipe, str(tmp_path / "saved"))
+    wanted = mixture(name)
+    qs.convert(wanted, recipe)
+    found, plain = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("saved", "saved-plain"))
+    for model in (found, plain):
+        entries, expected = model.state_dict(), wanted.state_dict()
+        assert entries.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(entries[key], expected[key])] == []
+        if model is found:
+            qs.revert(wanted)
+
+
+def loaded_in_high_precision(name: str, recipe: str, folder: str) -> dict[str, str]:
+    """And, with the checkpoint of one process: loaded, saved again by all of these, and converted."""
+    model = built(name, recipe, 1, seed=1)
+    qs.checkpoints.load_high_precision(model, mixture(name).state_dict())
+    values = state(model, qs.optimizers.FusedAdam(model.parameters()))
+    qs.checkpoints.load(folder, model)
+    qs.checkpoints.save(f"{folder}-{dist.get_world_size()}", model, None)
+    for new in ("bf16", "nvfp4" if recipe != "nvfp4" else "current"):
+        other = built(name, new, 1, seed=2)
+        with pytest.warns(RequantizedWarning):
+            qs.checkpoints.load(folder, other, requantize=True, lossy=True)
+        values |= {f"{new}.{key}": value for key, value in merged(hashes(dict(other.state_dict()))).items()}
+    return {key: value for key, value in values.items() if not key.endswith("_draws")}
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("Qwen3-MoE", "nvfp4"), ("gpt-oss", "current")])
+def test_four_experts_on_three_ranks_have_the_bits_of_one(name: str, recipe: str, tmp_path: Path) -> None:
+    """High-precision values, a checkpoint of one process and another recipe; what three save is equal to the first."""
+    folder = str(tmp_path / "saved")
+    model = mixture(name)
+    qs.convert(model, recipe)
+    qs.checkpoints.save(folder, model, None)
+    (wanted,) = run_ranks(1, loaded_in_high_precision, name, recipe, folder)
+    for found in run_ranks(3, loaded_in_high_precision, name, recipe, folder):
+        assert [key for key in wanted | found if wanted.get(key) != found.get(key)] == []
+    for ranks in (1, 3):
+        assert compare(folder, f"{folder}-{ranks}").differences == ()

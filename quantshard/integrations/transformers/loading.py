@@ -373,9 +373,9 @@ class StoredWeightFill(WeightFill):
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, Tensor]:
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        if weight_to_fill := self.hf_quantizer.weights.get(full_layer_name):
-            if weight_to_fill.leaf != "weight":
-                parts = dict(zip(["weight"], parts.values(), strict=True))
+        if not full_layer_name.endswith(".weight"):  # a stack of experts
+            parts = dict(zip(["weight"], parts.values(), strict=True))
+        if full_layer_name in self.hf_quantizer.weights:
             self.hf_quantizer.fill(full_layer_name, parts, missing_keys)
             return {}
         weight = parts.get("weight")

@@ -145,6 +145,9 @@ class _LayoutLoader:
         self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         params = dict(model.named_parameters())
+        for name, param in params.items():
+            if param.ndim == 3 and components.quantized_local(param) is not None:
+                raise CheckpointError(f"{name} stacks experts, which layouts.load cannot fill; use from_pretrained")
         name_map = names or default_names(params)
         self.items = [self._item(name, param, name_map) for name, param in params.items()]
         unknown = sorted(n for n in self.files.tensors if n not in self.taken and not n.endswith(_SKIPPED))
@@ -157,8 +160,6 @@ class _LayoutLoader:
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
-        if param.ndim == 3 and components.quantized_local(param) is not None:
-            raise CheckpointError(f"{name} stacks experts, which layouts.load cannot fill; use from_pretrained")
         if param.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, param.shape[0], heads_of(self.config))

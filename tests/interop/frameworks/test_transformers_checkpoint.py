@@ -69,7 +69,9 @@ def made(build: Callable[[], PreTrainedModel], seed: int = 0, recipe: str | None
     torch.manual_seed(seed)
     model = build()
     if recipe is not None:
-        qs.convert(model, recipe)
+        # stacks of experts are split in files only if they are not quantized
+        has_experts = type(model).__name__.startswith("Mixtral")
+        qs.convert(model, {"*.experts": "bf16", "*": recipe} if has_experts else recipe)
     return model
 
 
