@@ -29,8 +29,6 @@ from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, co
 from quantshard.recipe import AUTO
 from quantshard.tensor import component_loading, components, moves, requantize
 
-_NATIVE = "save the model in the native form too"
-
 REPORT: Final = "quantshard_report"
 """Attribute of the model: the conversion report of `from_pretrained`."""
 
@@ -181,7 +179,8 @@ class QuantshardQuantizer(HfQuantizer):
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
             if self.has_experts and any(param.ndim == 3 for param in model.parameters()):
-                raise ConfigurationError("from_pretrained: quantized experts in this layout cannot be read; " + _NATIVE)
+                text = "quantized experts in this layout cannot be read; save the model in the native form too"
+                raise ConfigurationError(f"from_pretrained: {text}")
         # convert rejects models with this attribute as quantized by another program
         del model.quantization_method
         for target, source in model.all_tied_weights_keys.items():

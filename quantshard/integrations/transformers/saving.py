@@ -25,6 +25,7 @@ from quantshard.interop.conversion.linear import pack
 from quantshard.interop.conversion.selection import ADAPTERS
 from quantshard.interop.layouts import conversion, experts, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
+from quantshard.interop.layouts.experts import is_stack
 from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.recipe import Recipe, resolve, stock_name
@@ -102,16 +103,12 @@ def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[in
         if unaligned:
             text = f"transformers misreads sides that are not multiples of {row.block[0]} ({unaligned[0]})"
             warn_user(f"save_pretrained(layout={row.name!r}): {text}; read them by training_config")
-    stacks = {name: param for name, param in components.named_parameters(model).items() if _is_stack(name, param)}
     is_read = row.family != COMPRESSED_TENSORS or ALL in row.block
-    unread = [name for name, param in stacks.items() if row.second or components.quantized_local(param) is not None]
+    params = components.named_parameters(model).items()
+    stacks = [name for name, param in params if is_stack(name, tuple(param.shape))]
+    unread = [name for name in stacks if row.second or name in components.quantized_parameters(model)]
     if unread and not is_read:
         warn_user(f"save_pretrained(layout={row.name!r}): transformers reads no stacked experts ({unread[0]})")
-
-
-def _is_stack(name: str, param: Tensor) -> bool:
-    """Return whether a parameter stacks the weights of experts."""
-    return param.ndim == 3 and not name.endswith(".weight")
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -203,7 +200,9 @@ def _layout_form(
                 amaxes[NOTED_AMAX + file_name] = float(parts_by_name[amax.name].flatten()[first]).hex()
     params = components.named_parameters(model)
     left = {name: param for name, param in params.items() if name not in weights}
-    ignored = {name.rpartition(".")[0] for name, param in left.items() if param.ndim == 2 or _is_stack(name, param)}
+    ignored = {
+        name.rpartition(".")[0] for name, param in left.items() if param.ndim == 2 or is_stack(name, tuple(param.shape))
+    }
     if _has_stacks(weights):
         others = revert_weight_conversion(cast(PreTrainedModel, model), others)
     _warn_of_unread(model, row, shapes)

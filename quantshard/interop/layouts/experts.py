@@ -18,6 +18,11 @@ FileRows = Mapping[str, Mapping[str, list[RowRun]]]
 """Our name -> name in files -> rows of our weight. The rows of a stack are those of its matrices, one below another."""
 
 
+def is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight of a model stacks matrices: weights of convolutions have the last name "weight"."""
+    return len(shape) == 3 and not name.endswith(".weight")
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a stack [matrices, rows, columns] as one matrix; other shapes are returned as they are."""
     return (shape[0] * shape[1], shape[2]) if len(shape) == 3 else shape

@@ -14,7 +14,7 @@ from quantshard.checkpoints import inspection
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Role, stacked
-from quantshard.interop.layouts.experts import matrix_shape
+from quantshard.interop.layouts.experts import is_stack, matrix_shape
 from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
@@ -44,15 +44,19 @@ class CheckpointWeight:
         return self.matrix[0] if self.shape else 1
 
     @property
+    def is_stack(self) -> bool:
+        return is_stack(self.name, self.shape)
+
+    @property
     def matrix(self) -> tuple[int, ...]:
         """Shape of the weight, that of a stack of matrices as one matrix."""
-        return matrix_shape(self.shape)
+        return matrix_shape(self.shape) if self.is_stack else self.shape
 
     @property
     def format(self) -> Format:
         assert self.tag is not None
         fmt = spec_of_tag(self.tag).format
-        return stacked(fmt, self.shape[1]) if len(self.shape) == 3 else fmt
+        return stacked(fmt, self.shape[1]) if self.is_stack else fmt
 
 
 class CheckpointModel:
@@ -106,11 +110,8 @@ class CheckpointModel:
             # free the last weight before reading the next, so that only one is in memory
             self._last = None
             suffixes = {"": ""} if weight.tag is None else {c.name: c.key_suffix for c in weight.format.components}
-            is_whole = weight.tag is None
-            self._last = (
-                weight.name,
-                {part: self._part(weight.name + end, is_whole) for part, end in suffixes.items()},
-            )
+            read = self._tensor if weight.tag is None else self._part
+            self._last = (weight.name, {part: read(weight.name + end) for part, end in suffixes.items()})
         return self._last[1]
 
     def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
@@ -139,11 +140,11 @@ class CheckpointModel:
         if not isinstance(entry, TensorStorageMetadata) or entry.properties.dtype not in STATE_QUANT_SPECS:
             raise CheckpointError(f"{self.path} is damaged: {start} has no dtype of an optimizer state")
         # masters of stacks are stored as stacks, with the blocks of matrices
-        is_stack = weight.tag is not None and len(weight.shape) == 3
-        empty = torch.empty(weight.matrix if is_stack else weight.shape, dtype=torch.float32, device="cpu")
+        is_quantized = weight.tag is not None
+        empty = torch.empty(weight.matrix if is_quantized else weight.shape, dtype=torch.float32, device="cpu")
         state = make_state(empty, entry.properties.dtype)
         for key, tensor in state.tensors(start).items():
-            shape = (*weight.shape[:-1], tensor.shape[-1]) if is_stack else tuple(tensor.shape)
+            shape = (*weight.shape[:-1], tensor.shape[-1]) if is_quantized else tuple(tensor.shape)
             tensor.copy_(self._expected(key, shape, tensor.dtype).reshape(tensor.shape))
         return state.read().float()
 
@@ -170,9 +171,9 @@ class CheckpointModel:
             raise CheckpointError(f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}")
         return tensor
 
-    def _part(self, key: str, is_whole: bool = False) -> Tensor:
-        """Read a tensor, or a component of a weight as a matrix."""
-        return self._tensor(key) if is_whole else self._tensor(key).flatten(0, -2)
+    def _part(self, key: str) -> Tensor:
+        """Read a component of a weight, that of a stack as a matrix."""
+        return self._tensor(key).flatten(0, -2)
 
     def _tensor(self, key: str) -> Tensor:
         return self._any(self._prefix + key)

@@ -26,6 +26,7 @@ from quantshard.foreign import FieldReader
 from quantshard.formats import ALL, Orientation
 from quantshard.interop.layouts import conversion, experts, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
+from quantshard.interop.layouts.experts import is_stack
 from quantshard.interop.layouts.files import TensorBatch
 from quantshard.interop.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
 from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
@@ -154,14 +155,10 @@ def export(
     return plan.report
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _names(source: CheckpointModel, config: Mapping[str, Any]) -> Names:
     """Choose the map of names: the default one; for a mixture of transformers, the names that transformers saves."""
     names, weights = default_names(source.weights), source.weights.values()
-    if not any(weight.tag is not None and len(weight.shape) == 3 for weight in weights):
+    if not any(weight.tag is not None and weight.is_stack for weight in weights):
         return names
     if not config:
         raise ConfigurationError(f"{source.path} has no model configuration; pass a folder with config.json (--config)")
@@ -275,18 +272,19 @@ class _ExportPlan:
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
-        # a stack keeps its last name, a matrix of it is named "weight"
-        is_whole = not weight.shape or (runs == [RowRun(0, 0, weight.rows)] and _leaf(name) == _leaf(weight.name))
+        # a matrix of a stack is named "weight", and can be the only one
+        is_split = weight.is_stack and name.endswith(".weight")
+        is_whole = not weight.shape or (runs == [RowRun(0, 0, weight.rows)] and not is_split)
         row_index = None if is_whole else conversion.our_rows(runs)
         quantizes = weight.tag is not None or (not self.is_quantized and LINEAR.search(name) is not None)
-        if self.layout.is_plain or not quantizes or len(weight.matrix) != 2:
+        if self.layout.is_plain or not quantizes or not (weight.is_stack or len(weight.shape) == 2):
             shape = weight.shape if is_whole else (rows, *weight.matrix[1:])
             return self._plain_group(weight, name, shape, row_index)
         stem = name.removesuffix("weight")
         if stem == name:
             why = f"{name} does not end in 'weight'"
-            if len(weight.shape) == 3:
-                why = "files have its experts in one tensor, which only plain layouts can be; choose plain-bf16"
+            if weight.is_stack:
+                why = "files have its experts in one tensor; choose plain-bf16"
             raise ConfigurationError(f"{weight.name} is quantized, but {why}")
         shape = (rows, weight.matrix[1])
         make = self._quantized(weight, name, row_index)
@@ -345,8 +343,7 @@ class _ExportPlan:
         read_values, fmt = self._reading(weight, True), self.layout.row()
 
         def make() -> Mapping[str, Tensor]:
-            values = read_values(weight)
-            values = values.reshape(weight.matrix)
+            values = read_values(weight).reshape(weight.matrix)
             values = values.float() if rows is None else values[rows].float()
             return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
 
@@ -385,8 +382,8 @@ class _ExportPlan:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
         left = self.report.high_precision.items()
         matrices = [name.removesuffix(".weight") for name, shape in left if len(shape) == 2]
-        experts = [name.rpartition(".")[0] for name, shape in left if len(shape) == 3 and _leaf(name) != "weight"]
-        return sorted({HEAD, *matrices, *experts})
+        stacks = [name.rpartition(".")[0] for name, shape in left if is_stack(name, shape)]
+        return sorted({HEAD, *matrices, *stacks})
 
     def _add_notes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout

@@ -28,7 +28,7 @@ MATRICES = {
     "Qwen3-MoE": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "Mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
-EXPERTS_PER_TENSOR = "files have its experts in one tensor, which only plain layouts can"
+EXPERTS_PER_TENSOR = "files have its experts in one tensor; choose plain-bf16"
 
 
 @pytest.fixture(scope="module")
