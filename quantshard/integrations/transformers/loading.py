@@ -214,7 +214,7 @@ class QuantshardQuantizer(HfQuantizer):
                 self.noted.update(file.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
-        self.has_experts = any(re.search(rf"\.experts\.\d+\..*{self.layout.scale_key}$", name) for name in names)
+        self.has_experts = any(re.search(r"\.experts\..*scale", name) for name in names)
         second = [] if self.layout.second is None else [self.layout.second.key]
         keys = {"weight", self.layout.codes_key, self.layout.scale_key, *second}
         # longer names first, because they contain "weight"

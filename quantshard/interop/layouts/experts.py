@@ -6,6 +6,7 @@ Its conversion runs on row numbers instead of values, which shows the rows of ou
 import importlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +14,20 @@ import torch
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader
 from quantshard.interop.layouts.conversion import RowRun
+from quantshard.interop.layouts.names import HeadCounts, Names
 
 FileRows = Mapping[str, Mapping[str, list[RowRun]]]
 """Our name -> name in files -> rows of our weight. The rows of a stack are those of its matrices, one below another."""
+
+
+@dataclass(frozen=True)
+class FileNames(Names):
+    """The map of a transformers mixture."""
+
+    files: FileRows = field(default_factory=dict)
+
+    def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
+        return dict(self.files.get(ours, {}))
 
 
 def is_stack(name: str, shape: tuple[int, ...]) -> bool:

@@ -36,18 +36,14 @@ class HeadCounts:
 @dataclass(frozen=True)
 class Names:
     """A name map. `plain`: our name -> external name. `fused`: our name -> (row order, external names of q, k and v).
-    `identity`: names in neither table stay the same. `files`: the external weights in one of ours, with its rows, by
-    full names, as `experts.file_rows` finds them."""
+    `identity`: names in neither table stay the same."""
 
     plain: Mapping[str, str]
     fused: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     identity: bool = False
-    files: Mapping[str, Mapping[str, list[RowRun]]] = field(default_factory=dict)
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
         """Return the external weights in one of our weights: external name -> its rows. Empty: not mapped."""
-        if ours in self.files:
-            return dict(self.files[ours])
         general, numbers = _general(ours)
         if general in self.plain:
             return {_numbered(self.plain[general], numbers): [RowRun(0, 0, rows)]}

@@ -26,7 +26,7 @@ from quantshard.foreign import FieldReader
 from quantshard.formats import ALL, Orientation
 from quantshard.interop.layouts import conversion, experts, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.experts import is_stack
+from quantshard.interop.layouts.experts import FileNames, is_stack
 from quantshard.interop.layouts.files import TensorBatch
 from quantshard.interop.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
 from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
@@ -163,7 +163,7 @@ def _names(source: CheckpointModel, config: Mapping[str, Any]) -> Names:
     if not config:
         raise ConfigurationError(f"{source.path} has no model configuration; pass a folder with config.json (--config)")
     model = experts.empty_model(config, most_layers=len(weights))
-    return Names({}, identity=True, files=experts.file_rows(model, {w.name: w.shape for w in weights}))
+    return FileNames({}, files=experts.file_rows(model, {weight.name: weight.shape for weight in weights}))
 
 
 def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:

@@ -159,6 +159,11 @@ def test_layouts_have_every_expert_by_its_name(
     if recipe == "current":
         assert torch.equal(scales[0], stack.state_dict()["gate_up_proj_scale_inv"][3].flatten())
         assert torch.equal(*scales)
+    if row.second is not None:
+        amax = stack.state_dict()["gate_up_proj_amax"].flatten()
+        assert len(amax.unique()) == len(amax)
+        for matrix in (gate, up):
+            assert torch.equal(found[f"{start}.{matrix}.{row.second.key}"].reshape(()), 2688 / amax[3])
     if is_read:
         read = load(tmp_path / "exported")
         assert differing(read, reverted(model, tmp_path)) == []
