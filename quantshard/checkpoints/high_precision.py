@@ -222,8 +222,8 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
         raise CheckpointError(f"load_high_precision: {name} is {entry.dtype}, not a floating-point tensor")
     value = _value(name, entry, param)
     if isinstance(value, DTensor):
-        own = private_torch.local_tensor(value)
-        return own if components.quantized_local(param) is None else own.flatten(0, -2)
+        part = private_torch.local_tensor(value)
+        return part if components.quantized_local(param) is None else part.flatten(0, -2)
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
     if quantized is None:
         offsets, shape = private_torch.global_offset(param), local.shape

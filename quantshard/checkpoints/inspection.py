@@ -316,11 +316,11 @@ def _stored_shape(shape: tuple[int, ...], component: Component) -> tuple[int, ..
     """The shape of a component of a matrix, or of a stack of matrices; () if a tensor is neither."""
     if len(shape) not in (2, 3) or 0 in shape[:-2]:
         return ()
-    stored = sharding.whole((math.prod(shape[:-1]), shape[-1])).component_shape(component)
+    grid = sharding.whole((math.prod(shape[:-1]), shape[-1])).component_shape(component)
     if len(shape) == 2:
-        return stored
+        return grid
     rows = shape[1] // min(component.block_shape[0], max(shape[1], 1))
-    return (stored[0] // max(rows, 1), rows, stored[1])
+    return (grid[0] // max(rows, 1), rows, grid[1])
 
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:

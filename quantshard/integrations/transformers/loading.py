@@ -248,7 +248,7 @@ class QuantshardQuantizer(HfQuantizer):
         """Fill a weight of a converted layer from the files. `parts`: tensors by the name that replaces "weight"."""
         weight, value = self.weights[name], parts.get("weight")
         if missing is not None:  # transformers would initialize keys that no file has, one by one
-            missing -= {key for each in self.weights.values() for key in each.own_keys()}
+            missing -= {key for weight in self.weights.values() for key in weight.own_keys()}
         try:
             if self.layout is not None and self.layout.scale_key in parts:
                 take_layout(weight.module, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}"))

@@ -199,14 +199,17 @@ def _layout_form(
                 first = 0 if runs is None else runs[0].ours // amax.block_shape[0]
                 amaxes[NOTED_AMAX + file_name] = float(parts_by_name[amax.name].flatten()[first]).hex()
     params = components.named_parameters(model)
-    left = {name: param for name, param in params.items() if name not in weights}
+    plain = {name: param for name, param in params.items() if name not in weights}
     ignored = {
-        name.rpartition(".")[0] for name, param in left.items() if param.ndim == 2 or is_stack(name, tuple(param.shape))
+        name.rpartition(".")[0]
+        for name, param in plain.items()
+        if param.ndim == 2 or is_stack(name, tuple(param.shape))
     }
+    plain_tensors = others
     if _has_stacks(weights):
-        others = revert_weight_conversion(cast(PreTrainedModel, model), others)
+        plain_tensors = revert_weight_conversion(cast(PreTrainedModel, model), others)
     _warn_of_unread(model, row, shapes)
-    return SavedForm({**others, **tensors}, row.config(sorted(ignored)), amaxes)
+    return SavedForm({**plain_tensors, **tensors}, row.config(sorted(ignored)), amaxes)
 
 
 def _has_stacks(weights: Mapping[str, Tensor]) -> bool:

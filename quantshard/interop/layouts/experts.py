@@ -75,10 +75,11 @@ def file_rows(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> FileRows:
         raise ConfigurationError(f"transformers cannot split the experts of this model: {error}") from error
     result: dict[str, dict[str, list[RowRun]]] = {name: {} for name in shapes}
     for name, part in parts.items():
-        (ours, *others), rows = zip(*(owners[number] for number in part.flatten().tolist()), strict=True)
+        names, rows = zip(*(owners[number] for number in part.flatten().tolist()), strict=True)
+        ours = names[0]
         size = tuple(sizes[name].shape) if name in sizes else ()
         has_all_columns = matrix_shape(size)[1:] == matrix_shape(shapes[ours])[1:] and part.shape == _narrow(size)
-        if {ours, *others} != {ours} or not has_all_columns:
+        if set(names) != {ours} or not has_all_columns:
             raise ConfigurationError(f"{ours}: its rows are not in files as they are, but {list(size)} in {name}")
         result[ours][name] = _runs(rows)
     if sorted(int(n) for part in parts.values() for n in part.flatten()) != list(range(len(owners))):

@@ -110,8 +110,8 @@ class CheckpointModel:
             # free the last weight before reading the next, so that only one is in memory
             self._last = None
             suffixes = {"": ""} if weight.tag is None else {c.name: c.key_suffix for c in weight.format.components}
-            read = self._tensor if weight.tag is None else self._part
-            self._last = (weight.name, {part: read(weight.name + end) for part, end in suffixes.items()})
+            reader = self._tensor if weight.tag is None else self._part
+            self._last = (weight.name, {part: reader(weight.name + end) for part, end in suffixes.items()})
         return self._last[1]
 
     def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:

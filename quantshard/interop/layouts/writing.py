@@ -380,9 +380,9 @@ class _ExportPlan:
 
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
-        left = self.report.high_precision.items()
-        matrices = [name.removesuffix(".weight") for name, shape in left if len(shape) == 2]
-        stacks = [name.rpartition(".")[0] for name, shape in left if is_stack(name, shape)]
+        unquantized = self.report.high_precision.items()
+        matrices = [name.removesuffix(".weight") for name, shape in unquantized if len(shape) == 2]
+        stacks = [name.rpartition(".")[0] for name, shape in unquantized if is_stack(name, shape)]
         return sorted({HEAD, *matrices, *stacks})
 
     def _add_notes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
