@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    apply_renamings,
+)
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.formats import Orientation, Role
+from quantshard.integrations.transformers.filling import WeightToFill, scales_by_row
 from quantshard.integrations.transformers.saving import LAYOUT, METHOD, NATIVE, check_layout
 from quantshard.interop.conversion.convert import ConversionReport, check_modules, convert
-from quantshard.interop.conversion.linear import ConvertedLinear, is_packed, unpack
 from quantshard.interop.conversion.selection import Filter
 from quantshard.interop.layouts import conversion, table
-from quantshard.interop.layouts.conversion import InexactConversionError
-from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, concrete_recipes
 from quantshard.recipe import AUTO
-from quantshard.tensor import component_loading, components, moves, requantize
 
 REPORT: Final = "quantshard_report"
 """Attribute of the model: the conversion report of `from_pretrained`."""
@@ -165,11 +167,16 @@ class QuantshardQuantizer(HfQuantizer):
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": StoredWeightFill}
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        """Also read packed stacks of experts, whose names do not end in "weight"."""
-        conversions: list[WeightConverter] = super().get_weight_conversions()
-        stacks = {".".join(name.split(".")[-2:]) for name, weight in self.weights.items() if weight.leaf != "weight"}
-        return conversions + [WeightConverter(name, name, [StoredWeightFill(self)]) for name in stacks if conversions]
+    def update_weight_conversions(self, weight_conversions: Any, model: PreTrainedModel) -> Any:
+        """Read packed stacks of experts, and stacks whose experts the files have one by one, in a layout."""
+        conversions = super().update_weight_conversions(weight_conversions, model)
+        if self.layout is not None:
+            renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+            self.noted.update({apply_renamings(key, renamings): value for key, value in self.noted.items()})
+            return [StackFill.instead_of(conversion, self) for conversion in conversions]
+        stacks = {".".join(name.split(".")[-2:]) for name in self.weights if not name.endswith(".weight")}
+        is_packed = self.pre_quantized
+        return conversions + [WeightConverter(name, name, [StoredWeightFill(self)]) for name in stacks if is_packed]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -178,9 +185,6 @@ class QuantshardQuantizer(HfQuantizer):
             raise ConfigurationError("from_pretrained: distributed_config is not supported; call fully_shard later")
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
-            if self.has_experts and any(param.ndim == 3 for param in model.parameters()):
-                text = "quantized experts in this layout cannot be read; save the model in the native form too"
-                raise ConfigurationError(f"from_pretrained: {text}")
         # convert rejects models with this attribute as quantized by another program
         del model.quantization_method
         for target, source in model.all_tied_weights_keys.items():
@@ -214,7 +218,6 @@ class QuantshardQuantizer(HfQuantizer):
                 self.noted.update(file.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
-        self.has_experts = any(re.search(r"\.experts\..*scale", name) for name in names)
         second = [] if self.layout.second is None else [self.layout.second.key]
         keys = {"weight", self.layout.codes_key, self.layout.scale_key, *second}
         # longer names first, because they contain "weight"
@@ -223,11 +226,10 @@ class QuantshardQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         # transformers records load conversions to undo them in a save; filled layers need no undoing
         loaded: Any = model
-        conversions = [
-            entry
-            for entry in getattr(model, "_weight_conversions", ())
-            if not any(isinstance(operation, WeightFill) for operation in getattr(entry, "operations", ()))
-        ]
+        conversions = []
+        for entry in getattr(model, "_weight_conversions", ()):
+            fills = [each for each in getattr(entry, "operations", ()) if isinstance(each, WeightFill)]
+            conversions += [each.plain for each in fills if isinstance(each, StackFill)] if fills else [entry]
         # from here on, the model is like any other converted model
         self.remove_quantization_config(model)
         # removed with the configuration, but saving reads them
@@ -244,102 +246,24 @@ class QuantshardQuantizer(HfQuantizer):
             setattr(model, LAYOUT, self.given.layout)
         return model
 
-    def fill(self, name: str, parts: Mapping[str, Tensor], missing: set[str] | None) -> None:
-        """Fill a weight of a converted layer from the files. `parts`: tensors by the name that replaces "weight"."""
-        weight, value = self.weights[name], parts.get("weight")
+    def fill(self, name: str, missing: set[str] | None, write: Callable[[WeightToFill], None]) -> None:
+        """Fill a weight of a converted layer by `write`."""
         if missing is not None:  # transformers would initialize keys that no file has, one by one
             missing -= {key for weight in self.weights.values() for key in weight.own_keys()}
         try:
-            if self.layout is not None and self.layout.scale_key in parts:
-                take_layout(weight.module, self.layout, parts, self.noted.get(f"{NOTED_AMAX}{name}"))
-            elif value is None:
-                raise CheckpointError(f"the files have {', '.join(parts)}, but no weight")
-            else:
-                weight.fill(value, self.given.preserve_high_precision_init_val)
+            write(self.weights[name])
         except QuantshardError as error:
             # raised after loading; transformers would only print a table of errors
             self.failures[name] = error
 
-
-@dataclass(frozen=True)
-class WeightToFill:
-    """A weight on the meta device: of a linear layer, or a stack of experts. `leaf`: its name in the module."""
-
-    module: Any
-    leaf: str
-    name: str
-
-    @property
-    def param(self) -> Tensor:
-        param: Tensor = getattr(self.module, self.leaf)
-        return param
-
-    @property
-    def awaits_values(self) -> bool:
-        is_left = components.quantized_local(self.param) is None or self.param.is_meta
-        return is_left or (isinstance(self.module, ConvertedLinear) and self.module.awaits_values)
-
-    def own_keys(self) -> list[str]:
-        """List the keys of the weight and of histories, which high-precision files do not have."""
-        suffixes = [] if components.quantized_local(self.param) is None else components.suffixes(self.param)
-        buffers = [f"{self.name.removesuffix(self.leaf)}{name}" for name, _ in self.module.named_buffers(recurse=False)]
-        return [self.name + suffix for suffix in suffixes] + buffers
-
-    def fill(self, value: Tensor, keep: bool) -> None:
-        """Fill with values, or with a packed weight. `keep`: keep values on the CPU for an optimizer's masters."""
-        if is_packed(value):
-            entries = unpack(self.param, value, self.name)
-            self._leave_meta(value.device)
-            return component_loading.load_components(self.param, entries, self.name)
-        if not value.is_floating_point() or value.shape != self.param.shape or value.element_size() < 2:
-            raise CheckpointError(f"the files have {value.dtype} {list(value.shape)}, not {list(self.param.shape)}")
-        if value.dtype != self.param.dtype:
-            self.module.to(value.dtype)  # transformers keeps some modules in float32
-        if isinstance(self.module, ConvertedLinear):
-            return self.module.take_values(value, self.name, keep)
-        self._leave_meta(value.device)
-        matrix = value.detach().flatten(0, 1)
-        requantize.requantize_([(self.param, matrix)], names=[self.name])
-        if keep:
-            components.storage_of(self.param).keep_initial_values(matrix.cpu().clone())
-
-    def _leave_meta(self, device: torch.device) -> None:
-        if isinstance(self.module, ConvertedLinear):
-            return self.module.leave_meta(device)
-        self.module._awaits_values = False
-        moves.move_parameter(self.param, lambda stack: torch.empty_like(stack, device=device))
-
-
-def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tensor], noted: str | None) -> None:
-    """Fill a converted layer on the meta device with a weight in another program's layout, bit for bit.
-
-    `parts`: tensors keyed by the name that replaces "weight". `noted`: the amax in the header of quantshard's exports.
-    """
-    spec = components.storage_of(layer.weight).spec
-    verdict = table.import_verdict(spec, layout)
-    rows, cols = layer.weight.shape
-    expected = conversion.shapes(layout, rows, cols)
-    for key, (_, shape) in expected.items():
-        if key not in parts or parts[key].numel() != torch.Size(shape).numel():
-            actual = "missing" if key not in parts else list(parts[key].shape)
-            raise CheckpointError(f"{key} is {actual}; a {layout.name} weight [{rows}, {cols}] has {list(shape)}")
-    if verdict.kind != EXACT:
-        raise CheckpointError(f"it cannot be copied into {spec}: {verdict.why}")
-    layer.leave_meta(parts[layout.codes_key].device)
-    storage = components.storage_of(layer.weight)
-    scale = spec.format.copies[Orientation.ROWWISE].scale
-    scales = conversion.stored_scale(layout, parts[layout.scale_key])
-    by_row = scales[torch.arange(rows, device=scales.device) // min(layout.block[0], max(rows, 1))]
-    try:
-        grid = conversion.our_grid(by_row, layout, spec.format, storage.shard.resident(scale), cols)
-    except InexactConversionError as error:
-        raise CheckpointError(f"it cannot be copied into {spec}: {error}") from None
-    values = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
-    if layout.second is not None:
-        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], spec.format, layout.second.divides, noted)
-    pairs = [(storage.components[c.name], values[c.role]) for c in spec.format.components]
-    component_loading.write_components(layer.weight, pairs)
-    storage.forget_amaxes()
+    def write(self, parts: Mapping[str, Tensor], weight: WeightToFill) -> None:
+        """Write tensors of the files, by the name that replaces "weight"."""
+        if self.layout is not None and self.layout.scale_key in parts:
+            weight.take_layout(self.layout, parts, self.noted.get(f"{NOTED_AMAX}{weight.name}"))
+        elif "weight" not in parts:
+            raise CheckpointError(f"the files have {', '.join(parts)}, but no weight")
+        else:
+            weight.fill(parts["weight"], self.given.preserve_high_precision_init_val)
 
 
 class WeightFill(ConversionOps):
@@ -359,7 +283,7 @@ class WeightFill(ConversionOps):
         for name, entry in input_dict.items():
             value = entry[0] if isinstance(entry, list) else entry
             if self.hf_quantizer.param_needs_quantization(kwargs["model"], name):
-                self.hf_quantizer.fill(name, {"weight": value}, missing_keys)
+                self.hf_quantizer.fill(name, missing_keys, partial(self.hf_quantizer.write, {"weight": value}))
             else:
                 rest[name] = value
         return rest
@@ -375,16 +299,104 @@ class StoredWeightFill(WeightFill):
         if not full_layer_name.endswith(".weight"):  # a stack of experts
             parts = dict(zip(["weight"], parts.values(), strict=True))
         if full_layer_name in self.hf_quantizer.weights:
-            self.hf_quantizer.fill(full_layer_name, parts, missing_keys)
+            self.hf_quantizer.fill(full_layer_name, missing_keys, partial(self.hf_quantizer.write, parts))
             return {}
         weight = parts.get("weight")
         if weight is None or len(parts) > 1 or weight.element_size() < 2:
-            self.hf_quantizer.failures[full_layer_name] = ConfigurationError(
-                f"quantized in the files ({', '.join(parts)}), but not in this model; let filter= match it"
-            )
+            self.hf_quantizer.failures[full_layer_name] = _unmatched(parts)
             return {}
         dtype = kwargs["model"].get_parameter_or_buffer(full_layer_name).dtype
         return {full_layer_name: weight.to(dtype) if weight.is_floating_point() else weight}
+
+
+class StackFill(WeightFill):
+    """Fills stacks of experts with tensors as stored in files of a layout, which have one tensor per expert.
+
+    The operations of `plain`, by which transformers builds such a stack of values, build it of codes and scales.
+    """
+
+    def __init__(self, hf_quantizer: QuantshardQuantizer, plain: WeightConverter) -> None:
+        super().__init__(hf_quantizer)
+        self.plain = plain
+
+    def __deepcopy__(self, memo: Any) -> StackFill:
+        return type(self)(self.hf_quantizer, self.plain)
+
+    @classmethod
+    def instead_of(cls, entry: WeightTransform, quantizer: QuantshardQuantizer) -> WeightTransform:
+        """Return a converter of experts that also reads scales; other conversions are returned as they are."""
+        sources = entry.source_patterns
+        if not isinstance(entry, WeightConverter) or not all(re.search(r"\*.*\.weight$", name) for name in sources):
+            return entry
+        names = [name.removesuffix("weight") + key for name in sources for key in quantizer.serialized_names["weight"]]
+        return entry.copy(names, entry.target_patterns, operations=[cls(quantizer, entry)])
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
+    ) -> dict[str, Tensor]:
+        quantizer = self.hf_quantizer
+        assert quantizer.layout is not None
+        patterns = {"source_patterns": self.plain.source_patterns, "target_patterns": self.plain.target_patterns}
+        built = partial(self._built, input_dict, {**kwargs, **patterns, "full_layer_name": full_layer_name})
+        is_quantized = any(name.endswith(f".{quantizer.layout.scale_key}") for name in input_dict)
+        if full_layer_name in quantizer.weights:
+            write = partial(self._write, input_dict, built)
+            if not is_quantized:
+                write = partial(quantizer.write, {"weight": built("weight")})
+            quantizer.fill(full_layer_name, missing_keys, write)
+            return {}
+        if is_quantized:
+            quantizer.failures[full_layer_name] = _unmatched(input_dict)
+            return {}
+        return {full_layer_name: built("weight").to(kwargs["model"].get_parameter(full_layer_name).dtype)}
+
+    def _built(
+        self, parts: Mapping[str, list[Tensor]], context: Any, key: str, of: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Build the stack of what `of` returns for each tensor whose name ends in `key`, its pattern and number."""
+        values: Any = {
+            f"{name.removesuffix(key)}weight": [
+                part if of is None else of(part, name, i) for i, part in enumerate(each)
+            ]
+            for name, each in parts.items()
+            if name.endswith(f".{key}")
+        }
+        for operation in self.plain.operations:
+            values = operation.convert(values, **context)
+        (stack,) = values.values()
+        result: Tensor = stack[0] if isinstance(stack, list) else stack
+        return result
+
+    def _write(self, parts: Mapping[str, list[Tensor]], built: Callable[..., Tensor], weight: WeightToFill) -> None:
+        """Write codes and scales: transformers' operations move the scales of rows as they move the rows."""
+        layout, noted = self.hf_quantizer.layout, self.hf_quantizer.noted
+        assert layout is not None
+        prefix, amaxes = weight.name.removesuffix(self.plain.target_patterns[0]), None
+
+        def scales(part: Tensor, name: str, number: int) -> Tensor:
+            codes = parts[name.removesuffix(layout.scale_key) + layout.codes_key][number]
+            return scales_by_row(layout, part, len(codes))
+
+        def amax(part: Tensor, name: str, number: int) -> Tensor:
+            assert layout.second is not None
+            stem, fmt = name.removesuffix(layout.second.key), weight.storage.spec.format
+            recorded = noted.get(NOTED_AMAX + prefix + stem.replace("*", str(number)) + "weight")
+            rows = len(parts[stem + layout.codes_key][number])
+            return conversion.amax_of(part, fmt, layout.second.divides, recorded).expand(rows, 1)
+
+        if layout.second is not None:
+            amaxes = built(layout.second.key, amax)
+            if not torch.equal(amaxes, amaxes[:, :1].expand_as(amaxes)):
+                raise CheckpointError("parts of one expert have different second scales; use layouts.load(lossy=True)")
+            amaxes = amaxes[:, 0]
+        codes = built(layout.codes_key, lambda part, *_: part.view(torch.uint8))
+        weight.take_rows(layout, codes.flatten(0, 1), built(layout.scale_key, scales).flatten(0, 1), amaxes)
+
+
+def _unmatched(parts: Iterable[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"quantized in the files ({', '.join(parts)}), but not in this model; let filter= match it"
+    )
 
 
 def layers_of(saved: Mapping[str, Any]) -> list[str]:

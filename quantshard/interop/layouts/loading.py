@@ -20,7 +20,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import expect_transfer, local
 from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation, Role
-from quantshard.interop.layouts import conversion, files, table
+from quantshard.interop.layouts import conversion, experts, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import SafetensorsFiles
 from quantshard.interop.layouts.names import Names, default_names
@@ -145,10 +145,7 @@ class _LayoutLoader:
         self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         params = dict(model.named_parameters())
-        for name, param in params.items():
-            if param.ndim == 3 and components.quantized_local(param) is not None:
-                raise CheckpointError(f"{name} stacks experts, which layouts.load cannot fill; use from_pretrained")
-        name_map = names or default_names(params)
+        name_map = names or _names(model, params)
         self.items = [self._item(name, param, name_map) for name, param in params.items()]
         unknown = sorted(n for n in self.files.tensors if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
@@ -162,7 +159,7 @@ class _LayoutLoader:
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
         if param.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
-        pieces = names.theirs(name, param.shape[0], heads_of(self.config))
+        pieces = names.theirs(name, _matrix(param)[0], heads_of(self.config))
         if not pieces:
             raise CheckpointError(f"{self.report.path}: {name} has no external name; pass a map (--names)")
         pieces = {self._tied(theirs): runs for theirs, runs in pieces.items()}
@@ -178,11 +175,11 @@ class _LayoutLoader:
     def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
         """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
         rows, layout = sum(run.length for run in runs), self.layout
-        expected: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
+        expected: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *_matrix(param)[1:]))}
         stem = theirs.removesuffix("weight")
         is_quantized = layout is not None and theirs != stem and stem + layout.scale_key in self.files
         if is_quantized and layout is not None:
-            expected = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
+            expected = {stem + k: v for k, v in conversion.shapes(layout, rows, _matrix(param)[1]).items()}
         for key, (dtype, shape) in expected.items():
             if key not in self.files:
                 raise CheckpointError(f"{self.report.path} has no {key}" + (f" ({ours})" if key != ours else ""))
@@ -216,7 +213,7 @@ class _LayoutLoader:
             return None
         assert self.layout is not None
         storage = item.storage
-        verdict = table.import_verdict(None if storage is None else storage.spec, self.layout)
+        verdict = table.import_verdict(None if storage is None else storage.spec.of_matrix, self.layout)
         if storage is None or verdict.kind != EXACT:
             return verdict.why
         fmt = storage.spec.format
@@ -245,7 +242,8 @@ class _LayoutLoader:
             scales.append(grid[torch.arange(first, first + length, device="cpu") // height - low])
         if scales:
             return torch.cat(scales)
-        blocks = ceil_div(item.param.shape[1], min(layout.block[1], max(item.param.shape[1], 1)))
+        cols = item.param.shape[-1]
+        blocks = ceil_div(cols, min(layout.block[1], max(cols, 1)))
         return torch.empty(0, blocks, dtype=layout.scale.storage, device="cpu")
 
     def _amax(self, item: _ParameterSlices) -> Tensor | None:
@@ -254,14 +252,20 @@ class _LayoutLoader:
         if second is None:
             return None
         assert item.storage is not None
-        amaxes = []
-        for name in item.pieces:
+        fmt = item.storage.spec.format
+        amax = fmt.copies[Orientation.ROWWISE].amax
+        assert amax is not None
+        amaxes: dict[int, Tensor] = {}
+        for name, runs in item.pieces.items():
             recorded = self.files.metadata.get(NOTED_AMAX + name)
             scale = self.files.read(name.removesuffix("weight") + second.key)
-            amaxes.append(conversion.amax_of(scale, item.storage.spec.format, second.divides, recorded))
-        if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
-            raise InexactConversionError("its parts have different second scales")
-        return amaxes[0]
+            value = conversion.amax_of(scale, fmt, second.divides, recorded)
+            for matrix in {run.ours // amax.block_shape[0] for run in runs}:
+                if not torch.equal(amaxes.setdefault(matrix, value), value):
+                    raise InexactConversionError("its parts have different second scales")
+        (first, last), _ = item.storage.shard.resident(amax)
+        empty = torch.empty(0, 1, dtype=torch.float32, device="cpu")
+        return torch.cat([empty, *(amaxes[matrix] for matrix in range(first, last))])
 
     def write(self) -> None:
         """Copy weights, then quantize the others in batches. A collective call."""
@@ -384,6 +388,25 @@ class _LayoutLoader:
         requantize.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], assume_finite=True)
         for storage, value in initial_values:
             storage.keep_initial_values(value)
+
+
+def _names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Names:
+    """Choose the map of names: the default one; for a converted mixture, the names that transformers saves."""
+    stacks = {n for n, param in params.items() if param.ndim == 3 and components.quantized_local(param) is not None}
+    if not stacks:
+        return default_names(params)
+    rows = experts.file_rows(model, {name: tuple(param.shape) for name, param in params.items()})
+    for name, param in params.items():
+        is_split = any(not theirs.endswith(name.rpartition(".")[2]) for theirs in rows[name])
+        if param.ndim == 3 and is_split != (name in stacks):
+            raise CheckpointError(f"{name}: these experts cannot be loaded; use from_pretrained")
+    return experts.FileNames({}, files=rows)
+
+
+def _matrix(param: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter, that of a stack of experts as one matrix."""
+    shape = tuple(param.shape)
+    return shape if components.quantized_local(param) is None else experts.matrix_shape(shape)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

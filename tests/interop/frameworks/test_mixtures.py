@@ -167,10 +167,12 @@ def test_layouts_have_every_expert_by_its_name(
     if is_read:
         read = load(tmp_path / "exported")
         assert differing(read, reverted(model, tmp_path)) == []
-    with pytest.raises(ConfigurationError, match="quantized experts in this layout cannot be read"):
-        load_trainable(tmp_path / "exported", recipe)
-    with pytest.raises(CheckpointError, match=r"stacks experts, which layouts\.load cannot fill"):
-        layouts.load(tmp_path / "exported", model)
+    found_again = load_trainable(tmp_path / "exported", recipe)
+    assert all(key.endswith("_draws") for key in differing(model, found_again))
+    other = converted(folders[name], recipe)
+    step(other)
+    assert len(layouts.load(tmp_path / "exported", other).copied) == len(dict(model.named_parameters()))
+    assert all(key.endswith("_draws") for key in differing(model, other))
 
 
 def load_trainable(path: Path, recipe: Any) -> Any:
@@ -214,3 +216,13 @@ def test_experts_that_were_left_are_listed_as_such(folders: Any, tmp_path: Path)
         left = config["modules_to_not_convert"]
         assert name in left and not [each for each in left if "layers.1.mlp.experts" in each]
         assert differing(load(tmp_path / folder), reverted(model, tmp_path)) == []
+
+
+def test_values_of_files_are_quantized_into_stacks(folders: Any) -> None:
+    """As `convert` quantizes them, where files have one tensor per expert; others are refused."""
+    wanted, model = load(folders["Mixtral"]), converted(folders["Mixtral"], "nvfp4")
+    qs.convert(wanted, "nvfp4")
+    layouts.load(folders["Mixtral"], model)
+    assert all(key.endswith("_draws") for key in differing(model, wanted))
+    with pytest.raises(CheckpointError, match="these experts cannot be loaded"):
+        layouts.load(folders["gpt-oss"], converted(folders["gpt-oss"], "mxfp8"))
