@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, sharding
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
@@ -26,19 +27,28 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 class StackedExperts(QuantizedModule):
     """Experts whose weights are quantized as stacks: each matrix has its own scales, as if it were a parameter.
 
-    `set_device_mesh(mesh["ep"])` distributes the experts over a mesh axis: each rank keeps `num_experts` / ranks.
+    `set_device_mesh(mesh["ep"])` distributes the experts over a mesh axis: each rank keeps `num_stacked` / ranks.
 
-    `turned`: the matrices are stored as [in_features, out_features].
+    `is_transposed`: whether the matrices are stored as [in_features, out_features]. `num_stacked`: number of experts on
+    all ranks.
     """
 
-    turned: bool
+    is_transposed: bool
+    num_stacked: int
 
-    def start(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Give a module that has just become an instance of this class the attributes of one without weights."""
-        empty = vars(QuantizedModule(device, dtype))
-        vars(self).update({name: value for name, value in empty.items() if name not in vars(self)})
-        self._handle = graph_state.handle(self, device)
+    def init_empty(self, name: str, like: Tensor) -> None:
+        """Give a module that has just become an instance of this class the attributes of one without weights.
+
+        `like`: one of its stacks.
+        """
+        empty = vars(QuantizedModule(like.device, like.dtype))
+        vars(self).update({key: value for key, value in empty.items() if key not in vars(self)})
+        self._handle = graph_state.handle(self, like.device)
         self._readers: dict[str, grouped.ExpertsReader] = {}
+        self.name, self.num_stacked = name, len(like)
+        for bias, param in self.named_parameters(recurse=False):
+            if param.ndim == 2 and len(param) == len(like):
+                self._vectors[bias], self._cuts[bias] = 0.0, 0
 
     @torch.no_grad()
     def quantize_stack(self, name: str, old: nn.Parameter, keep_values: bool) -> None:
@@ -69,14 +79,17 @@ class StackedExperts(QuantizedModule):
         weight, bias_value = self._locals([name, bias]) if bias else (*self._locals([name]), None)
         call = recompute.linear_context((id(self), (name,)), True, self.training)
         self._check_stack(name, weight, call, x.device)
-        layer = self._together(name, weight, bias_value, x, counts, call)
+        in_features = weight.shape[1 if self.is_transposed else 2]
+        if x.shape[-1] != in_features:
+            raise checks.wrong_features(self, name, in_features, x.shape, None)
+        layer = self._grouped_layer(name, weight, bias_value, x, counts, call)
         if layer is not None:
             return grouped.grouped_linear(x, layer)
         if isinstance(counts, Tensor):
             counts = self._on_host(name, counts)
         group = None if self.tp_mesh is None else self.tp_mesh.get_group()
         return stacked.stacked_linear(
-            x, StackedLayer(weight, bias_value, counts, self.turned, call, group, self.gemm_plans)
+            x, StackedLayer(weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans)
         )
 
     def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
@@ -102,7 +115,7 @@ class StackedExperts(QuantizedModule):
         """See `GroupedLinear.joint_fallbacks`."""
         return grouped_linear.joint_fallbacks(recipe, device)
 
-    def _together(
+    def _grouped_layer(
         self, name: str, weight: QuantizedTensor, bias: Tensor | None, x: Tensor, counts: list[int] | Tensor,
         call: LinearContext,
     ) -> grouped.ExpertsLayer | None:  # fmt: skip
@@ -118,7 +131,17 @@ class StackedExperts(QuantizedModule):
         if not grouped.are_readable([weight], biases, call.recipe.weight, x, reader):
             return None
         return grouped.ExpertsLayer(
-            [weight], biases, counts, block, call, {}, False, None, reader, is_stack=True, turned=self.turned
+            [weight],
+            biases,
+            counts,
+            block,
+            call,
+            {},
+            False,
+            None,
+            reader,
+            is_stack=True,
+            is_transposed=self.is_transposed,
         )
 
     def _on_host(self, name: str, counts: Tensor) -> list[int]:
@@ -143,9 +166,28 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
 
     Each rank keeps an equal number of the experts of every layer, and tokens are sent to the experts that the router
     chooses. Call it after `convert` and before `fully_shard`, whose mesh for an experts module has the other axes only.
+
+    Raises:
+        ConfigurationError: the model has no such experts, the mesh is not one axis, its size does not divide the
+            number of experts, the model is sharded already, or a module has other parameters, which ranks would train
+            apart. No module has changed.
     """
-    modules = [module for module in model.modules() if isinstance(module, StackedExperts)]
+    if not isinstance(ep_mesh, DeviceMesh) or ep_mesh.ndim != 1:
+        raise ConfigurationError('distribute_experts needs one axis of a device mesh, such as mesh["ep"]')
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
     if not modules:
         raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
-    for module in modules:
+    for name, module in modules.items():
+        params = dict(module.named_parameters())
+        other = next((param for param in params if module._cuts.get(param) is None), None)
+        if any(isinstance(param, DTensor) for param in params.values()):
+            problem = "is sharded already; call distribute_experts once, and before fully_shard"
+        elif module.num_stacked % ep_mesh.size():
+            problem = f"has {module.num_stacked} experts, which {ep_mesh.size()} ranks cannot share equally"
+        elif other is not None:
+            problem = f"has {other}, which ranks would train apart; leave its experts on all ranks"
+        else:
+            continue
+        raise ConfigurationError(f"distribute_experts: {name} {problem}")
+    for module in modules.values():
         module.set_device_mesh(ep_mesh)

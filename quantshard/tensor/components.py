@@ -92,7 +92,7 @@ def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
 
 def as_matrix(tensor: Tensor, like: QuantizedStorage | None) -> Tensor:
     """View a tensor that belongs to a stack of matrices as `like` stores the stack: [rows of all, columns]."""
-    return tensor if like is None or not like.spec.format.matrix_rows else tensor.flatten(0, 1)
+    return tensor if like is None or not like.spec.format.matrix_rows else tensor.flatten(0, -2)
 
 
 def shard_of(param: Tensor) -> Shard:

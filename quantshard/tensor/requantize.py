@@ -122,14 +122,16 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
             )
 
 
-def non_finite(values: Tensor, origin: tuple[int, int]) -> str:
-    """Describe the infinite and NaN values of [R, C], with global indices; "" if there are none. Waits for the GPU."""
+def non_finite(values: Tensor, origin: Sequence[int]) -> str:
+    """Describe the infinite and NaN values, with global indices; "" if there are none. Waits for the GPU."""
     bad = ~torch.isfinite(values)
     if not bad.any():
         return ""
     first = int(bad.flatten().to(torch.uint8).argmax())
-    indices = [start + offset for start, offset in zip(origin, divmod(first, values.shape[1]), strict=True)]
-    value = values.flatten()[first].item()
+    value, indices = values.flatten()[first].item(), list[int]()
+    for start, size in zip(reversed(origin), reversed(values.shape), strict=True):
+        first, offset = divmod(first, size)
+        indices.insert(0, start + offset)
     return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {value}, at {indices}"
 
 

@@ -96,7 +96,7 @@ class Stacks(nn.Module):
         return F.silu(gate) * up
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return conversion.experts.run_experts(self, x, chosen, weights)
+        raise AssertionError("converted experts have a forward of their own")
 
 
 def recipe_of(name: str) -> Any:

@@ -1,13 +1,11 @@
 """Experts of transformers' mixtures of experts: their stacked weights are quantized under their own names.
 
 transformers runs experts through an interface (`use_experts_implementation`): the class of a model chooses activation,
-layout and biases, its router chooses experts, and a function that is registered by name multiplies. Converted experts
-use the function `IMPLEMENTATION`, whichever one the configuration names.
+layout and biases, its router chooses experts, and a function that the configuration names multiplies. Converted experts
+do not ask the configuration, which could turn quantization off.
 """
 
 import functools
-import hashlib
-import sys
 from typing import Any
 
 import torch
@@ -16,20 +14,16 @@ from torch.nn.utils import parametrize
 
 from quantshard.distributed import experts
 from quantshard.interop.conversion.forward import same_named_subclass
-from quantshard.interop.conversion.linear import PackedLoading
+from quantshard.interop.conversion.linear import PackedLoading, seeded_by, set_recipes
 from quantshard.modules import quantized_model_init
 from quantshard.modules.base.module import by_own_recipe
 from quantshard.modules.stacked_experts import StackedExperts
-from quantshard.recipe import Recipe, stock_name
-
-IMPLEMENTATION = "quantshard"
-"""Name of our function in transformers' experts interface."""
-
-_INTERFACE = "transformers.integrations.moe"
+from quantshard.recipe import Recipe
 
 _PLAIN = "_quantshard_plain_experts"
 
 _GATE = "_apply_gate"
+"""Method that transformers gives experts classes."""
 
 
 def stack_names(module: nn.Module) -> list[str]:
@@ -60,11 +54,8 @@ def unfit(module: Any, recipe: Recipe) -> str:
 class ConvertedExperts(PackedLoading, StackedExperts):
     """Base of the subclass that a converted experts module gets."""
 
-    def forward(self, *args: Any) -> Tensor:
-        return run_experts(self, *args)
-
     @by_own_recipe
-    def run_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send tokens [tokens, hidden] to their experts, and sum the outputs by the router's weights.
 
         Args:
@@ -72,8 +63,11 @@ class ConvertedExperts(PackedLoading, StackedExperts):
             top_k_weights: their weights, of the same shape.
         """
         module: Any = self
+        if parametrize.is_parametrized(module):  # by PEFT: adapters in high precision are added to the values
+            adapted: Tensor = getattr(module, _PLAIN).forward(module, hidden_states, top_k_index, top_k_weights)
+            return adapted
         inp = self._input(hidden_states)
-        dispatch = experts.dispatch_tokens(inp, top_k_index, module.stack_size, self.tp_mesh)
+        dispatch = experts.dispatch_tokens(inp, top_k_index, self.num_stacked, self.tp_mesh)
         first, second = self._weights
         bias = {name: f"{name}_bias" if module.has_bias else None for name in (first, second)}
         x = self.multiply(first, dispatch.tokens, dispatch.m_splits, bias[first])
@@ -98,42 +92,24 @@ def convert_experts(
     module: Any, name: str, recipe: Recipe, around: Recipe | None, by_itself: bool, keep_values: bool
 ) -> None:
     """Quantize the stacked weights of an experts module in place. For the arguments see `linear.empty_linear`."""
-    weights, before = stack_names(module), frozenset(vars(module))
-    old = [getattr(module, weight) for weight in weights]
+    before = frozenset(vars(module))
+    old = {weight: getattr(module, weight) for weight in stack_names(module)}
     module.__class__ = _converted(type(module))  # type: ignore[arg-type]  # mypy takes classes for unhashable
-    with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
-        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
-        module.start(old[0].device, old[0].dtype)
-        module.name, module.plain_attributes = name, before
-        module.turned, module.stack_size = module.is_transposed, len(old[0])
-        for param, _ in module.named_parameters(recurse=False):
-            module._cuts[param] = 0 if param.removesuffix("_bias") in weights else None
-        for weight, values in zip(weights, old, strict=True):
+    with seeded_by(name), quantized_model_init(True, recipe, keep_values):
+        module.init_empty(name, next(iter(old.values())))
+        for weight, values in old.items():
             module.quantize_stack(weight, values, keep_values)
-    name_or_recipe = stock_name(recipe) or recipe
-    module.recipe = None if recipe == around else name_or_recipe
-    module.model_recipe = name_or_recipe if by_itself else None
-    if _INTERFACE in sys.modules:
-        sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_experts)
+    set_recipes(module, recipe, around, by_itself)
+    module.added_attributes = (*(vars(module).keys() - before), "added_attributes")
 
 
 def revert_experts(module: Any) -> None:
     """Undo `convert_experts`; the parameters get the dequantized values."""
     stacks = {name: getattr(module, name) for name in module._weights}
-    for name in vars(module).keys() - module.plain_attributes:
-        del vars(module)[name]
+    for name in module.added_attributes:
+        vars(module).pop(name, None)
     module.__class__ = getattr(type(module), _PLAIN)
     for name, stack in stacks.items():
         empty = torch.empty(stack.shape, dtype=stack.dtype, device=stack.device)
         values = empty if stack.is_meta else stack.detach().dequantize()
         setattr(module, name, nn.Parameter(values, requires_grad=stack.requires_grad))
-
-
-def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run experts for transformers; those that are not converted, or have adapters, by transformers' own code."""
-    if isinstance(module, ConvertedExperts) and not parametrize.is_parametrized(module):
-        result: Tensor = module.run_experts(hidden_states, top_k_index, top_k_weights)
-    else:
-        plain = sys.modules[_INTERFACE].ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-        result = plain(module, hidden_states, top_k_index, top_k_weights)
-    return result

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,8 +106,7 @@ def empty_linear(
         by_itself: enter the layer's recipe if no autocast is active.
         keep_values: keep the values of a later `reset_parameters` for an optimizer's masters.
     """
-    with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
-        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
+    with seeded_by(name), quantized_model_init(True, recipe, keep_values):
         new = ConvertedLinear(
             old.in_features,
             old.out_features,
@@ -115,11 +115,24 @@ def empty_linear(
             device="meta",
             name=name,
         )
+    set_recipes(new, recipe, around, by_itself)
+    return new
+
+
+@contextmanager
+def seeded_by(name: str) -> Iterator[None]:
+    """Seed torch's CPU generator by a layer's name, so that all ranks draw the same random keys."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
+        yield
+
+
+def set_recipes(module: Any, recipe: Recipe, around: Recipe | None, by_itself: bool) -> None:
+    """Set the recipes of a converted module; see `empty_linear`."""
     # graphs of torch 2.11 accept only a name
     name_or_recipe = stock_name(recipe) or recipe
-    new.recipe = None if recipe == around else name_or_recipe
-    new.model_recipe = name_or_recipe if by_itself else None
-    return new
+    module.recipe = None if recipe == around else name_or_recipe
+    module.model_recipe = name_or_recipe if by_itself else None
 
 
 def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bool) -> None:

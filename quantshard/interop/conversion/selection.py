@@ -1,7 +1,9 @@
 """Checks a model, and selects the linear layers to convert and their recipes, before anything is changed."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,7 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     if not layers:
         check_recipes("convert", recipes)
         return []
+    recipes, filter = (_explained(choose) for choose in (recipes, filter))
     layer_recipes = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
@@ -78,18 +81,32 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     recipe_names = set(recipes) if isinstance(recipes, Mapping) else set()
     layer_choices = []
     for (name, module), recipe in zip(layers.items(), layer_recipes, strict=True):
-        if isinstance(module, nn.Linear):
-            unfit = _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
-        else:
-            unfit = "" if recipe is None else experts.unfit(module, recipe)
+        choice = LayerChoice(name, module, recipe)
         reason = (
-            unfit
+            _unfit(choice, weight_users)
             or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
             or ("no pattern of the recipes matches it" if recipe is None else "")
             or ("" if recipe is not None and recipe.table else f"recipe {HIGH_PRECISION}")
         )
-        layer_choices.append(LayerChoice(name, module, None if reason else recipe, reason))
+        layer_choices.append(replace(choice, recipe=None, reason=reason) if reason else choice)
     return layer_choices
+
+
+def _explained(choose: Any) -> Any:
+    """Name the layer if a user's filter or recipe function reads what experts lack, such as `in_features`."""
+    if isinstance(choose, Mapping | Recipe | type) or not callable(choose):
+        return choose
+
+    @functools.wraps(choose)
+    def explained(module: nn.Module, name: str) -> Any:
+        try:
+            return choose(module, name)
+        except AttributeError as error:
+            if isinstance(module, nn.Linear):
+                raise
+            raise ConfigurationError(f"convert: {name}: {error}; functions also get the experts of mixtures") from error
+
+    return explained
 
 
 def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -127,25 +144,28 @@ def _memory(parameter: nn.Parameter) -> int:
     return parameter.data_ptr() if type(parameter.data) is Tensor else id(parameter)
 
 
-def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
-    """Return why a layer can never be converted, or "". `users`: other modules that hold its weight."""
-    if parametrize.is_parametrized(module) or not isinstance(module.weight, nn.Parameter):
+def _unfit(choice: LayerChoice, weight_users: Mapping[int, Sequence[str]]) -> str:
+    """Return why a layer or experts can never be converted, or "". `weight_users`: see `_users_of_weights`."""
+    module, weights = choice.module, choice.weights.values()
+    if parametrize.is_parametrized(module) or not all(isinstance(weight, nn.Parameter) for weight in weights):
         return "its weight is computed from other parameters"
-    if type(module) is not nn.Linear:
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         return f"a {type(module).__module__.split('.')[0]}.{type(module).__name__}, which computes in its own way"
+    users = [user for weight in weights for user in weight_users.get(id(weight), ()) if user != choice.name]
     if users:
         return f"its weight is also that of {', '.join(users)}"
-    if not module.weight.is_floating_point() or module.weight.itemsize == 1:
-        return f"its weight is {module.weight.dtype}; load it in bfloat16"
-    if type(module.weight.data).__module__.partition(".")[0] != "torch":
-        return f"its weight is a {type(module.weight.data).__name__}; load it in bfloat16"
+    for weight in weights:
+        if not weight.is_floating_point() or weight.itemsize == 1:
+            return f"its weight is {weight.dtype}; load it in bfloat16"
+        if type(weight.data).__module__.partition(".")[0] != "torch":
+            return f"its weight is a {type(weight.data).__name__}; load it in bfloat16"
     if "forward" in vars(module):
         return "its forward was replaced, for example by accelerate"
-    if extras := _own(module):
+    if isinstance(module, nn.Linear) and (extras := _own(module)):
         return f"it also has {', '.join(extras)}"
-    if private_torch.has_gradient_hooks(module.weight):
+    if any(private_torch.has_gradient_hooks(weight) for weight in weights):
         return "its weight has hooks; register them after convert"
-    return ""
+    return "" if isinstance(module, nn.Linear) or choice.recipe is None else experts.unfit(module, choice.recipe)
 
 
 def _own(module: nn.Linear) -> list[str]:
@@ -195,7 +215,7 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 def check_values(chosen: Sequence[LayerChoice]) -> None:
     """Check the values of all layers to convert, except on meta: codes would hide infinite and NaN values."""
     weights = {
-        f"{choice.name}.{name}": weight.detach().flatten(0, -2)
+        f"{choice.name}.{name}": weight.detach()
         for choice in chosen
         if choice.recipe
         for name, weight in choice.weights.items()
@@ -208,7 +228,8 @@ def check_values(chosen: Sequence[LayerChoice]) -> None:
     if bad:
         weight = weights[bad[0]]
         hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
-        raise ConfigurationError(f"convert: {bad[0]}: {non_finite(weight, (0, 0))}{hint} ({len(bad)} such layers)")
+        problem = non_finite(weight, (0,) * weight.ndim)
+        raise ConfigurationError(f"convert: {bad[0]}: {problem}{hint} ({len(bad)} such layers)")
 
 
 def _largest(weight: Tensor) -> Tensor:

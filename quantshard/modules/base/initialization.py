@@ -103,8 +103,9 @@ def fill(module: Any, names: Iterable[str]) -> None:
         if AMAX_HISTORY in state:
             state[AMAX_HISTORY].zero_()
         local, offset = private_torch.local_tensor(param), private_torch.global_offset(param)
-        origin = local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (offset[0], offset[1])
-        shape = (local.shape[0], local.shape[1])
+        shard = local.quantized_storage.shard if isinstance(local, QuantizedTensor) else None
+        origin = (offset[0], offset[1]) if shard is None else shard.origin
+        shape = (local.shape[0], local.shape[1]) if shard is None else shard.shape
         values = spec.values(int(state[RNG_KEY]), origin, shape, local.device).to(module._dtype)
         if isinstance(local, QuantizedTensor):
             quantized[f"{type(module).__name__}.{name}"] = (param, values)

@@ -104,8 +104,8 @@ class ExpertsLayer(NamedTuple):
     the device. `block`: elements per scale along the summed dim; 0: one scale per expert. `histories`: role -> amax
     history of each expert (delayed scaling). `record`: whether amaxes are recorded (in training). `amax_group`: ranks
     that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`. `is_stack`:
-    the only weight is a stack of all experts' weights, and the only bias, if any, a stack of biases. `turned`: it holds
-    the transposed weights [in_features, out_features].
+    the only weight is a stack of all experts' weights, and the only bias, if any, a stack of biases. `is_transposed`:
+    it holds [in_features, out_features] of each.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -119,7 +119,7 @@ class ExpertsLayer(NamedTuple):
     reader: ExpertsReader
     wgrads: WeightGradients | None = None
     is_stack: bool = False
-    turned: bool = False
+    is_transposed: bool = False
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
@@ -269,7 +269,7 @@ class _ExpertsFunction(torch.autograd.Function):
         fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         biases = ExpertBias.of(layer.biases[0] if layer.is_stack else layer.biases) if layer.biases else None
         y = grouped_matmul.rows_times_weights(
-            fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.turned, biases=biases
+            fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.is_transposed, biases=biases
         )
         ctx.layer, ctx.segments, ctx.dtype = layer._replace(weights=(), biases=()), segments, x.dtype
         ctx.x_encoding, ctx.bias_dtype = wgrad_rows.encoding, layer.biases[0].dtype if layer.biases else None
@@ -290,12 +290,12 @@ class _ExpertsFunction(torch.autograd.Function):
         dx = None
         if needs_x:
             dx = grouped_matmul.rows_times_weights(
-                dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.turned
+                dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.is_transposed
             )
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
             x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
-            pair = (x, wgrad_rows) if layer.turned else (wgrad_rows, x)
+            pair = (x, wgrad_rows) if layer.is_transposed else (wgrad_rows, x)
             compute = partial(grouped_matmul.weight_gradients, *pair, segments)
             param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), weights[0].dtype)
         if any(needs[count:]):

@@ -30,14 +30,14 @@ from quantshard.tensor.storage import QuantizedStorage
 class StackedLayer(NamedTuple):
     """The linear layers of a stack of experts, ready to be called.
 
-    `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `turned`: the matrices are the
-    transposed weights [in_features, out_features]. `data_group`: see `LinearState`.
+    `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `is_transposed`: the
+    matrices are stored as [in_features, out_features]. `data_group`: see `LinearState`.
     """
 
     weight: QuantizedTensor
     bias: Tensor | None
     counts: Sequence[int]
-    turned: bool
+    is_transposed: bool
     call: LinearContext
     data_group: Groups
     plans: LayerPlans
@@ -48,6 +48,8 @@ class StackedLayer(NamedTuple):
         Random words have a key for each expert and one draw for all, so that the number of draws is equal on all ranks.
         """
         storage = self.weight.quantized_storage
+        copies = tuple(storage.spec.format.copies)
+        storage = storage.with_copy(copies[0 if role is TensorRole.INPUT else -1])  # once for all experts
         specs = self.call.recipe.activations[role]
         stochastic = any(spec is not None and spec.scaling.stochastic_rounding for spec in specs)
         draws = storage.state[RNG_DRAWS].clone()
@@ -55,7 +57,7 @@ class StackedLayer(NamedTuple):
             next_draw(storage.state)
         for index in range(self.weight.shape[0]):
             matrix = storage.matrix(index)
-            matrix = _transposed(matrix) if self.turned else matrix
+            matrix = _transposed(matrix) if self.is_transposed else matrix
             matrix.state[RNG_DRAWS] = draws.clone()
             state = LinearState([matrix.state], None, None, False, data_group=self.data_group, plans=self.plans)
             bias = None if self.bias is None else self.bias[index]
@@ -86,16 +88,16 @@ class _StackFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.layer, keeps = others
         layer = ctx.layer._replace(bias=bias)
-        x, outputs, kept = private_torch.plain(x), [], []
+        x, outputs, saved_tensors = private_torch.plain(x), [], []
         ctx.experts = []  # the layer of each, and how many of the saved tensors belong to it
         for part, expert in zip(x.split(list(layer.counts)), layer.experts(TensorRole.INPUT), strict=True):
             (y,), x_wgrad = forward_gemms(part, part.shape, expert, keeps)
             backward, (_, *tensors) = expert.saved(x_wgrad, part.shape, x.dtype, False)
             outputs.append(y)
-            kept += tensors
+            saved_tensors += tensors
             ctx.experts.append((backward, len(tensors)))
         ctx.layer = ctx.layer._replace(weight=None)
-        ctx.save_for_backward(weight, *kept)
+        ctx.save_for_backward(weight, *saved_tensors)
         return torch.cat(outputs)
 
     @staticmethod
@@ -108,13 +110,13 @@ class _StackFunction(torch.autograd.Function):
         grad, dx, dweights, dbiases = private_torch.plain(grads[0]), [], [], []
         experts = layer.experts(TensorRole.GRAD_OUTPUT)
         for part, expert, (saved, count) in zip(grad.split(list(layer.counts)), experts, ctx.experts, strict=True):
-            own, tensors = tensors[:count], tensors[count:]
-            backward = saved._replace(state=expert.state).with_saved([*expert.weights, *own], needs_x, needs)
+            saved_tensors, tensors = tensors[:count], tensors[count:]
+            backward = saved._replace(state=expert.state).with_saved([*expert.weights, *saved_tensors], needs_x, needs)
             dx_part, (dweight, dbias) = backward.backward([part])
             dx.append(dx_part)
             dweights.append(dweight)
             dbiases.append(dbias)
-        if layer.turned:
+        if layer.is_transposed:
             dweights = [None if dweight is None else dweight.t() for dweight in dweights]
         return (
             torch.cat(dx) if needs_x else None,

@@ -201,6 +201,41 @@ def test_compiled() -> None:
     assert losses[0] == losses[1]
 
 
+def test_experts_that_cannot_be_replaced_are_left() -> None:
+    model = mixture("Qwen3-MoE", num_hidden_layers=4)
+    tied, hooked, replaced, fp8 = (layer.mlp.experts for layer in model.model.layers)
+    tied.down_proj = hooked.down_proj
+    hooked.gate_up_proj.register_hook(lambda grad: grad)
+    replaced.forward = replaced.forward
+    fp8.down_proj = torch.nn.Parameter(fp8.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    reasons = {layer.name: layer.reason for layer in qs.convert(model, "current").left}
+    for number, reason in enumerate(("also that of", "also that of", "forward was replaced", "float8_e4m3fn")):
+        assert reason in reasons[f"model.layers.{number}.mlp.experts.down_proj"]
+
+
+def test_revert_keeps_what_users_set() -> None:
+    model = mixture("Qwen3-MoE")
+    qs.convert(model, "current")
+    experts = model.model.layers[0].mlp.experts
+    experts.note = 5
+    qs.revert(model)
+    assert experts.note == 5 and not hasattr(experts, "gemm_plans")
+
+
+def test_reset_parameters() -> None:
+    """From meta, to values that depend on the seed of each weight only."""
+    found = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = mixture("gpt-oss")
+        qs.convert(model, "mxfp8")
+        experts = model.model.layers[0].mlp.experts
+        experts.reset_parameters()
+        assert not experts.gate_up_proj_bias.any()
+        found.append(experts.gate_up_proj.dequantize())
+    assert torch.equal(*found) and 0.01 < found[0].std().item() < 0.04
+
+
 def test_recipes_by_name() -> None:
     model = mixture("Qwen3-MoE")
     report = qs.convert(model, {"layers.0.mlp.experts": "mxfp8", "*.experts": "bf16", "*": "current"})
@@ -212,6 +247,8 @@ def test_recipes_by_name() -> None:
     ]  # fmt: skip
     loss_of(model).backward()
 
+
+WRONG_WIDTH = torch.zeros(3, 63).bfloat16(), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
 
 LEFT = {
     "delayed": ("Qwen3-MoE", "delayed", "no amax histories"),
@@ -237,12 +274,18 @@ def test_bad_input() -> None:
     model = mixture("Qwen3-MoE")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[2, 5, 7] = float("nan")
-    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.experts\.down_proj: 1 of 8192 values .* \[133, 7\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"layers\.1\.mlp\.experts\.down_proj: 1 of 8192 values .* \[2, 5, 7\]"
+    ):
         qs.convert(model, "current")
     model = mixture("Qwen3-MoE")
-    with pytest.raises(ConfigurationError, match="no stacked experts"):
+    with pytest.raises(ConfigurationError, match="one axis of a device mesh"):
         qs.distribute_experts(model, None)
+    with pytest.raises(ConfigurationError, match=r"mlp\.experts: .*in_features.*functions also get the experts"):
+        qs.convert(model, "current", filter=lambda module, _: module.in_features > 1)
     qs.convert(model, "current")
+    with pytest.raises(Exception, match="63"):
+        model.model.layers[0].mlp.experts(*WRONG_WIDTH)
     experts = model.model.layers[0].mlp.experts
     with qs.autocast(recipe="mxfp8"), pytest.raises(RecipeMismatchError, match=r"experts.gate_up_proj.*mxfp8"):
         experts(torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
