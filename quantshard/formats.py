@@ -135,11 +135,6 @@ class OrientedCodes:
         """Whether one scale belongs to a whole matrix, also in a stack of matrices."""
         return self.block[0] != 1 and self.block[1] == ALL
 
-    @property
-    def is_per_matrix(self) -> bool:
-        """Whether each matrix of a stack has one scale."""
-        return self.is_per_tensor and self.block[0] != ALL
-
     @cached_property
     def by_rows(self) -> OrientedCodes:
         """The same codes with a scale for each row, as kernels read a stack with a scale for each matrix."""
@@ -246,9 +241,7 @@ def _row(
 def stacked(fmt: Format, rows: int) -> Format:
     """Return the format of a stack of matrices with `rows` rows each, stored one below the other."""
     assert fmt.fits_stack(rows), (fmt.name, rows)
-    parts = (
-        replace(part, block_shape=(min(part.block_shape[0], rows), part.block_shape[1])) for part in fmt.components
-    )
+    parts = (replace(c, block_shape=(min(c.block_shape[0], rows), c.block_shape[1])) for c in fmt.components)
     return Format(fmt.name, tuple(parts), rows)
 
 

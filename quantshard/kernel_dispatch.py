@@ -164,7 +164,9 @@ def dequantize(
     result."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
-    if has_kernels(codes) and copy.codes.encoding.bits <= 8 and not _has_second_scales(copy):
+    # no kernel dequantizes stacks whose matrices have second scales
+    has_kernel = copy.codes.encoding.bits <= 8 and (copy.amax is None or copy.amax.block_shape[0] == ALL)
+    if has_kernel and has_kernels(codes):
         copy, parts = _by_rows(copy, parts)
         return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, nan_flag)
     values = numerics.dequantize(copy, parts, shape, origin)
@@ -173,15 +175,10 @@ def dequantize(
 
 def _by_rows(copy: OrientedCodes, grids: Grids) -> tuple[OrientedCodes, Grids]:
     """Give each row of a stack the scale of its matrix."""
-    if not copy.is_per_matrix:
+    if not copy.is_per_tensor or copy.block[0] == ALL:
         return copy, grids
     name = copy.scale.name
     return copy.by_rows, {**grids, name: grids[name].repeat_interleave(copy.block[0], 0)}
-
-
-def _has_second_scales(copy: OrientedCodes) -> bool:
-    """Whether each matrix of a stack has a second scale. No kernel dequantizes these."""
-    return copy.amax is not None and copy.amax.block_shape[0] != ALL
 
 
 def dequantize_together(

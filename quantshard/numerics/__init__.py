@@ -328,11 +328,8 @@ def stored_scales(copy: OrientedCodes, parts: Mapping[str, Tensor]) -> Tensor:
     """Return the float32 factor of each block's decoded codes, from the components of one copy."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
-        scale = (
-            scale
-            * _of_blocks(parts[copy.amax.name], scale)
-            * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
-        )
+        largest = copy.codes.encoding.max * copy.scale.encoding.max
+        scale = scale * _of_blocks(parts[copy.amax.name], scale) * (1.0 / largest)
     return scale
 
 
