@@ -179,13 +179,13 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
         raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
     for name, module in modules.items():
         params = dict(module.named_parameters())
-        other = next((param for param in params if module._cuts.get(param) is None), None)
+        replicated = next((param for param in params if module._cuts.get(param) is None), None)
         if any(isinstance(param, DTensor) for param in params.values()):
             problem = "is sharded already; call distribute_experts once, and before fully_shard"
         elif module.num_stacked % ep_mesh.size():
             problem = f"has {module.num_stacked} experts, which {ep_mesh.size()} ranks cannot share equally"
-        elif other is not None:
-            problem = f"has {other}, which ranks would train apart; leave its experts on all ranks"
+        elif replicated is not None:
+            problem = f"has {replicated}, which ranks would train apart; leave its experts on all ranks"
         else:
             continue
         raise ConfigurationError(f"distribute_experts: {name} {problem}")

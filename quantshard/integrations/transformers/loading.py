@@ -228,8 +228,8 @@ class QuantshardQuantizer(HfQuantizer):
         loaded: Any = model
         conversions = []
         for entry in getattr(model, "_weight_conversions", ()):
-            fills = [each for each in getattr(entry, "operations", ()) if isinstance(each, WeightFill)]
-            conversions += [each.plain for each in fills if isinstance(each, StackFill)] if fills else [entry]
+            fills = [fill for fill in getattr(entry, "operations", ()) if isinstance(fill, WeightFill)]
+            conversions += [fill.plain for fill in fills if isinstance(fill, StackFill)] if fills else [entry]
         # from here on, the model is like any other converted model
         self.remove_quantization_config(model)
         # removed with the configuration, but saving reads them
@@ -356,9 +356,9 @@ class StackFill(WeightFill):
         """Build the stack of what `of` returns for each tensor whose name ends in `key`, its pattern and number."""
         values: Any = {
             f"{name.removesuffix(key)}weight": [
-                part if of is None else of(part, name, i) for i, part in enumerate(each)
+                part if of is None else of(part, name, i) for i, part in enumerate(tensors)
             ]
-            for name, each in parts.items()
+            for name, tensors in parts.items()
             if name.endswith(f".{key}")
         }
         for operation in self.plain.operations:

@@ -63,10 +63,10 @@ def layer_mask(**options: Any) -> Any:
     is_chunked = window is not None and getattr(options.get("config"), "attention_chunk_size", None) is not None
     is_plain = options.get("attention_mask") is None and not options.get("use_vmap") and not is_chunked
     if is_plain and length == options["kv_length"] and "allow_is_causal_skip" in options:
-        left = UNLIMITED if window is None or window >= length else window - 1
-        call = AttentionCall("bshd", Diagonals(left, 0, False), None)
+        earlier = UNLIMITED if window is None or window >= length else window - 1
+        call = AttentionCall("bshd", Diagonals(earlier, 0, False), None)
         if cumulative is None and options["allow_is_causal_skip"]:
-            return None if left == UNLIMITED else call
+            return None if earlier == UNLIMITED else call
         cumulative = _boundaries(**options) if cumulative is None else cumulative
         if cumulative is not None:
             tokens = cumulative.new_empty(()).expand(rows, length)

@@ -76,22 +76,22 @@ def _transposed(matrix: QuantizedStorage) -> QuantizedStorage:
 
 def stacked_linear(x: Tensor, layer: StackedLayer) -> Tensor:
     """Compute x @ w^T + b with each row's expert, one expert after the other: rows x [tokens, in_features]."""
-    others = layer._replace(bias=None), needs_wgrad([layer.weight])
-    out: Tensor = _StackFunction.apply(x, others, layer.weight, layer.bias)
+    arguments = layer._replace(bias=None), needs_wgrad([layer.weight])
+    out: Tensor = _StackFunction.apply(x, arguments, layer.weight, layer.bias)
     return out
 
 
 class _StackFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, others: tuple[StackedLayer, bool], weight: QuantizedTensor, bias: Tensor | None
+        ctx: Any, x: Tensor, arguments: tuple[StackedLayer, bool], weight: QuantizedTensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.layer, keeps = others
+        ctx.layer, has_wgrad = arguments
         layer = ctx.layer._replace(bias=bias)
         x, outputs, saved_tensors = private_torch.plain(x), [], []
         ctx.experts = []  # the layer of each, and how many of the saved tensors belong to it
         for part, expert in zip(x.split(list(layer.counts)), layer.experts(TensorRole.INPUT), strict=True):
-            (y,), x_wgrad = forward_gemms(part, part.shape, expert, keeps)
+            (y,), x_wgrad = forward_gemms(part, part.shape, expert, has_wgrad)
             backward, (_, *tensors) = expert.saved(x_wgrad, part.shape, x.dtype, False)
             outputs.append(y)
             saved_tensors += tensors
@@ -109,9 +109,11 @@ class _StackFunction(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         grad, dx, dweights, dbiases = private_torch.plain(grads[0]), [], [], []
         experts = layer.experts(TensorRole.GRAD_OUTPUT)
-        for part, expert, (saved, count) in zip(grad.split(list(layer.counts)), experts, ctx.experts, strict=True):
+        for part, expert, (forward, count) in zip(grad.split(list(layer.counts)), experts, ctx.experts, strict=True):
             saved_tensors, tensors = tensors[:count], tensors[count:]
-            backward = saved._replace(state=expert.state).with_saved([*expert.weights, *saved_tensors], needs_x, needs)
+            backward = forward._replace(state=expert.state).with_saved(
+                [*expert.weights, *saved_tensors], needs_x, needs
+            )
             dx_part, (dweight, dbias) = backward.backward([part])
             dx.append(dx_part)
             dweights.append(dweight)

@@ -194,11 +194,11 @@ def run_model(model: Any, tokens: Tensor, documents: Documents | None = None, **
         masks: Any = importlib.import_module("transformers.masking_utils")
         find, pack = masks.find_packed_sequence_indices, attention.packing
         with (
-            mock.patch.object(masks, find.__name__, side_effect=find) as found,
-            mock.patch.object(attention, pack.__name__, side_effect=pack) as packed,
+            mock.patch.object(masks, find.__name__, side_effect=find) as finder,
+            mock.patch.object(attention, pack.__name__, side_effect=pack) as packer,
         ):
             result = model(**options)
-    if not found.call_count and not packed.call_count:
+    if not finder.call_count and not packer.call_count:
         raise _mixes(f"attention of {type(model).__name__}")
     setattr(model, name, True)
     return result
