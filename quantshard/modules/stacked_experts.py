@@ -89,7 +89,7 @@ class StackedExperts(QuantizedModule):
             counts = self._on_host(name, counts)
         group = None if self.tp_mesh is None else self.tp_mesh.get_group()
         return stacked.stacked_linear(
-            x, StackedLayer(weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans)
+            x, StackedLayer(weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans, call.record)
         )
 
     def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class StackedExperts(QuantizedModule):
             block,
             call,
             {},
-            False,
+            call.record,
             None,
             reader,
             is_stack=True,

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ class Observer(ABC):
 
 
 active: Observer | None = None
+
+STACK_KEY: Final = "stack_key"
+"""Entry in the state of a matrix of a stack: the key of the stack, under which operands are reported."""
 
 
 class OperandWatch(NamedTuple):

@@ -29,11 +29,11 @@ pytestmark = pytest.mark.distributed
 STEPS = 5
 
 
-def built(name: str, recipe: str, ep: int, seed: int = 0) -> Any:
+def built(name: str, recipe: str, ep: int, seed: int = 0, keep: bool = False) -> Any:
     """A model under FSDP2 on all ranks, with its experts distributed over `ep` of them."""
     model = mixture(name, seed)
     if recipe != "bf16":
-        qs.convert(model, recipe)
+        qs.convert(model, recipe, preserve_high_precision_init_val=keep)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("dp", "ep"))
     every = mesh["dp", "ep"]._flatten("every")
     if ep > 1:
@@ -122,6 +122,39 @@ def first_loss(ep: int) -> float:
     ids = tokens(0, 12)[dist.get_rank() :: dist.get_world_size()]
     loss: float = built("Qwen3-MoE", "mxfp8", ep)(input_ids=ids, labels=ids).loss.item()
     return loss
+
+
+def measured(ep: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Statistics of a step that changes no weight."""
+    model = built("Qwen3-MoE", "current", ep, keep=True)
+    optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=0.0)
+    ids = tokens(0, 12)[dist.get_rank() :: dist.get_world_size()]
+    with qs.Statistics(model, optimizer, every=1, saturation=1) as statistics:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        statistics.step()
+        (sample,) = statistics.close()
+    return {(row.name, row.role): row.to_dict() for row in sample.rows if row.name.endswith("_proj")}
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 2), (3, 1)])
+def test_statistics_of_stacks_have_the_numbers_of_one_process(ranks: int, ep: int) -> None:
+    """Three ranks hold 2, 2 and 0 of four experts."""
+    (wanted,), (found, *others) = run_ranks(1, measured, 1), run_ranks(ranks, measured, ep)
+    assert all(rows == found for rows in others) and found.keys() == wanted.keys()
+    assert len(found) == 4 * 3
+    for place, row in wanted.items():
+        if place[1] == "weight":
+            # sums of squares in float64 are added in another order; gradients also depend on activations
+            assert found[place].pop("sqnr_db") == pytest.approx(row.pop("sqnr_db"), rel=1e-9)
+            assert found[place].pop("grad_norm") == pytest.approx(row.pop("grad_norm"), rel=0.05)
+            assert found[place] == row
+        else:
+            # each rank scales its own rows of an expert
+            assert found[place]["sqnr_db"] == pytest.approx(row["sqnr_db"], abs=1)
+            # E5M2 rounds by up to 2**-3; FSDP2 divides gradients later, the exchange of tokens at once
+            size = ranks // ep if place[1] == "grad_output" else 1
+            assert found[place]["amax"] / size == pytest.approx(row["amax"], rel=0.2)
 
 
 def saved_by_transformers(name: str, recipe: str, folder: str) -> None:

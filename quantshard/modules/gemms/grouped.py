@@ -152,7 +152,8 @@ class ExpertsLayer(NamedTuple):
         A gradient that is not finite sets a scale of its expert to NaN. Codes saturate, so the gradient would otherwise
         come out finite, and the optimizer would not skip the step.
         """
-        if observation.active is not None and not self.is_stack:
+        # a captured step cannot read counts on the device
+        if observation.active is not None and not (isinstance(self.counts, Tensor) and kernel_dispatch.is_capturing()):
             self._show(values, role, second)
         if not self.block:
             codes = self._by_experts(values, role, segments)
@@ -189,7 +190,8 @@ class ExpertsLayer(NamedTuple):
             if past is None:  # not `self.past`, which would mark the amaxes as recorded
                 past = delayed_scaling.history_amaxes(self.histories[role], first.scaling.most_recent)
             amaxes = past.unbind()
-        for rows, weight, amax in zip(values.split(counts), self.weights, amaxes, strict=True):
+        weights = list(self.weights) * len(counts) if self.is_stack else self.weights
+        for rows, weight, amax in zip(values.split(counts), weights, amaxes, strict=True):
             watching = watch(role, self.call, self.record, weight.quantized_storage.state)
             if watching is None or not len(rows):
                 continue

@@ -26,7 +26,7 @@ from quantshard.modules.gemms import shared_amaxes
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
-from quantshard.tensor.observation import OperandWatch
+from quantshard.tensor.observation import STACK_KEY, OperandWatch
 from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
@@ -386,4 +386,4 @@ def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[st
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
     if observer is None or not record or is_second or pending_amaxes.is_rehearsed():
         return None
-    return OperandWatch(observer, state[RNG_KEY], role)
+    return OperandWatch(observer, state.get(STACK_KEY, state[RNG_KEY]), role)

@@ -22,7 +22,8 @@ from quantshard.modules.gemms.functional import PreparedLinear, forward_gemms, n
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.recipe import TensorRole
 from quantshard.sharding import whole
-from quantshard.tensor.parameter_state import RNG_DRAWS, next_draw
+from quantshard.tensor.observation import STACK_KEY
+from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY, next_draw
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -31,7 +32,7 @@ class StackedLayer(NamedTuple):
     """The linear layers of a stack of experts, ready to be called.
 
     `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `is_transposed`: the
-    matrices are stored as [in_features, out_features]. `data_group`: see `LinearState`.
+    matrices are stored as [in_features, out_features]. `data_group`, `record`: see `LinearState`.
     """
 
     weight: QuantizedTensor
@@ -41,6 +42,7 @@ class StackedLayer(NamedTuple):
     call: LinearContext
     data_group: Groups
     plans: LayerPlans
+    record: bool
 
     def experts(self, role: TensorRole) -> Iterator[PreparedLinear]:
         """Yield the layer of each expert, for the pass that quantizes activations of this role.
@@ -59,7 +61,8 @@ class StackedLayer(NamedTuple):
             matrix = storage.matrix(index)
             matrix = _transposed(matrix) if self.is_transposed else matrix
             matrix.state[RNG_DRAWS] = draws.clone()
-            state = LinearState([matrix.state], None, None, False, data_group=self.data_group, plans=self.plans)
+            matrix.state[STACK_KEY] = storage.state[RNG_KEY]
+            state = LinearState([matrix.state], None, None, self.record, data_group=self.data_group, plans=self.plans)
             bias = None if self.bias is None else self.bias[index]
             yield PreparedLinear([QuantizedTensor(matrix, self.weight.dtype)], [bias], self.call, state)
 
@@ -76,7 +79,9 @@ def _transposed(matrix: QuantizedStorage) -> QuantizedStorage:
 
 def stacked_linear(x: Tensor, layer: StackedLayer) -> Tensor:
     """Compute x @ w^T + b with each row's expert, one expert after the other: rows x [tokens, in_features]."""
-    arguments = layer._replace(bias=None), needs_wgrad([layer.weight])
+    stage = private_torch.running_stage()
+    record = layer.record and not (stage is not None and stage.infers)
+    arguments = layer._replace(bias=None, record=record), needs_wgrad([layer.weight])
     out: Tensor = _StackFunction.apply(x, arguments, layer.weight, layer.bias)
     return out
 

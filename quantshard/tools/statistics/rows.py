@@ -59,12 +59,19 @@ class SampleBuffer:
         self.parameters.zero_()
 
     def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, partial: bool = False) -> None:
-        """Add values [R, C] and their quantized form, if there is one. `partial`: sample a large matrix in part."""
+        """Add values [R, C] and their quantized form, if there is one. `partial`: sample a large matrix in part.
+
+        Values of a stack can have its shape [matrices, rows, columns].
+        """
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
         if not isinstance(operand, QuantizedStorage):
             kernel_dispatch.quantization_error_of(values).add_values(sums, extremes, values)
+            return
+        if len(operand.shape) == 3:  # each matrix of a stack has its own scales
+            for index, matrix in enumerate(values.reshape(operand.shape)):
+                self.add_operand(row, matrix, operand.matrix(index), partial)
             return
         spec, (copy, *_) = operand.spec, operand.spec.format.copies.values()
         kernel_dispatch.quantization_error_of(values, copy).add_error(
