@@ -133,7 +133,7 @@ class OrientedCodes:
     @property
     def is_per_tensor(self) -> bool:
         """Whether one scale belongs to a whole matrix, also in a stack of matrices."""
-        return self.block[0] != 1 and self.block[1] == ALL
+        return self.scale.block_shape[0] != 1 and self.scale.block_shape[1] == ALL
 
     @cached_property
     def by_rows(self) -> OrientedCodes:

@@ -113,7 +113,8 @@ def quantize_codes(
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
-        copy, multipliers = _by_rows(copy, multipliers)
+        if copy.scale.block_shape[1] == ALL:
+            copy, multipliers = _by_rows(copy, multipliers)
         spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
         request = QuantizeRequest(spec, multipliers[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
@@ -167,7 +168,8 @@ def dequantize(
     # no kernel dequantizes stacks whose matrices have second scales
     has_kernel = copy.codes.encoding.bits <= 8 and (copy.amax is None or copy.amax.block_shape[0] == ALL)
     if has_kernel and has_kernels(codes):
-        copy, parts = _by_rows(copy, parts)
+        if copy.scale.block_shape[1] == ALL:
+            copy, parts = _by_rows(copy, parts)
         return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, nan_flag)
     values = numerics.dequantize(copy, parts, shape, origin)
     return (values if nan_flag is None else values + nan_flag).to(dtype)
@@ -175,10 +177,10 @@ def dequantize(
 
 def _by_rows(copy: OrientedCodes, grids: Grids) -> tuple[OrientedCodes, Grids]:
     """Give each row of a stack the scale of its matrix."""
-    if not copy.is_per_tensor or copy.block[0] == ALL:
+    name, rows = copy.scale.name, copy.scale.block_shape[0]
+    if rows in (1, ALL):
         return copy, grids
-    name = copy.scale.name
-    return copy.by_rows, {**grids, name: grids[name].repeat_interleave(copy.block[0], 0)}
+    return copy.by_rows, {**grids, name: grids[name].repeat_interleave(rows, 0)}
 
 
 def dequantize_together(

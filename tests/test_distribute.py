@@ -16,7 +16,7 @@ from quantshard import checkpoints, private_torch
 from quantshard.distributed.module_meshes import empty_parameter, shard_parameter
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.tensor import components, dtensor_offsets
+from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 from tests.covering import by_turns
 from tests.tensor.test_tensor import CELLS, NVFP4, RECIPES, differing, every_cell, random
@@ -188,7 +188,7 @@ def fsdp_over_tp(rows, mesh, *columns):
 
 def is_refused(weight):
     try:
-        dtensor_offsets.check_offsets([("w", weight)])
+        components.check_offsets([("w", weight)])
     except ConfigurationError:
         return True
     return False

@@ -29,7 +29,7 @@ from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import STATE_QUANT_SPECS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_spec
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.parameter_state import AMAX_HISTORY, FORMAT_SUFFIX, RNG_DRAWS, RNG_KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_ELEMENTS = 1 << 26
@@ -41,7 +41,7 @@ HIGH_PRECISION = "high precision"
 _LOW, _SCALE = MASTER + REMAINDER_SUFFIX, "_scale_inv"
 _SUFFIXES = {
     "",
-    FORMAT_SUFFIX,
+    components.FORMAT_SUFFIX,
     f"_{AMAX_HISTORY}",
     *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components),
 }

@@ -15,8 +15,8 @@ from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
-from quantshard.tensor import component_loading, components, dtensor_offsets
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
+from quantshard.tensor import component_loading, components
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
 _CALL = "load_from_rank0: "
 
@@ -40,7 +40,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     Returns:
         `missing_keys` and `unexpected_keys`, like `load_state_dict`.
     """
-    dtensor_offsets.check_offsets(model.named_parameters())
+    components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))
     sent = state_dict or {} if agreement.rank() == 0 else {}
     live = agreement.run_on_all_ranks(lambda: _fitting(model, description, strict), _CALL)
@@ -116,7 +116,7 @@ def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping
             component_loading.fitting_pairs(param, values, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
             raise CheckpointError(
-                f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is in high "
+                f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "
                 "precision; build the model under quantized_model_init with the checkpoint's recipe"
             )
 

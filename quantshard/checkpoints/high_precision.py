@@ -15,7 +15,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.numerics.states import MASTER, has_master
 from quantshard.optimizers.base import weight_version
-from quantshard.tensor import component_loading, components, dtensor_offsets, requantize
+from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -86,7 +86,7 @@ def _checked(
         )
     live = dict(model.state_dict())  # also reshards FSDP2's parameters
     params = components.named_parameters(model)
-    dtensor_offsets.check_offsets(params.items())
+    components.check_offsets(params.items())
     for name, param in params.items():
         if param.is_meta:
             raise CheckpointError(
@@ -157,7 +157,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         state_dict: the values of every parameter: a full tensor, or a DTensor sharded like the parameter. Entries of
             buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
     """
-    dtensor_offsets.check_offsets(model.named_parameters())
+    components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without backward can leave parameters unsharded

@@ -22,14 +22,8 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import Component, Encoding, Format, Orientation, Role, stacked
 from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import stored_state_spec
-from quantshard.tensor.parameter_state import (
-    AMAX_HISTORY,
-    FORMAT_SUFFIX,
-    FORMAT_TAG_BYTES,
-    RNG_DRAWS,
-    RNG_KEY,
-    read_format_tag,
-)
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 STATE_MARK = ".state."
 """Substring of the key of every optimizer state."""

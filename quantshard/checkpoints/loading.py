@@ -24,10 +24,9 @@ from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader, empt
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.optimizers.loading import PARAMETER_ENTRIES, as_setting
-from quantshard.tensor import components, dtensor_offsets
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
+from quantshard.tensor import components
 
-_TAG_SIZE = torch.Size([FORMAT_TAG_BYTES])
+_TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
 
 def load(
@@ -109,7 +108,7 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
 
     Returns the caller's entries, the names of the objects that kept their state, and what was converted, in words.
     """
-    dtensor_offsets.check_offsets(request.model.named_parameters())
+    components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
     if plan.reader.manifest is None and agreement.rank() == 0:
         warn_user(
@@ -150,9 +149,9 @@ def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
     if request.verify:
         reader.check_files()
     entries, params = reader.entries, components.named_parameters(request.model)
-    names = {f"model.{name}{FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
+    names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params if f"model.{name}" in entries}
     tag_keys = [key for key in names if getattr(entries.get(key), "size", None) == _TAG_SIZE]
-    return reader, {names[key]: read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
+    return reader, {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
 
 
 def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str, str]) -> LoadPlan:

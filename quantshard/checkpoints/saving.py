@@ -24,7 +24,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.safe_read import checked_entry
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, RankMismatchError
-from quantshard.tensor import component_loading, dtensor_offsets
+from quantshard.tensor import components
 
 EXTRA = "extra"
 
@@ -56,7 +56,7 @@ def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The entries of a checkpoint: live state dicts of model and optimizer, and `extra`. A collective call."""
-    dtensor_offsets.check_offsets(model.named_parameters())
+    components.check_offsets(model.named_parameters())
 
     # an optimizer's state dict can be collective, so all ranks first agree that they have a model's
     plain = agreement.run_on_all_ranks(lambda: {"model": model.state_dict(), EXTRA: readable(extra)})
@@ -87,7 +87,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
         "step": step if type(step) is int else None,
         "recipe": recipe if isinstance(recipe, str) else None,
         "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
-        "zero_centered": component_loading.zero_centered_gammas(model),
+        "zero_centered": components.zero_centered_gammas(model),
     }
 
 

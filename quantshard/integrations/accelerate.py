@@ -33,7 +33,6 @@ from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
 from quantshard.foreign import FILE_BYTES, read_json
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, read_format_tag
 
 __all__ = ["prepare", "replica_arguments"]
 
@@ -275,7 +274,7 @@ def _check_sharded_state(arguments: Mapping[str, Any]) -> None:
         return
     try:
         reader = SafeReader(folder)
-        tags = reader.read(key for key in reader.entries if key.endswith(FORMAT_SUFFIX))
+        tags = reader.read(key for key in reader.entries if key.endswith(components.FORMAT_SUFFIX))
     except CheckpointError:
         # written by another program, or damaged; PyTorch raises
         return
@@ -290,13 +289,13 @@ def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
             continue
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                tags |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(FORMAT_SUFFIX)}
+                tags |= {key: file.get_tensor(key) for key in file.keys() if key.endswith(components.FORMAT_SUFFIX)}
             continue
         try:
             entries = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
             continue
-        tags |= {key: value for key, value in entries.items() if str(key).endswith(FORMAT_SUFFIX)}
+        tags |= {key: value for key, value in entries.items() if str(key).endswith(components.FORMAT_SUFFIX)}
     return tags
 
 
@@ -306,10 +305,10 @@ def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) 
         _canonical_name(name).removeprefix("module."): param
         for name, param in components.named_parameters(model).items()
     }
-    names = {_canonical_name(key.removesuffix(FORMAT_SUFFIX)): tag for key, tag in tags.items()}
+    names = {_canonical_name(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
     mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if mismatched:
-        tag = read_format_tag(names[mismatched[0]])
+        tag = components.read_format_tag(names[mismatched[0]])
         what = f"quantized weights ({mismatched[0]}: {tag})"
         raise CheckpointError(f"{path} holds {what}; call quantshard.convert with the recipe that was saved")
 

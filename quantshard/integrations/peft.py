@@ -22,7 +22,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import Linear
 from quantshard.tensor import component_loading, components
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, RNG_DRAWS
+from quantshard.tensor.parameter_state import RNG_DRAWS
 
 __all__ = ["load_adapter", "register", "save_adapter"]
 
@@ -72,7 +72,7 @@ def _check_whole_layers(model: nn.Module, path: Path) -> None:
         keys = set(file.keys())
     for name, param in components.named_parameters(model).items():
         key = f"base_model.model.{name}"
-        in_file, in_model = key + FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
+        in_file, in_model = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
         if key in keys and in_file != in_model:
             kind = "quantized" if in_file else "plain"
             raise ConfigurationError(f"{name} (modules_to_save) is {kind} in {path} only; convert as for training")

@@ -24,7 +24,7 @@ from quantshard.modules import quantized_model_init
 from quantshard.modules.contexts.layer_recipes import check_patterns, matches
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import AUTO, concrete_name, resolve
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX
+from quantshard.tensor.components import FORMAT_SUFFIX
 
 __all__ = ["TitanConverter", "TitanLinear", "TitanOptimizers", "linear", "optimizer"]
 

@@ -13,7 +13,7 @@ from quantshard.collectives import rank_checks
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.state_storage import STATE_ARGUMENTS
-from quantshard.tensor import components, dtensor_offsets
+from quantshard.tensor import components
 from quantshard.tensor.parameter_state import RNG_KEY
 
 SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
@@ -53,7 +53,7 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
     seeds = {}
     if seed is not None:
         seeds[f"{optimizer}'s {ROUNDING_SEED}"] = torch.tensor([seed], dtype=torch.int64, device="cpu")
-    dtensor_offsets.check_offsets([(name, param) for param, name in names.items()])
+    components.check_offsets([(name, param) for param, name in names.items()])
     keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     owners: dict[int, str] = {}
     for param, name in names.items():

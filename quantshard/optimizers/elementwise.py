@@ -216,7 +216,9 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             depends_on_dtype |= self._master_weights and not has_master
             if self._is_overwritten(param, grad, item.version(), has_master, depends_on_dtype):
                 item.source.adopt()
-            item.grad = None if grad is None else components.as_matrix(private_torch.local_tensor(grad), item.storage)
+            item.grad = None if grad is None else private_torch.local_tensor(grad)
+            if grad is not None and item.is_stack:
+                item.grad = components.as_matrix(private_torch.local_tensor(grad), item.storage)
             item.group, item.seed = groups[item.group_index], seed
             item.in_kernels, item.requantizations = False, {}
 

@@ -87,6 +87,7 @@ class ParameterStep:
         }
         self.storage = self.weight.storage
         self.has_draws = self.storage is not None and self.source is self.weight
+        self.is_stack = param.ndim == 3 and self.storage is not None
         self.grad: Tensor | None = None
         self.seed: int | None = None
         self.in_kernels = False

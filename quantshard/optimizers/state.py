@@ -101,13 +101,6 @@ def adopt(master: Tensor, param: Tensor, rounded_master: Tensor) -> None:
     master.copy_(torch.where(param == rounded_master, master, param.to(master.dtype)))
 
 
-def _matrix(param: Tensor, state: Tensor) -> Tensor:
-    """Return the local part of a state, for a stack of matrices as one matrix."""
-    quantized = components.quantized_local(param)
-    local = private_torch.local_tensor(state)
-    return local if quantized is None else components.as_matrix(local, quantized.quantized_storage)
-
-
 class OptimizerState(ABC):
     """One state of one parameter (or the parameter itself) on this rank, read and written in float32."""
 
@@ -168,10 +161,12 @@ class FloatState(OptimizerState):
 
     def __init__(self, owner: Tensor, tensor: Tensor, nonnegative: bool = False) -> None:
         self.owner, self.tensor, self.nonnegative = owner, tensor, nonnegative
+        self.is_stack = owner.ndim == 3 and components.quantized_local(owner) is not None
 
     @property
     def local(self) -> Tensor:
-        return _matrix(self.owner, self.tensor)
+        local = private_torch.local_tensor(self.tensor)
+        return local.flatten(0, 1) if self.is_stack else local
 
     @property
     def rounds(self) -> bool:
@@ -282,7 +277,8 @@ class LowBytesState(OptimizerState):
 
     @property
     def low(self) -> Tensor:
-        return _matrix(self.owner, self.bytes)
+        local = private_torch.local_tensor(self.bytes)
+        return components.as_matrix(local, self.storage) if local.ndim == 3 else local
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name + REMAINDER_SUFFIX: self.bytes}

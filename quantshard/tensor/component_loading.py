@@ -13,8 +13,15 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import Component
 from quantshard.sharding import Shard
 from quantshard.tensor import moves
-from quantshard.tensor.components import as_dtensor, canonical_name, quantized_local, state_of, storage_of
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, read_format_tag
+from quantshard.tensor.components import (
+    FORMAT_SUFFIX,
+    as_dtensor,
+    canonical_name,
+    quantized_local,
+    read_format_tag,
+    state_of,
+    storage_of,
+)
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -152,13 +159,3 @@ def is_same_name(name: str, other: str) -> bool:
         for path in (name, other)
     )
     return first == second
-
-
-def zero_centered_gammas(model: nn.Module) -> list[str]:
-    """Names of the normalization weights that are stored as gamma - 1 (`zero_centered_gamma`)."""
-    names = (
-        canonical_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules()
-        for name in getattr(module, "zero_centered_gammas", ())
-    )
-    return list(dict.fromkeys(names))  # wrappers expose the attributes of the module inside, so names repeat

@@ -4,16 +4,18 @@ For a weight named `X` the state dict has a plain tensor or DTensor per componen
 the live one: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format` (docs/format.md).
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import private_torch, sharding
-from quantshard.formats import Component, Orientation
+from quantshard import limits, private_torch, sharding
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.formats import FORMAT_NAME_BYTES, Component, Orientation
 from quantshard.sharding import Shard
 from quantshard.tensor import dtensor_offsets
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, format_tag
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -59,6 +61,8 @@ def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tenso
 
     Components of a stack of matrices have three dims too.
     """
+    if owner.ndim < 3 and not isinstance(owner, DTensor):
+        return dict(storage.components)
     tensors: dict[str, Tensor] = {}
     whole = sharding.whole(storage.shard.global_shape)
     for name, part in storage.components.items():
@@ -113,11 +117,46 @@ def shard_of(param: Tensor) -> Shard:
     return shard
 
 
+def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check, alike on all ranks, that DTensor's metadata, by which DCP saves and loads, match how tensors are cut."""
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            problem = dtensor_offsets.misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
+            if problem is not None:
+                subject = f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
+                raise ConfigurationError(limits.refusal("misplaced shards", subject))
+
+
+FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
+
+CHECKPOINT_VERSION = 1
+"""Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
+
+
+def format_tag(name: str, padding: int = 0) -> Tensor:
+    """The `X_format` entry of a weight, uint8 [16]: version, name of the format, elements that pad each row."""
+    padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
+    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
+
+
+def read_format_tag(tag: Tensor) -> str:
+    """The format's name in a tag. Raises CheckpointError for a malformed tag or another version."""
+    if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
+        raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
+    version, *padded, _ = tag.reshape(-1).tolist()
+    if version != CHECKPOINT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; update quantshard"
+        )
+    return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
+
+
 def state_of(param: Tensor) -> dict[str, Tensor]:
     """Key suffix -> live tensor, for each checkpoint entry of a quantized parameter."""
     storage = storage_of(param)
     # each save and load calls this function, and DCP would silently mix up misplaced pieces
-    dtensor_offsets.check_offsets([(f"the {storage.spec.tag} weight", param)])
+    check_offsets([(f"the {storage.spec.tag} weight", param)])
     by_name = storage.spec.format.by_name
     entries = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
     entries.update({f"_{name}": value for name, value in storage.state.items()})
@@ -130,3 +169,13 @@ def suffixes(param: Tensor) -> list[str]:
     storage = storage_of(param)
     components = (storage.spec.format.by_name[name].key_suffix for name in storage.components)
     return [*components, *(f"_{key}" for key in storage.state), FORMAT_SUFFIX]
+
+
+def zero_centered_gammas(model: nn.Module) -> list[str]:
+    """Names of the normalization weights that are stored as gamma - 1 (`zero_centered_gamma`)."""
+    names = (
+        canonical_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "zero_centered_gammas", ())
+    )
+    return list(dict.fromkeys(names))  # wrappers expose the attributes of the module inside, so names repeat

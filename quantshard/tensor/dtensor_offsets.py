@@ -1,15 +1,11 @@
 """A comparison of DTensor's offsets with the real ones: DTensor misplaces some uneven shards that two axes cut."""
 
-from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from quantshard import limits, private_torch
-from quantshard.errors import ConfigurationError
+from quantshard import private_torch
 from quantshard.sharding import ceil_div
 
 
@@ -39,14 +35,3 @@ def misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: t
                 actual, expected = (f"[{start}:{stop}]" for start, stop in (extent, claimed))
                 return f"of dim {dim} the rank at {coordinate} holds {actual}, DTensor says {expected}"
     return None
-
-
-def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check, alike on all ranks, that DTensor's metadata, by which DCP saves and loads, match how tensors are cut."""
-    for name, tensor in named:
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            problem = misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
-            if problem is not None:
-                subject = f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
-                raise ConfigurationError(limits.refusal("misplaced shards", subject))

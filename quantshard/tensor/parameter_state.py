@@ -1,11 +1,10 @@
-"""A parameter's state besides its values: a random key, a count of draws, an amax history; the tag of its format."""
+"""The state that a parameter has in addition to its values: its random key, a count of draws and an amax history."""
 
 import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, limits
-from quantshard.errors import CheckpointError, UnsupportedOperationError
-from quantshard.formats import FORMAT_NAME_BYTES
+from quantshard.errors import UnsupportedOperationError
 from quantshard.numerics import RandomBits
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
@@ -77,27 +76,3 @@ def rounding_words(state: dict[str, Tensor], shard: Shard) -> RandomBits:
     """Random words for the stochastic rounding of a weight's new values. Every rank that holds a piece must call."""
     draw = next_draw(state)
     return RandomBits(int(state[RNG_KEY]), draw, WEIGHT_STREAM, shard.global_shape, shard.origin, shard.shape)
-
-
-FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
-
-CHECKPOINT_VERSION = 1
-"""Version of the layout that docs/format.md specifies; the first byte of every `X_format`."""
-
-
-def format_tag(name: str, padding: int = 0) -> Tensor:
-    """The `X_format` entry of a weight, uint8 [16]: version, name of the format, elements that pad each row."""
-    padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
-    return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
-
-
-def read_format_tag(tag: Tensor) -> str:
-    """The format's name in a tag. Raises CheckpointError for a malformed tag or another version."""
-    if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
-        raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
-    version, *padded, _ = tag.reshape(-1).tolist()
-    if version != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; update quantshard"
-        )
-    return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")

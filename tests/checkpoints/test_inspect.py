@@ -25,7 +25,6 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import FORMAT_TAG_BYTES
 from quantshard.tools.cli import app
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
@@ -65,7 +64,7 @@ def test_figures_of_every_recipe(checkpoints: dict[str, Path], recipe: str) -> N
         assert (row.codes, row.zeros, row.saturated) == by_hand(weight)
         assert row.chunks == 1 and not row.wrong
         own = [*storage.components.values(), *storage.state.values()]
-        assert row.bytes == sum(part.nbytes for part in own) + FORMAT_TAG_BYTES
+        assert row.bytes == sum(part.nbytes for part in own) + components.FORMAT_TAG_BYTES
         blocks = [c for c in storage.spec.format.components if c.role is Role.SCALE]
         assert row.scales is not None and 0 < row.scales[0] <= row.scales[1] and blocks
         moment = found[f"optimizer.state.{2 * index}.exp_avg"]

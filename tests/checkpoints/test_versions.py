@@ -15,7 +15,7 @@ from quantshard import checkpoints
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.inspection import verify
 from quantshard.errors import CheckpointError
-from quantshard.tensor.parameter_state import CHECKPOINT_VERSION
+from quantshard.tensor.components import CHECKPOINT_VERSION
 from tests.checkpoints.small import built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from quantshard import formats
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import AMAX_HISTORY, CHECKPOINT_VERSION, RNG_DRAWS, RNG_KEY
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from tests.distributed.models import OTHERS, RECIPES, Case, build, optimizer_of, train
 from tests.distributed.pool import run_ranks
 from tests.pages import section, snippets
@@ -106,4 +106,4 @@ def test_the_document_names_every_format_and_key() -> None:
             assert f"`X{component.key_suffix}`" in text
     for state in (RNG_KEY, RNG_DRAWS, AMAX_HISTORY):
         assert f"`X_{state}`" in text
-    assert f"version {CHECKPOINT_VERSION}" in text
+    assert f"version {components.CHECKPOINT_VERSION}" in text

@@ -13,7 +13,6 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMATS
 from quantshard.sharding import whole
 from quantshard.tensor import component_loading, components
-from quantshard.tensor.parameter_state import format_tag, read_format_tag
 from tests.covering import by_turns
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_recipe, random, same
 from tests.test_sharding import pieces_of
@@ -145,17 +144,17 @@ def test_the_format_tag_by_hand():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_tags_are_read_back(name):
-    tag = format_tag(name)
+    tag = components.format_tag(name)
     assert tag.shape == (16,) and tag.dtype == torch.uint8
-    assert read_format_tag(tag) == name
+    assert components.read_format_tag(tag) == name
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
 def test_an_unknown_version_is_refused(version):
-    tag = format_tag("mxfp8_32x32")
+    tag = components.format_tag("mxfp8_32x32")
     tag[0] = version
     with pytest.raises(CheckpointError, match=rf"version {version}, not 1"):
-        read_format_tag(tag)
+        components.read_format_tag(tag)
     layer = linear("mxfp8")
     before, state = bits(layer), linear("mxfp8", seed=1).state_dict()
     state["weight_format"] = tag

@@ -28,7 +28,6 @@ from quantshard.integrations.transformers.saving import ADAPTERS_ALONE
 from quantshard.interop.conversion.linear import is_packed
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
 """Names of the Trainer's optimizers that `FusedAdam` replaces; the second is the default."""
@@ -218,10 +217,10 @@ def _check_forms(
 ) -> None:  # fmt: skip
     for name, param in components.named_parameters(model).items():
         own = components.storage_of(param).spec.tag if name in weights else None
-        bits = entries.get(name + FORMAT_SUFFIX)
+        bits = entries.get(name + components.FORMAT_SUFFIX)
         if bits is None and name in entries and is_packed(entries[name]):
-            bits = entries[name][:FORMAT_TAG_BYTES]
-        tag = None if bits is None else read_format_tag(bits)
+            bits = entries[name][: components.FORMAT_TAG_BYTES]
+        tag = None if bits is None else components.read_format_tag(bits)
         is_missing = tag is None and (own is None or name not in entries)
         if tag != own and not is_missing and param.is_floating_point():
             kinds = f"{tag or entries[name].dtype} in the checkpoint, but {own or 'plain'} in the model"

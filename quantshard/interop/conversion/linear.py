@@ -17,7 +17,8 @@ from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, moves, requantize
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, FORMAT_TAG_BYTES, RNG_KEY, read_format_tag
+from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
+from quantshard.tensor.parameter_state import RNG_KEY
 
 _COMPILED = "_compiled_call_impl"
 """Attribute that `compile` sets on a module. It refers to that module, so it is not copied."""
@@ -194,9 +195,9 @@ def unpack(param: Tensor, packed: Tensor, name: str) -> dict[str, Tensor]:
     """Unpack a weight to its unsharded tensors, keyed by suffix. `param`: the destination, which can be sharded."""
     live = components.state_of(param)
     tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).spec.tag
-    if len(tag) == FORMAT_TAG_BYTES and read_format_tag(tag) != own_tag:
+    if len(tag) == FORMAT_TAG_BYTES and components.read_format_tag(tag) != own_tag:
         raise CheckpointError(
-            f"{name} is stored as {read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "
+            f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "
             "with the recipe that it was saved with"
         )
     sizes = {s: math.prod(v.shape) * v.element_size() for s, v in live.items() if s != FORMAT_SUFFIX}

@@ -106,7 +106,7 @@ def _explained(choose: Any) -> Any:
                 raise
             raise ConfigurationError(f"convert: {name}: {error}; functions also get the experts of mixtures") from error
 
-    return explained
+    return explained if not hasattr(choose, "leaves_out") else choose
 
 
 def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -27,7 +27,7 @@ from quantshard.interop.layouts.names import Names, default_names
 from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.sharding import ceil_div
-from quantshard.tensor import component_loading, components, dtensor_offsets, requantize
+from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -86,7 +86,7 @@ def load(
         config: configuration to use instead of config.json.
         lossy: requantize weights that cannot be copied.
     """
-    dtensor_offsets.check_offsets(model.named_parameters())
+    components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # a forward without backward leaves the unsharded copies in place
@@ -142,8 +142,7 @@ class _LayoutLoader:
         self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.tensors, str(path))
         self.report = Import(path, self.layout)
-        centered = [] if files_center_gamma(self.config) else component_loading.zero_centered_gammas(model)
-        self.zero_centered = set(centered)
+        self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         params = dict(model.named_parameters())
         name_map = names or _names(model, params)

@@ -21,7 +21,8 @@ from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import make_state
 from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import AMAX_HISTORY, FORMAT_SUFFIX, RNG_DRAWS, RNG_KEY
+from quantshard.tensor.components import FORMAT_SUFFIX
+from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 _STATES: Final = tuple(f"_{name}" for name in (RNG_KEY, RNG_DRAWS, AMAX_HISTORY))

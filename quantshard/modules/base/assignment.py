@@ -16,7 +16,7 @@ from quantshard.errors import CheckpointError, UnsupportedOperationError
 from quantshard.modules.base import initialization
 from quantshard.modules.base.state_dict import state_keys
 from quantshard.tensor import component_loading, components, moves
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX
+from quantshard.tensor.components import FORMAT_SUFFIX
 
 LOADED = "_is_hf_initialized"
 """Attribute that transformers sets on tensors and modules which need no initialization."""

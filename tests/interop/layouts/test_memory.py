@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from quantshard import numerics
 from quantshard.recipe import MXFP8BlockScaling
-from quantshard.tensor.parameter_state import FORMAT_SUFFIX, format_tag
+from quantshard.tensor import components
 
 WEIGHTS, SIZE = 10, 3072
 BYTES_PER_ELEMENT = {"sglang-mxfp8": 5, "plain-bf16": 14}
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory):
     for number in range(WEIGHTS):
         name = f"layers.{number}.layernorm_mlp.fc1_up_weight"
         state.update({name + c.key_suffix: parts[c.name].clone() for c in cell.format.components})
-        state[name + FORMAT_SUFFIX] = format_tag(cell.tag)
+        state[name + components.FORMAT_SUFFIX] = components.format_tag(cell.tag)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": state}, checkpoint_id=path)
