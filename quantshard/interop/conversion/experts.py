@@ -5,7 +5,6 @@ layout and biases, its router chooses experts, and a function that the configura
 do not ask the configuration, which could turn quantization off.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quantshard.distributed import experts
-from quantshard.interop.conversion.forward import same_named_subclass
+from quantshard.interop.conversion.forward import subclass_with
 from quantshard.interop.conversion.linear import PackedLoading, seeded_by, set_recipes
 from quantshard.modules import quantized_model_init
 from quantshard.modules.base.module import by_own_recipe
@@ -78,23 +77,13 @@ class ConvertedExperts(PackedLoading, StackedExperts):
         return dispatch.combine(x, top_k_weights).to(hidden_states.dtype)
 
 
-@functools.cache
-def _converted(plain: type[nn.Module]) -> type[nn.Module]:
-    return same_named_subclass(plain, (ConvertedExperts, plain), {_PLAIN: plain}, _blank)
-
-
-def _blank(plain: type[nn.Module]) -> nn.Module:
-    kind = _converted(plain)  # type: ignore[arg-type]
-    return kind.__new__(kind)
-
-
 def convert_experts(
     module: Any, name: str, recipe: Recipe, around: Recipe | None, by_itself: bool, keep_values: bool
 ) -> None:
     """Quantize the stacked weights of an experts module in place. For the arguments see `linear.empty_linear`."""
     before = frozenset(vars(module))
     old = {weight: getattr(module, weight) for weight in stack_names(module)}
-    module.__class__ = _converted(type(module))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    module.__class__ = subclass_with(ConvertedExperts, _PLAIN, type(module))  # type: ignore[arg-type]  # mypy: unhashable
     with seeded_by(name), quantized_model_init(True, recipe, keep_values):
         module.init_empty(name, next(iter(old.values())))
         for weight, values in old.items():

@@ -89,6 +89,21 @@ def same_named_subclass(
 
 
 @functools.cache
+def subclass_with(base: type[nn.Module], marker: str, plain: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `plain` with the methods of `base`, cached so that copies have the class of their original.
+
+    `marker`: name of the attribute that holds `plain`.
+    """
+    create = functools.partial(_instance_with, base, marker)
+    return same_named_subclass(plain, (base, plain), {marker: plain}, create)
+
+
+def _instance_with(base: type[nn.Module], marker: str, plain: type[nn.Module]) -> nn.Module:
+    kind = subclass_with(base, marker, plain)  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    return kind.__new__(kind)
+
+
+@functools.cache
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass that enters a recipe, cached so that copies have the same class as their original."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantshard import limits, private_torch
 from quantshard.errors import warn_once
-from quantshard.interop.conversion.forward import same_named_subclass
+from quantshard.interop.conversion.forward import subclass_with
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import LayerChoice
 from quantshard.modules import fused
@@ -176,7 +176,7 @@ def activation_of(act_fn: object) -> str:
 
 def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
     """Make an MLP compute its converted layers as one step; `activation_storage`: how gate and up are saved."""
-    module.__class__ = _fused(type(module))  # type: ignore[arg-type]  # mypy takes its class for unhashable
+    module.__class__ = subclass_with(FusedGatedMLP, _PLAIN, type(module))  # type: ignore[arg-type]  # mypy: unhashable
     cast(Any, module)._activation_storage = activation_storage
     _new_handle(module)
 
@@ -292,14 +292,3 @@ def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -
 def _new_handle(module: nn.Module) -> None:
     device = next(module.parameters()).device
     cast(Any, module)._handle = graph_state.handle(cast(graph_state.LinearModule, module), device)
-
-
-@functools.cache
-def _fused(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the fused subclass, cached so that copies have the same class as their original."""
-    return same_named_subclass(plain, (FusedGatedMLP, plain), {_PLAIN: plain}, _blank)
-
-
-def _blank(plain: type[nn.Module]) -> nn.Module:
-    kind = _fused(plain)  # type: ignore[arg-type]
-    return kind.__new__(kind)
