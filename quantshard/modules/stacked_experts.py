@@ -100,6 +100,9 @@ class StackedExperts(QuantizedModule):
             raise checks.wrong_format(self.label(name), storage.spec, call.recipe)
         if weight.is_meta and device.type != "meta":
             raise checks.no_values(self.label(name))
+        is_outside = not context.in_autocast() and self.training and torch.is_grad_enabled()
+        if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
+            limits.warn("dequantized", self.label(name), "autocast(enabled=False)")
         if call.strict and len(weight):
             fallbacks = predictions.fallbacks(storage.matrix(0), call.recipe, device)
             checks.refuse_fallbacks(self.label(name), (*fallbacks, *self.joint_fallbacks(call.recipe, device)))

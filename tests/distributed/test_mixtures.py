@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.distributed
 STEPS = 5
 
 
-def built(name: str, recipe: str, ep: int, seed: int = 0, keep: bool = False) -> Any:
+def built(name: str, recipe: Any, ep: int, seed: int = 0, keep: bool = False) -> Any:
     """A model under FSDP2 on all ranks, with its experts distributed over `ep` of them."""
     model = mixture(name, seed)
     if recipe != "bf16":
@@ -208,3 +209,19 @@ def test_four_experts_on_three_ranks_have_the_bits_of_one(name: str, recipe: str
         assert [key for key in wanted | found if wanted.get(key) != found.get(key)] == []
     for ranks in (1, 3):
         assert compare(folder, f"{folder}-{ranks}").differences == ()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_recomputed_experts_fetch_the_copy_that_fsdp2_did_not_gather(ranks: int) -> None:
+    """MXFP8 weights in two copies: backward gathers one, and recomputing forward reads the other."""
+    assert run_ranks(ranks, gradients, True) == run_ranks(ranks, gradients, False)
+
+
+def gradients(recomputes: bool) -> dict[str, str]:
+    model = built("Qwen3-MoE", qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False), 1).train()
+    if recomputes:
+        for layer in model.model.layers:
+            layer.forward = functools.partial(qs.checkpoint, layer.forward)
+    ids = tokens(0, 12)[dist.get_rank() :: dist.get_world_size()]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return hashes({name: param.grad for name, param in model.named_parameters()})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard.interop.conversion import experts
 from quantshard.tensor.parameter_state import RNG_KEY
+from tests.weights import quantize_weight
 
 EXPERTS, IN, OUT = 3, 128, 256
 
@@ -35,14 +36,15 @@ def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def both(recipe: Any, is_transposed: bool) -> tuple[Any, qs.GroupedLinear]:
+def both(recipe: Any, is_transposed: bool, sizes: tuple[int, int]) -> tuple[Any, qs.GroupedLinear]:
     """A stack and single weights of the same values and random keys."""
-    values = draw(0, EXPERTS, OUT, IN) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1).bfloat16()
-    bias = draw(1, EXPERTS, OUT)
+    out_features, in_features = sizes
+    values = draw(0, EXPERTS, out_features, in_features) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1).bfloat16()
+    bias = draw(1, EXPERTS, out_features)
     stack: Any = Stack(values, bias, is_transposed)
     experts.convert_experts(stack, "stack", qs.recipe.resolve(recipe), None, True, False)
     with qs.quantized_model_init(recipe=recipe):
-        single = qs.GroupedLinear(EXPERTS, IN, OUT, params_dtype=torch.bfloat16)
+        single = qs.GroupedLinear(EXPERTS, in_features, out_features, params_dtype=torch.bfloat16)
     for index in range(EXPERTS):
         weight: Any = getattr(single, f"weight{index}")
         weight.quantize_(values[index])
@@ -52,10 +54,11 @@ def both(recipe: Any, is_transposed: bool) -> tuple[Any, qs.GroupedLinear]:
     return stack, single
 
 
-def compare(recipe: Any, is_transposed: bool, counts: list[int]) -> None:
-    stack, single = both(recipe, is_transposed)
+def compare(recipe: Any, is_transposed: bool, counts: list[int], sizes: tuple[int, int] = (OUT, IN)) -> None:
+    stack, single = both(recipe, is_transposed, sizes)
+    out_features, in_features = sizes
     for step in range(2):
-        x, dy = draw(2 + step, sum(counts), IN), draw(9 + step, sum(counts), OUT)
+        x, dy = draw(2 + step, sum(counts), in_features), draw(9 + step, sum(counts), out_features)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         with qs.autocast(recipe=recipe):
             y = stack.multiply("gate_up_proj", a, counts, "gate_up_proj_bias")
@@ -70,13 +73,51 @@ def compare(recipe: Any, is_transposed: bool, counts: list[int]) -> None:
     assert stack.weight_state("gate_up_proj")["draws"] == single.weight_state("weight0")["draws"]
 
 
+def check_components(recipe: Any) -> None:
+    """The last matrix has values so small that its scale would be infinite."""
+    spec = qs.recipe.resolve(recipe).weight
+    values = draw(5, 3, 64, 41) * torch.tensor([1.0, 30.0, 1e-38]).view(-1, 1, 1).bfloat16()
+    stack = quantize_weight(values, spec).quantized_storage
+    for index, matrix in enumerate(values):
+        single = quantize_weight(matrix, spec).quantized_storage
+        for name, part in stack.matrix(index).components.items():
+            assert torch.equal(part, single.components[name]), (index, name)
+
+
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: getattr(recipe, "name", recipe))
+def test_each_matrix_has_the_codes_and_scales_of_its_own(recipe: Any) -> None:
+    if recipe != "block":  # whose blocks have 128 rows
+        check_components(recipe)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+def test_codes_and_scales_of_kernels(recipe: str, kernels_on_cpu: None) -> None:
+    check_components(recipe)
 
 
 @pytest.mark.parametrize("counts", [[7, 0, 30], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: getattr(recipe, "name", recipe))
 def test_each_expert_has_the_bits_of_its_own_weight(recipe: Any, counts: list[int]) -> None:
     compare(recipe, False, counts)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_transposed", "sizes"),
+    [
+        ("current", False, (33, 41)),
+        ("current", True, (33, 41)),
+        ("rowwise", False, (33, 41)),
+        ("mxfp8", False, (64, 41)),
+        ("mxfp8", True, (41, 64)),
+        ("nvfp4", False, (48, 41)),
+    ],
+)
+def test_sizes_that_divide_by_nothing(recipe: str, is_transposed: bool, sizes: tuple[int, int]) -> None:
+    """Except that blocks must end with each matrix's rows, as stored."""
+    compare(recipe, is_transposed, [7, 0, 30], sizes)
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])

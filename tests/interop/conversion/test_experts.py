@@ -291,5 +291,9 @@ def test_bad_input() -> None:
         experts(torch.zeros(3, 64).bfloat16(), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
     with qs.autocast(enabled=False), torch.no_grad():
         assert loss_of(model).isfinite()
+    alone = mixture("Qwen3-MoE")
+    qs.convert(alone, "current", filter="experts", autocast=False)
+    with pytest.warns(UserWarning, match=r"experts\.gate_up_proj.*autocast"):
+        loss_of(alone.train())
     with qs.autocast(recipe="current", strict=True), pytest.raises(FallbackError):
         loss_of(model)
