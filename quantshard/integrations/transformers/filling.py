@@ -92,7 +92,7 @@ class WeightToFill:
         self.take_rows(layout, parts[layout.codes_key], scales_by_row(layout, parts[layout.scale_key], rows), second)
 
     def take_rows(self, layout: Layout, codes: Tensor, scales: Tensor, amaxes: Tensor | None) -> None:
-        """Fill with codes and scales of a layout. `scales`: those of each row. `amaxes`: one for each matrix."""
+        """Fill with codes of a layout. `scales`: a row for each row of codes. `amaxes`: one for each matrix."""
         spec = self.storage.spec
         verdict = table.import_verdict(spec.of_matrix, layout)
         if verdict.kind != EXACT:

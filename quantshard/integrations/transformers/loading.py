@@ -312,7 +312,7 @@ class StoredWeightFill(WeightFill):
 class StackFill(WeightFill):
     """Fills stacks of experts with tensors as stored in files of a layout, which have one tensor per expert.
 
-    The operations of `plain`, by which transformers builds such a stack of values, build it of codes and scales.
+    transformers stacks values by the operations of `plain`; here they stack codes, and the scales of each row.
     """
 
     def __init__(self, hf_quantizer: QuantshardQuantizer, plain: WeightConverter) -> None:

@@ -112,7 +112,7 @@ def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[in
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a weight's components by name, those of a stack of matrices as of one matrix."""
+    """Return a weight's components by name; a stack of matrices counts as one matrix."""
     fmt = components.storage_of(param).spec.format
     return {component.name: parts[component.key_suffix].flatten(0, -2) for component in fmt.components}
 

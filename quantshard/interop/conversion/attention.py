@@ -1,6 +1,6 @@
 """Attention of transformers models by the backends of `DotProductAttention`, without dense masks in training.
 
-In training a layer's mask is an `AttentionCall`. Masks of padding, caches and chunks stay those of transformers.
+In training a layer's mask is an `AttentionCall`. For padding, caches and chunks transformers builds its own masks.
 """
 
 import importlib
@@ -34,7 +34,7 @@ def register(model: Any = None) -> None:
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
-    """Compute attention as transformers does. Windows are those of the mask. Values can have fewer features."""
+    """Compute attention as transformers does; windows come from the mask. Values can have fewer features than keys."""
     has_bias, sinks, cumulative = (options.get(name) for name in ("position_bias", "s_aux", "cu_seq_lens_q"))
     if has_bias is not None or ContextParallel.running() is not None:
         what = "context parallelism" if has_bias is None else "position_bias"

@@ -298,7 +298,7 @@ def _converted(choice: LayerChoice, name: str, bytes_before: int, recipe: Recipe
 
 
 def _weight_name(choice: LayerChoice, name: str) -> str:
-    """Return the name of a layer in reports: that of the module, and for a stack of experts that of the parameter."""
+    """Return how reports name a weight: a layer by its module, a stack of experts by its parameter."""
     return choice.name if name == "weight" else f"{choice.name}.{name}"
 
 

@@ -17,7 +17,7 @@ from quantshard.interop.layouts.conversion import RowRun
 from quantshard.interop.layouts.names import HeadCounts, Names
 
 FileRows = Mapping[str, Mapping[str, list[RowRun]]]
-"""Our name -> name in files -> rows of our weight. The rows of a stack are those of its matrices, one below another."""
+"""Our name -> name in files -> rows of our weight. A stack counts the rows of all its matrices, one after the other."""
 
 
 @dataclass(frozen=True)

@@ -404,7 +404,7 @@ def _names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Names:
 
 
 def _matrix(param: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter, that of a stack of experts as one matrix."""
+    """Return the shape of a parameter; a quantized stack of experts counts as one matrix."""
     shape = tuple(param.shape)
     return shape if components.quantized_local(param) is None else experts.matrix_shape(shape)
 
