@@ -92,6 +92,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         pool.fork_server()
 
 
+@pytest.fixture(autouse=True)
+def _no_warnings_given_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which warnings this process has given once, so that no test depends on the ones before it."""
+    monkeypatch.setattr("quantshard.errors._warned_topics", set())
+
+
 @pytest.fixture
 def show(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Print a text at the end of the run; pytest-xdist's workers have no terminal, but hand on properties of tests."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,13 +13,6 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import errors
 from quantshard.compat.transformer_engine.pytorch import quantization
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process."""
-    monkeypatch.setattr(errors, "_warned_topics", set())
-    yield
 
 
 class Model(nn.Module):

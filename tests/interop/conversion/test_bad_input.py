@@ -6,7 +6,7 @@ import gc
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torchao.float8 import convert_to_float8_training
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import quantshard as qs
-from quantshard import errors
 from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion import linear
 from quantshard.interop.conversion.linear import ConvertedLinear
@@ -23,11 +22,8 @@ from quantshard.optimizers import FusedAdam, MasterWeights
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a new process; optimizers of other tests are gone."""
-    monkeypatch.setattr(errors, "_warned_topics", set())
+def _no_optimizers_of_other_tests() -> None:
     gc.collect()
-    yield
 
 
 def born(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> nn.Sequential:

@@ -28,7 +28,6 @@ from transformers import (
 )
 
 import quantshard as qs
-from quantshard import errors
 from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.interop.conversion import fusion
 from quantshard.interop.conversion.linear import ConvertedLinear
@@ -49,12 +48,6 @@ FAMILIES: dict[str, Any] = {
 }
 RECIPES = ["block", "mxfp8", "delayed", "nvfp4", "current"]
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(errors, "_warned_topics", set())
 
 
 def born(family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
