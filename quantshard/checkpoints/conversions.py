@@ -184,9 +184,9 @@ def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
     """Zero the model's amax histories that a load ignores, given by their keys in the checkpoint."""
     histories = dict(model.named_buffers())
     for name, param in components.named_parameters(model).items():
-        local = components.quantized_local(param)
-        if local is not None and AMAX_HISTORY in local.quantized_storage.state:
-            histories[f"{name}_{AMAX_HISTORY}"] = local.quantized_storage.state[AMAX_HISTORY]
+        storage = components.quantized_storage(param)
+        if storage is not None and AMAX_HISTORY in storage.state:
+            histories[f"{name}_{AMAX_HISTORY}"] = storage.state[AMAX_HISTORY]
     for name, history in histories.items():
         if is_history(name) and f"model.{name}" in ignored:
             history.zero_()
@@ -255,7 +255,7 @@ def stored_values(
     if spec is not None:
         return _codes_of(param, key, spec, tensors).dequantize
     plain = tensors[key] = components.zeros_like(param, dtype)
-    storage = getattr(components.quantized_local(param), "quantized_storage", None)
+    storage = components.quantized_storage(param)
     return lambda: components.as_matrix(private_torch.local_tensor(plain).float(), storage)
 
 

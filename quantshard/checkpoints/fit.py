@@ -52,9 +52,9 @@ def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) ->
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
     formats = {}
     for name, param in sorted(components.named_parameters(model).items()):
-        local = components.quantized_local(param)
-        live = HIGH_PRECISION if local is None else local.quantized_storage.spec.tag
-        if _MODEL + name in stored and (local is not None or name in tags):
+        storage = components.quantized_storage(param)
+        live = HIGH_PRECISION if storage is None else storage.spec.tag
+        if _MODEL + name in stored and (storage is not None or name in tags):
             formats[name] = tags.get(name, HIGH_PRECISION), live
     return formats
 

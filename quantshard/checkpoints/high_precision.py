@@ -187,8 +187,8 @@ def _fitting(
     other_entries = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
     for name, part in parts.items():
-        local = components.quantized_local(params[name])
-        problem = "" if local is None else requantize.non_finite(part, local.quantized_storage.shard.origin)
+        storage = components.quantized_storage(params[name])
+        problem = "" if storage is None else requantize.non_finite(part, storage.shard.origin)
         if problem:
             raise CheckpointError(f"load_high_precision: {name}: {problem}; codes saturate, which would hide it")
     return other_entries, parts

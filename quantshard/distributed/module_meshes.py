@@ -113,13 +113,12 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
         dim: the dim to cut, 0 or 1 for quantized parameters, 0 for a stack of matrices. None replicates.
     """
     start, chunk = _place(tuple(param.shape), mesh, dim)
-    quantized = components.quantized_local(param)
+    storage = components.quantized_storage(param)
     if dim is None:
         local = param.detach()
     elif quantized is None:
         local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
     else:
-        storage = quantized.quantized_storage
         _check_codes(storage.spec, storage.shard.shape, mesh, dim)
         rows = storage.spec.format.matrix_rows or 1  # a stack is cut between its matrices
         local = QuantizedTensor(_alone(storage.piece(dim, start * rows, chunk * rows), mesh), param.dtype)
@@ -160,9 +159,9 @@ def empty_parameter(
 def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     """Move a parameter from a 1-D mesh to another mesh of the same ranks, sharing its memory."""
     local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized_local(param)
-    if quantized is not None and quantized.quantized_storage.mesh is not None:
-        quantized.quantized_storage.mesh = mesh
+    storage = components.quantized_storage(param)
+    if storage is not None and storage.mesh is not None:
+        storage.mesh = mesh
     placed = private_torch.dtensor_around(local, mesh, list(param.placements), param.shape)
     return nn.Parameter(placed, requires_grad=param.requires_grad)
 

@@ -63,12 +63,12 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
     Without quantized weights, it is drawn from torch's generator. Ranks with different parameters (experts, several
     meshes) use the largest of their seeds.
     """
-    first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
+    first = next((storage for param in params if (storage := components.quantized_storage(param)) is not None), None)
     if first is None:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
     else:
-        key = int(first.quantized_storage.state[RNG_KEY])
+        key = int(first.state[RNG_KEY])
         low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
         seed = int(high << 32 | low) - (1 << 63)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
@@ -83,10 +83,8 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
 
 def weight_version(param: Tensor) -> int:
     """Return how often a parameter was written. Writes to a plain parameter through `.data` are not counted."""
-    quantized = components.quantized_local(param)
-    if quantized is None:
-        return private_torch.in_place_changes(param)
-    return quantized.quantized_storage.seen_version()
+    storage = components.quantized_storage(param)
+    return private_torch.in_place_changes(param) if storage is None else storage.seen_version()
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:

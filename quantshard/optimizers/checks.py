@@ -58,7 +58,8 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
     owners: dict[int, str] = {}
     for param, name in names.items():
         checked = keys.setdefault(private_torch.mesh_group(param), dict(seeds))
-        if components.quantized_local(param) is None:
+        storage = components.quantized_storage(param)
+        if storage is None:
             continue
         key = checked[name] = components.storage_of(param).state[RNG_KEY]
         owner = owners.setdefault(id(key), name)

@@ -42,9 +42,9 @@ class TensorRegion(NamedTuple):
 
     @staticmethod
     def of_local(param: Tensor) -> TensorRegion:
-        quantized = components.quantized_local(param)
-        if quantized is not None:
-            shard = quantized.quantized_storage.shard
+        storage = components.quantized_storage(param)
+        if storage is not None:
+            shard = storage.shard
             return TensorRegion(shard.global_shape, shard.origin, shard.shape)
         shape = tuple(private_torch.local_tensor(param).shape)
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
@@ -356,13 +356,13 @@ def make_weight(param: Tensor) -> OptimizerState:
 def initial_master(param: Tensor) -> Tensor:
     """Return new local float32 values of a master: the initial values if they were kept, otherwise the present ones."""
     local = private_torch.local_tensor(param).detach()
-    quantized = components.quantized_local(param)
-    if quantized is None:
+    storage = components.quantized_storage(param)
+    if storage is None:
         return local.to(torch.float32, copy=True)
-    initial_values = quantized.quantized_storage.initial_values()
+    initial_values = storage.initial_values()
     if initial_values is None:
-        return quantized.quantized_storage.dequantize()
-    return initial_values.to(quantized.device, torch.float32, copy=True)
+        return storage.dequantize()
+    return initial_values.to(local.device, torch.float32, copy=True)
 
 
 def make_states(

@@ -27,10 +27,16 @@ def quantized_local(tensor: object) -> QuantizedTensor | None:
     return tensor if isinstance(tensor, QuantizedTensor) else None
 
 
-def storage_of(param: Tensor) -> QuantizedStorage:
+def quantized_storage(param: object) -> QuantizedStorage | None:
+    """The storage of a parameter's (local) quantized tensor, or None for a plain parameter."""
     local = quantized_local(param)
-    assert local is not None
-    return local.quantized_storage
+    return None if local is None else local.quantized_storage
+
+
+def storage_of(param: Tensor) -> QuantizedStorage:
+    storage = quantized_storage(param)
+    assert storage is not None
+    return storage
 
 
 def canonical_name(name: str) -> str:
@@ -99,9 +105,9 @@ def as_matrix(tensor: Tensor, like: QuantizedStorage | None) -> Tensor:
 
 def shard_of(param: Tensor) -> Shard:
     """The rectangle of the global tensor that a parameter's local tensor holds: a matrix, or a stack of matrices."""
-    local = quantized_local(param)
-    if local is not None:
-        return local.quantized_storage.shard
+    storage = quantized_storage(param)
+    if storage is not None:
+        return storage.shard
     rows = param.shape[1] if param.ndim == 3 else 1  # a stack is cut between its matrices
     shard = sharding.whole((param.shape[0] * rows, param.shape[-1]))
     if isinstance(param, DTensor):

@@ -111,8 +111,7 @@ class _ParameterSlices:
 
     @property
     def storage(self) -> QuantizedStorage | None:
-        tensor = components.quantized_local(self.param)
-        return None if tensor is None else tensor.quantized_storage
+        return components.quantized_storage(self.param)
 
     def extents(self) -> list[tuple[int, int]]:
         """Return the range of the local shard along each dim."""

@@ -452,6 +452,6 @@ class QuantizedModule(WgradModule, AssignableModule):
 
     def _formats_repr(self) -> str:
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
-        weights = (components.quantized_local(private_torch.registered_parameter(self, name)) for name in self._weights)
-        tags = {weight.quantized_storage.spec.tag for weight in weights if weight is not None}
+        weights = (private_torch.registered_parameter(self, name) for name in self._weights)
+        tags = {storage.spec.tag for storage in map(components.quantized_storage, weights) if storage is not None}
         return f", weight={'/'.join(sorted(tags))}" if tags else ""

@@ -112,11 +112,10 @@ def _drop_placeholders(param: Tensor, entries: dict[str, Tensor]) -> None:
     """
     for suffix in [suffix for suffix, value in entries.items() if value is _NOT_LOADED]:
         del entries[suffix]
-    local = components.quantized_local(param)
-    if local is None:
+    storage = components.quantized_storage(param)
+    if storage is None:
         return
-    placeholder = components.quantized_local(entries.get(""))
-    if placeholder is not None and placeholder.quantized_storage is local.quantized_storage:
+    if components.quantized_storage(entries.get("")) is storage:
         del entries[""]
     if "" not in entries and not param.requires_grad:
         entries.clear()

@@ -186,11 +186,11 @@ class ModelPair:
         checkpoints.load(checkpoint, self.model, optimizer)
         targets = dict(self.exact.named_parameters())
         for name, param in self.model.named_parameters():
-            quantized = components.quantized_local(param)
+            storage = components.quantized_storage(param)
             if has_master(optimizer.state.get(param, {})):
                 values = optimizer.get_unscaled_state(param, MASTER)
             else:
-                values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()
+                values = param.detach() if storage is None else storage.dequantize()
             targets[name].copy_(values)
         for name, module in self.exact.named_modules():
             # e.g. a router's bias, which is a buffer

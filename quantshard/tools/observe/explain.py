@@ -110,8 +110,7 @@ def _row(
     is_compiled: bool,
 ) -> costs.Row:
     local = private_torch.local_tensor(param)
-    quantized = components.quantized_local(param)
-    storage = None if quantized is None else quantized.quantized_storage
+    storage = components.quantized_storage(param)
     if chosen is not None:
         chosen = recipe_in(module, chosen)
     sent = gather_count = 0
@@ -249,14 +248,13 @@ def gemm_of(
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
     is_operand = not is_quantshard or leaf in getattr(module, "_weights", ())
-    quantized = components.quantized_local(param)
-    if (param.ndim != 2 and quantized is None) or "Embedding" in kind.__name__ or not is_operand:
+    storage = components.quantized_storage(param)
+    if (param.ndim != 2 and storage is None) or "Embedding" in kind.__name__ or not is_operand:
         return GemmPath()
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
-    if quantized is not None:
-        storage = quantized.quantized_storage
+    if storage is not None:
         if storage.spec.format.matrix_rows:
             if 0 in storage.shape:
                 return GemmPath()

@@ -208,8 +208,7 @@ def _row(
     gathered_again: bool,
     optimizer: _OptimizerSpec,
 ) -> costs.Row:
-    quantized = components.quantized_local(param)
-    storage = None if quantized is None else quantized.quantized_storage
+    storage = components.quantized_storage(param)
     shard = _cut(name, param, storage, place, tp_dim)
     assert shard.cut is not None
     placements = place.placements(tp_dim)

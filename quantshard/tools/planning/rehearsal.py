@@ -239,9 +239,8 @@ class _Twins:
     def resident_tensors(self) -> list[Tensor]:
         tensors = [*self.model.buffers()]
         for param in self.model.parameters():
-            quantized = components.quantized_local(param)
-            parts = [param] if quantized is None else [*quantized.quantized_storage.components.values()]
-            tensors += parts if quantized is None else [*parts, *quantized.quantized_storage.state.values()]
+            storage = components.quantized_storage(param)
+            tensors += [param] if storage is None else [*storage.components.values(), *storage.state.values()]
         return tensors
 
     def sharded_passes(

@@ -84,9 +84,8 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(partial(check_output, name or "the model")).remove)
         for name, param in model.named_parameters():
-            quantized = components.quantized_local(param)
-            values = private_torch.local_tensor(param)
-            add(_WEIGHT, name, values if quantized is None else quantized.quantized_storage.dequantize())
+            storage = components.quantized_storage(param)
+            add(_WEIGHT, name, private_torch.local_tensor(param) if storage is None else storage.dequantize())
         with _undone(model):
             run()
             for name, param in model.named_parameters():

@@ -137,9 +137,9 @@ class StepSample(Observer):
                 gradients[name] = private_torch.local_tensor(grad)
                 param_values = _values(optimizer, param)
                 (self._before if _values_are_new(optimizer, param) else values)[name] = param_values
-                quantized = components.quantized_local(param)
-                if quantized is not None:
-                    codes[name] = _codes(quantized.quantized_storage)
+                storage = components.quantized_storage(param)
+                if storage is not None:
+                    codes[name] = _codes(storage)
         for copies, sources in ((self._before, values), (self._codes, codes)):
             copies.update({name: torch.empty_like(source) for name, source in sources.items()})
             for names in _by_kind(sources):
@@ -172,9 +172,9 @@ class StepSample(Observer):
             torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], new_values)
         self._add_squares("update", self._before)
         for name, param in self._names.own.items():
-            quantized = components.quantized_local(param)
-            if quantized is not None:
-                self._add_weight(name, param, quantized.quantized_storage, owners.get(param))
+            storage = components.quantized_storage(param)
+            if storage is not None:
+                self._add_weight(name, param, storage, owners.get(param))
         if not self._by_device:
             self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
         # The first columns of a parameter are known on the host.
@@ -253,7 +253,5 @@ def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
         if isinstance(optimizer, ElementwiseOptimizer):
             return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
         return private_torch.local_tensor(optimizer.state[param][MASTER])
-    quantized = components.quantized_local(param)
-    if quantized is not None:
-        return quantized.quantized_storage.dequantize()
-    return private_torch.local_tensor(param).detach()
+    storage = components.quantized_storage(param)
+    return private_torch.local_tensor(param).detach() if storage is None else storage.dequantize()

@@ -23,7 +23,7 @@ def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All that a weight's values are."""
     found = {}
     for name, param in model.named_parameters():
-        storage = None if components.quantized_local(param) is None else components.storage_of(param)
+        storage = components.quantized_storage(param)
         parts = {"": param.detach()} if storage is None else storage.components
         found.update({f"{name}:{part}": value for part, value in parts.items()})
     return found

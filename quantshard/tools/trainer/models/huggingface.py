@@ -269,12 +269,12 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's values: a tensor, or a DTensor sharded like the parameter."""
     if not isinstance(param, DTensor):
         return whole
-    local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    if quantized is None:
+    local, storage = private_torch.local_tensor(param), components.quantized_storage(param)
+    if storage is None:
         offsets = private_torch.global_offset(param)
         part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
     else:
-        rows, cols = (slice(*extent) for extent in quantized.quantized_storage.shard.extents)
+        rows, cols = (slice(*extent) for extent in storage.shard.extents)
         part = whole.flatten(0, -2)[rows, cols].reshape(local.shape)
     return DTensor.from_local(
         part.clone().to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
