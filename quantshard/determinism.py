@@ -95,10 +95,7 @@ def _check_variables() -> None:
             "quantshard.deterministic() earlier, or set the variable"
         )
     if cublas is not None and cublas not in _CUBLAS_ALLOWED:
-        raise ConfigurationError(
-            f"deterministic mode: {CUBLAS}={cublas} is not deterministic; unset it, or make it one of: "
-            f"{', '.join(_CUBLAS_ALLOWED)}"
-        )
+        raise ConfigurationError(f"deterministic mode: unset {CUBLAS}={cublas}, or use {', '.join(_CUBLAS_ALLOWED)}")
     if nccl is None and dist.is_initialized() and "nccl" in dist.get_backend_config():
         raise ConfigurationError(
             f"deterministic mode needs {NCCL}={VARIABLES[NCCL]} before a process group on NCCL is made; call "
@@ -106,7 +103,4 @@ def _check_variables() -> None:
         )
     # a leading `^` excludes the listed algorithms
     if nccl is not None and ("nvls" in nccl.lower()) != nccl.startswith("^"):
-        raise ConfigurationError(
-            f"deterministic mode: {NCCL}={nccl} allows NVLS, whose sums differ between runs; unset it, or make it "
-            f"{VARIABLES[NCCL]}"
-        )
+        raise ConfigurationError(f"deterministic mode: {NCCL}={nccl} allows NVLS; unset it, or use {VARIABLES[NCCL]}")

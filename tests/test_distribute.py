@@ -134,7 +134,7 @@ REFUSED = {
     ),
     "two axes": (
         lambda mesh: shard_parameter(nn.Parameter(torch.ones(4)), mesh, 0),
-        r"has the axes \('dp', 'tp'\); pass one, such as mesh\[\"tp\"\]",
+        r"has \('dp', 'tp'\); pass one axis, as mesh\[\"tp\"\]",
     ),
 }
 

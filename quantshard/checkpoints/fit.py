@@ -83,9 +83,7 @@ def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Col
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{path} is of another model: {key} is not a tensor there and {_kind(value)} here")
         if private_torch.local_tensor(value).is_meta:
-            raise CheckpointError(
-                f"{path}: {key} is on the meta device here; call reset_parameters() or to_empty() first"
-            )
+            raise CheckpointError(f"{path}: {key} is on the meta device; call reset_parameters() or to_empty() first")
         if entry.size != value.shape:
             raise CheckpointError(
                 f"{path} is of another model: {key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
@@ -202,7 +200,4 @@ def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None
             for name in (first, alias)
         )
         if values and alias_values and values != alias_values:
-            raise CheckpointError(
-                f"{reader.path} has different values for {alias} and {first}, which are tied in this model; load it "
-                "into a model where they are not tied"
-            )
+            raise CheckpointError(f"{reader.path}: {alias} and {first}, which are tied in this model, differ")

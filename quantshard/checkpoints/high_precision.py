@@ -89,9 +89,7 @@ def _checked(
     components.check_offsets(params.items())
     for name, param in params.items():
         if param.is_meta:
-            raise CheckpointError(
-                f"high_precision_state_dict: {name} is on the meta device; call reset_parameters() first"
-            )
+            raise CheckpointError(f"high_precision_state_dict: {name} is on the meta device; reset_parameters() first")
         if optimizer is not None:
             _check_master(name, param, optimizer)
     return live, params
@@ -237,9 +235,7 @@ def _value(name: str, value: object, live: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.is_meta:
         raise CheckpointError(f"load_high_precision: {name} is not a tensor with values in the state dict")
     if value.shape != live.shape:
-        raise CheckpointError(
-            f"load_high_precision: {name} has shape {tuple(value.shape)}, in the model {tuple(live.shape)}"
-        )
+        raise CheckpointError(f"load_high_precision: {name} has shape {tuple(value.shape)}, not {tuple(live.shape)}")
     if isinstance(value, DTensor) and (not isinstance(live, DTensor) or live.placements != value.placements):
         raise CheckpointError(
             f"load_high_precision: {name} is a DTensor with placements {value.placements}, the model's is not; "

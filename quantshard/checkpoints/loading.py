@@ -132,9 +132,7 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         lambda: read_contents(request), lambda contents: contents[0].manifest is not None
     )
     if request.verify and not all(have_manifest) and any(have_manifest):
-        raise CheckpointError(
-            f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST}; load where all ranks share files"
-        )
+        raise CheckpointError(f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST}; share the files")
     plan, digests = agreement.exchange_results(
         lambda: plan_load(request, reader, format_tags),
         lambda _: None if request.numbers is None else request.numbers.digest,

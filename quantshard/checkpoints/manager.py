@@ -183,9 +183,7 @@ class Manager:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
         if self._failed is not None and not self._failed.future.done():
             # it shares memory and collectives with a new save
-            raise CheckpointError(
-                f"the failed save of {self._failed.report.path} is still running on this rank; save again later"
-            )
+            raise CheckpointError(f"the failed save of {self._failed.report.path} is still running; save again later")
 
     def _prepare(self, step: int) -> SaveTarget:
         assert self._owner is not None

@@ -123,10 +123,7 @@ def check_equal(digests: Sequence[Mapping[str, bytes]]) -> None:
     for rank, rank_digests in enumerate(digests):
         differing = [key for key, _ in sorted({*digests[0].items()} ^ {*rank_digests.items()})]
         if differing:
-            raise RankMismatchError(
-                f"extra[{differing[0]!r}] is not the same on rank {rank} as on rank 0; save what is equal on all "
-                "ranks, and what each has for itself through Manager(state=)"
-            )
+            raise RankMismatchError(f"extra[{differing[0]!r}] differs on rank {rank}; save it through Manager(state=)")
 
 
 def digest(value: Any) -> bytes:

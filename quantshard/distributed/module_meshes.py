@@ -116,7 +116,7 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
     storage = components.quantized_storage(param)
     if dim is None:
         local = param.detach()
-    elif quantized is None:
+    elif storage is None:
         local = param.detach().narrow(dim, start, chunk).clone(memory_format=torch.contiguous_format)
     else:
         _check_codes(storage.spec, storage.shard.shape, mesh, dim)
@@ -168,9 +168,7 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
 
 def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None) -> tuple[int, int]:
     if mesh.ndim != 1:
-        raise ConfigurationError(
-            f'the tensor-parallel mesh has the axes {mesh.mesh_dim_names}; pass one, such as mesh["tp"]'
-        )
+        raise ConfigurationError(f'the tensor-parallel mesh has {mesh.mesh_dim_names}; pass one axis, as mesh["tp"]')
     if dim is None:
         return 0, 0
     ranks, coordinate = mesh.size(), mesh.get_coordinate()

@@ -166,10 +166,7 @@ def quantize_operand(
     shard = operand_shard(shape, spec, split)
     if split is not None and not gathers_codes(spec, shape, split):
         multiple = _MIXED if spec.scaling.random_hadamard else 2
-        raise ConfigurationError(
-            f"{spec}: {split.size} ranks cannot quantize shards {list(shape)} of a matrix; make the columns a multiple "
-            f"of {multiple}"
-        )
+        raise ConfigurationError(f"{spec}: {split.size} shards {list(shape)} need a multiple of {multiple} columns")
     if spec.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     bits = words(shard) if words is not None and spec.scaling.stochastic_rounding else None

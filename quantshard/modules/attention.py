@@ -106,8 +106,7 @@ class MultiheadAttention(CompositeModule):
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
         if not kv_channels and hidden_size % num_attention_heads:
             raise ConfigurationError(
-                f"{owner}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}; "
-                "give kv_channels"
+                f"{owner}: {hidden_size} is not divisible by {num_attention_heads} heads; give kv_channels"
             )
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
         self.num_gqa_groups = key_groups(owner, num_attention_heads, num_gqa_groups)
@@ -222,9 +221,7 @@ class MultiheadAttention(CompositeModule):
             core: other arguments of `DotProductAttention.forward`, such as `window_size` and `cu_seqlens_q`.
         """
         if (encoder_output is not None) != (self.attention_type == "cross"):
-            raise ConfigurationError(
-                "MultiheadAttention: attention_type='cross' needs encoder_output, and 'self' takes none"
-            )
+            raise ConfigurationError("MultiheadAttention: only attention_type='cross' needs encoder_output")
         inputs = (hidden_states,) if encoder_output is None else (hidden_states, encoder_output)
         projected, normed = self._project(*inputs)
         q, k, v = self._split_and_rotate(projected, rotary_pos_emb, core)

@@ -303,9 +303,7 @@ def _packings(
     if cumulative is None:
         raise ConfigurationError(f"qkv_format={layout!r} needs cu_seqlens_q, the cumulative lengths of the sequences")
     if "padding" not in kind:
-        raise ConfigurationError(
-            f"qkv_format={layout!r} needs a padding mask type, not {kind!r}; for causal attention use 'padding_causal'"
-        )
+        raise ConfigurationError(f"qkv_format={layout!r} needs a padding mask, as 'padding_causal', not {kind!r}")
     queries = masks.packing("q", cumulative, padded, longest, tokens[0], layout)
     has_same = of_kv[0] is None or (of_kv[0] is cumulative and of_kv[1] is padded)
     dims = len(layout) - len("hd")
@@ -315,9 +313,7 @@ def _packings(
         raise ConfigurationError("cu_seqlens_kv: rows of several sequences need the boundaries of the queries; omit it")
     keys = masks.packing("kv", *(of_q if of_kv[0] is None else of_kv), tokens[1], layout)  # type: ignore[arg-type]
     if len(keys.starts) != len(queries.starts):
-        raise ConfigurationError(
-            f"cu_seqlens_q is for {len(queries.starts)} sequences, cu_seqlens_kv for {len(keys.starts)}; use as many"
-        )
+        raise ConfigurationError(f"cu_seqlens_q has {len(queries.starts)} sequences, cu_seqlens_kv {len(keys.starts)}")
     return queries, keys
 
 
@@ -325,7 +321,5 @@ def key_groups(owner: str, heads: int, groups: int | None) -> int:
     """Return the number of key and value heads; they must divide the query heads."""
     groups = heads if groups is None else groups
     if groups < 1 or heads % groups:
-        raise ConfigurationError(
-            f"{owner}: num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}; choose a divisor"
-        )
+        raise ConfigurationError(f"{owner}: num_gqa_groups {groups} must divide num_attention_heads {heads}")
     return groups

@@ -54,8 +54,7 @@ class Diagonals(NamedTuple):
         left, right = window
         if min(left, right) < UNLIMITED or ((left, right) == (UNLIMITED, 0) and "causal" not in kind):
             raise ConfigurationError(
-                f"{owner}(window_size={window}) is no sliding window of attn_mask_type={kind!r}; use sizes >= 0, -1 "
-                "for no limit, or a causal mask type"
+                f"{owner}(window_size={window}) is no sliding window; use sizes >= 0, -1 for no limit, or a causal type"
             )
         if "causal" in kind:
             right, bottom_right = 0, "bottom_right" in kind
@@ -165,9 +164,7 @@ def packing(
         starts, end = (cumulative if padded is None else padded.to(torch.int32))[:-1], tokens.shape[0]
         result = Packing(starts, lengths, longest or end, padded is not None)
     if len(result.starts) != len(lengths):
-        raise ConfigurationError(
-            f"cu_seqlens_{name} has {len(lengths)} lengths for {len(result.starts)} sequences; give one each"
-        )
+        raise ConfigurationError(f"cu_seqlens_{name} has {len(lengths)} lengths for {len(result.starts)} sequences")
     is_read = longest is None and layout == "thd"
     if is_read and (kernel_dispatch.is_capturing() or private_torch.is_traced(cumulative)):
         raise ConfigurationError(f"give max_seqlen_{name}: a graph cannot read it from cu_seqlens_{name}")

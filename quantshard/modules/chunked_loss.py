@@ -135,9 +135,7 @@ def _local_shards(
     """Return the local tensors, the vocabulary index of the first local row, and the name of the process group."""
     mesh = weight.device_mesh
     if weight.placements != (Shard(0),):
-        raise ConfigurationError(
-            f"linear_cross_entropy: weight has placements {weight.placements}; shard it by rows over one mesh axis"
-        )
+        raise ConfigurationError(f"linear_cross_entropy: weight is {weight.placements}; shard its rows over one axis")
     if not isinstance(hidden, DTensor):
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     # each rank computes a part of the gradient of hidden; DTensor sums them in backward

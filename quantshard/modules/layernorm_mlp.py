@@ -277,10 +277,7 @@ class LayerNormLinear(_NormedModule):
         delay_wgrad_compute: bool = False,
     ) -> None:
         if parallel_mode == "row":
-            raise ConfigurationError(
-                "LayerNormLinear(parallel_mode='row'): a normalization needs all features; use 'column', or a separate "
-                "norm and Linear(parallel_mode='row')"
-            )
+            raise ConfigurationError("LayerNormLinear(parallel_mode='row'): a norm needs all features; use 'column'")
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias

@@ -215,9 +215,7 @@ class Normalization:
         """Raise ConfigurationError if the last dim of x is not `size`."""
         # a last dim of 1 would be broadcast
         if x.shape[-1] != self.size:
-            raise ConfigurationError(
-                f"{self.kind}: the last dim of an input {tuple(x.shape)} must have {self.size} elements"
-            )
+            raise ConfigurationError(f"{self.kind}: the last dim of an input {tuple(x.shape)} must be {self.size}")
 
     def __str__(self) -> str:
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
@@ -252,9 +250,7 @@ class _NormModule(QuantizedModule):
         """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`."""
         inp = self._input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
-            raise ConfigurationError(
-                f"{self.normalization.kind}(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group"
-            )
+            raise ConfigurationError(f"{self.normalization.kind}(sequence_parallel=True) needs tp_mesh or tp_group")
         weight, bias = self.whole_on_rows("weight", "bias")
         if weight.is_meta and not inp.is_meta:
             raise checks.no_values(self.label("weight"))
@@ -313,7 +309,5 @@ def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: An
     if kind == "L2Normalization":
         return L2Normalization(eps)
     if kind not in KINDS:
-        raise ConfigurationError(
-            f"{owner}(qk_norm_type={kind!r}): choose one of: L2Normalization, RMSNorm, LayerNorm, or None"
-        )
+        raise ConfigurationError(f"{owner}(qk_norm_type={kind!r}): choose L2Normalization, RMSNorm, LayerNorm, or None")
     return (RMSNorm if kind == "RMSNorm" else LayerNorm)(size, eps, **options)

@@ -32,9 +32,7 @@ def quantize_(model: nn.Module, recipe: Recipes, *, preserve_high_precision_init
     """
     layers = open_layers(model)
     if not layers:
-        raise ConfigurationError(
-            "quantize_: this model has no quantshard layer to quantize; for torch.nn.Linear use quantshard.convert"
-        )
+        raise ConfigurationError("quantize_: no quantshard layer to quantize; for nn.Linear use quantshard.convert")
     recipes = recipes_of("quantize_", recipe, layers)
     planned = [
         (name, layer, InitPlan(own or HighPrecision(), bool(own and own.weight), preserve_high_precision_init_val))
@@ -72,6 +70,4 @@ def _check_weights(model: nn.Module, layers: list[tuple[str, QuantizedModule]]) 
             elif len(users[id(param)]) > 1:
                 problem = f"is a parameter of {' and '.join(users[id(param)])}"
             if problem:
-                raise ConfigurationError(
-                    f"quantize_: {name}.{leaf} {problem}; call quantize_ first, or give {name!r} the recipe 'bf16'"
-                )
+                raise ConfigurationError(f"quantize_: {name}.{leaf} {problem}; call quantize_ first, or give it 'bf16'")

@@ -128,9 +128,7 @@ class TransformerLayer(CompositeModule):
             "apply_residual_connection_post_layernorm": post_layernorm,
         }  # fmt: skip
         for option in [option for option, is_set in excluded.items() if parallel_attention_mlp and is_set]:
-            raise ConfigurationError(
-                f"TransformerLayer: parallel_attention_mlp and {option} exclude each other; choose one"
-            )
+            raise ConfigurationError(f"TransformerLayer: parallel_attention_mlp and {option} exclude each other")
         check_storage("TransformerLayer", activation_storage)
         super().__init__()
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name

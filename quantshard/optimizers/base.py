@@ -94,9 +94,7 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
         same = param.placements == other.placements and param.device_mesh == other.device_mesh
         same = same and local_shapes[0] == local_shapes[1]
     if not same:
-        raise ConfigurationError(
-            f"{name} is {checks.layout(param)}, but its {what} is {checks.layout(other)}; both must be equal"
-        )
+        raise ConfigurationError(f"{name} is {checks.layout(param)}, but its {what} is {checks.layout(other)}")
 
 
 class ParameterOptimizer(torch.optim.Optimizer):
@@ -143,9 +141,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(candidate is param for candidate in group["params"]):
                 return group
-        raise ConfigurationError(
-            f"a tensor {tuple(param.shape)} is not in this {self._name}; give DTensors, not local tensors"
-        )
+        raise ConfigurationError(f"a tensor {tuple(param.shape)} is not in this {self._name}; give DTensors, not parts")
 
     def _add_names(self, group: Mapping[str, Any]) -> None:
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
@@ -317,6 +313,4 @@ class ParameterOptimizer(torch.optim.Optimizer):
                     main_grad.zero_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOptimizer:
-        raise UnsupportedOperationError(
-            f"a {self._name} cannot be copied; build another and load this one's state_dict()"
-        )
+        raise UnsupportedOperationError(f"a {self._name} cannot be copied; build another and load the state_dict()")

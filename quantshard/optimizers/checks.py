@@ -61,7 +61,7 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
         storage = components.quantized_storage(param)
         if storage is None:
             continue
-        key = checked[name] = components.storage_of(param).state[RNG_KEY]
+        key = checked[name] = storage.state[RNG_KEY]
         owner = owners.setdefault(id(key), name)
         if owner != name:
             raise ConfigurationError(

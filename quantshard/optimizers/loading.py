@@ -45,9 +45,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
     # dcp_to_torch_save turns the integer keys of "state" into strings.
     groups, states = state_dict["param_groups"], state_dict["state"]
     if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the optimizer state has {len(groups)} groups, this optimizer {len(optimizer.param_groups)}"
-        )
+        raise CheckpointError(f"the optimizer state has {len(groups)} groups, not {len(optimizer.param_groups)}")
     own_names = own_settings(optimizer)
     for number, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         check_group(f"the optimizer state is of another optimizer: its group {number}", saved_group, group, own_names)
@@ -61,10 +59,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], na
         # For frozen parameters set_optimizer_state_dict passes nothing, or the live states themselves.
         is_live = all(loaded.get(key) is value for key, value in live.items() if loaded)
         if matched_by_name and live and not param.requires_grad and is_live:
-            raise CheckpointError(
-                f"{names[param]} is frozen, and set_optimizer_state_dict does not load its states; call "
-                "requires_grad_(True) for the load, then freeze it again"
-            )
+            raise CheckpointError(f"{names[param]} is frozen, which set_optimizer_state_dict skips; freeze it after")
         _check_states(names[param], live, loaded)
     changed = False
     for _, live, loaded in entries:
@@ -90,17 +85,13 @@ def _copy(live: Tensor, value: Tensor, is_known: bool) -> bool:
 
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     if live and not loaded:
-        raise CheckpointError(
-            f"{name}: the optimizer state has no entry for it; freeze it before this optimizer is built"
-        )
+        raise CheckpointError(f"{name}: the optimizer state has no entry; freeze it before this optimizer is built")
     if loaded.keys() != live.keys():
         raise CheckpointError(f"{name}: state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}")
     for key, value in loaded.items():
         expected, found = _described(live[key]), _described(value)
         if expected != found:
-            raise CheckpointError(
-                f"{name}: optimizer state {key} is {found}, this optimizer's is {expected}; {SAVED_OPTIONS}"
-            )
+            raise CheckpointError(f"{name}: optimizer state {key} is {found}, not {expected}; {SAVED_OPTIONS}")
 
 
 def _described(value: Any) -> str:
@@ -128,9 +119,7 @@ def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], 
     params = saved.get("params")
     if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
         count = len(params) if isinstance(params, list | tuple) else "no list of"
-        raise CheckpointError(
-            f"{where} has {count} parameters and this one's {len(group['params'])}; load the model alone"
-        )
+        raise CheckpointError(f"{where} has {count} parameters, not {len(group['params'])}; load the model alone")
     names = () if _is_matched_by_name(saved) else saved.get("param_names") or ()
     for index, (old, new) in enumerate(zip(names, group.get("param_names") or (), strict=False)):
         if not component_loading.is_same_name(str(old), new):

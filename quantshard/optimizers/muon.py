@@ -150,15 +150,11 @@ class Muon(AdamOptimizer):
             return
         check_ranges(where, group, ("weight_decay", "momentum", EMA_DECAY, *(() if self._capturable else ("lr",))))
         if group["adjust_lr_fn"] not in (None, *RATE_FACTORS):
-            raise ConfigurationError(
-                f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r}: use {', '.join(RATE_FACTORS)} or None"
-            )
+            raise ConfigurationError(f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r}: use {', '.join(RATE_FACTORS)}")
         if not SMALLEST_EPS <= group["eps"] < math.inf:
             raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
         if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
-            raise ConfigurationError(
-                f"{where}: ns_steps={group['ns_steps']}: use 1 to 99 steps and finite coefficients"
-            )
+            raise ConfigurationError(f"{where}: ns_steps={group['ns_steps']}: use 1 to 99, and finite coefficients")
 
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
@@ -295,9 +291,7 @@ def muon_groups(
         adamw: entries of the "adamw" groups: lr, betas, eps, weight_decay (for parameters with two dims or more).
     """
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
-        raise ConfigurationError(
-            f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is none of lr, {', '.join(ADAMW_SETTINGS)}"
-        )
+        raise ConfigurationError(f"muon_groups(adamw={unknown}): use lr, {', '.join(ADAMW_SETTINGS)}")
     named = list(model.named_parameters())
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     adamw_ids = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
@@ -360,9 +354,7 @@ def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) 
         raise ConfigurationError(f"{where}: {', '.join(unused)} has no effect with {algorithm=}; remove it")
     if algorithm == ADAMW:
         if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
-            raise ConfigurationError(
-                f"{where}: set lr, because Muon's lr suits AdamW only with adjust_lr_fn='match_rms_adamw'"
-            )
+            raise ConfigurationError(f"{where}: set lr; only adjust_lr_fn='match_rms_adamw' makes Muon's suit AdamW")
         return {**ADAMW_SETTINGS, **group}
     named = [
         entry if isinstance(entry, tuple) else (f"parameter {i}", entry) for i, entry in enumerate(group["params"])

@@ -52,10 +52,7 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> Pai
             pairs[suffix] = _checked(live, values[suffix], f"{name}{suffix}", storage.shard, component)
     lacking = [c.key_suffix for c in storage.spec.format.components if c.key_suffix not in values]
     if pairs and lacking:
-        raise CheckpointError(
-            f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
-            "nothing without their scales, so load all or none"
-        )
+        raise CheckpointError(f"{name}: the state dict lacks {name}{lacking[0]}; load all components or none")
     return pairs
 
 

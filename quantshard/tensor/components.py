@@ -152,9 +152,7 @@ def read_format_tag(tag: Tensor) -> str:
         raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
     version, *padded, _ = tag.reshape(-1).tolist()
     if version != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"the checkpoint has format version {version}, not {CHECKPOINT_VERSION}; update quantshard"
-        )
+        raise CheckpointError(f"it has format version {version}, not {CHECKPOINT_VERSION}; update quantshard")
     return bytes(padded).rstrip(b"\0").decode("ascii", errors="replace")
 
 

@@ -74,9 +74,7 @@ class QuantizedTensor(reads.ReadableTensor):
         self.check_filled("quantize_")
         storage = self.quantized_storage
         if any(storage.shard.shares_blocks(part) for part in storage.spec.format.components):
-            raise UnsupportedOperationError(
-                f"quantize_ on {self!r}: other ranks share its scales; call quantshard.requantize_ on every rank"
-            )
+            raise UnsupportedOperationError(f"quantize_ on {self!r}: ranks share its scales; call requantize_")
         if tensor.shape != self.shape or not tensor.is_floating_point():
             raise UnsupportedOperationError(
                 f"quantize_ needs floats of shape {tuple(self.shape)}, got {tensor.dtype} {tuple(tensor.shape)}"

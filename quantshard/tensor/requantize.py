@@ -104,9 +104,7 @@ def _matrix(weight: Tensor, values: Tensor) -> Tensor:
     """Check new values of a weight, and return them in the shape of its storage's rectangle."""
     storage, name = _storage_of(weight), repr(private_torch.local_tensor(weight))
     if storage.gathered:
-        raise UnsupportedOperationError(
-            f"requantize_: {name} is the copy that FSDP gathered; call reshard(), and write to the sharded parameter"
-        )
+        raise UnsupportedOperationError(f"requantize_: {name} is gathered by FSDP; reshard(), and write to the shard")
     if values.shape not in (storage.shape, storage.shard.shape):
         raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shape}")
     return values.reshape(storage.shard.shape)

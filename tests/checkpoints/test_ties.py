@@ -33,7 +33,7 @@ def test_weights_that_are_not_tied_there_are_refused(tmp_path: Path, recipe: str
     untied, tied = built(recipe, False), built(recipe, True)
     checkpoints.save(tmp_path / "untied", untied, None)
     before = {name: param.detach().clone() for name, param in tied.named_parameters()}
-    with pytest.raises(CheckpointError, match=r"has different values for 1\.weight and 0\.weight, which are tied"):
+    with pytest.raises(CheckpointError, match=r"1\.weight and 0\.weight, which are tied"):
         checkpoints.load(tmp_path / "untied", tied)
     assert all(torch.equal(values_of(param), values_of(before[name])) for name, param in tied.named_parameters())
     with torch.no_grad():

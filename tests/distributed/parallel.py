@@ -164,7 +164,7 @@ def one_operand(case: Piece, checks: Checks) -> None:
             try:
                 operands.quantize_operand(piece, cell, split=split)
             except ConfigurationError as error:
-                checks.that("make the columns a multiple of" in str(error), case, error)
+                checks.that("need a multiple of" in str(error), case, error)
             else:
                 checks.that(False, case, "is not refused")
         checks.that(not wire.calls, case, wire.calls)

@@ -151,7 +151,7 @@ def test_changed_data_are_refused(trained, folder, tmp_path):
     one_line(quantshard("resume", run, "--steps", 5, *data), "its content is another; restore it")
     one_line(
         quantshard("resume", run, "--steps", 5, "--data", shards),
-        "give a number above 0 for each --data, of which there are 1",
+        "give a number above 0 for each of the 1 --data",
     )
     other = sources.tokenizer_folder(tmp_path / "other", eos_token="<|other|>")
     one_line(quantshard("resume", run, "--steps", 5, "--tokenizer", other), "is not the tokenizer of the data")

@@ -246,8 +246,8 @@ def test_what_is_not_as_long_as_it_was_written_is_not_committed(ranks: int, tmp_
     """1 and 2 ranks."""
     by_rank = run_ranks(ranks, cut_before_the_commit, Case("mxfp8", (ranks,), shapes=SHAPES), str(tmp_path))
     for cut, gone, left in by_rank:
-        assert "bytes, and the first rank sees 100" in cut, cut
-        assert "bytes, and the first rank sees None" in gone, gone
+        assert "bytes, but 100 on the first rank" in cut, cut
+        assert "bytes, but None on the first rank" in gone, gone
         assert left == "[]"
 
 

@@ -154,7 +154,7 @@ def from_disks_with_and_without(path: str) -> str:
 def test_a_manifest_that_one_rank_lacks_is_told_on_all(tmp_path: Path) -> None:
     """3 ranks."""
     for message in run_ranks(3, from_disks_with_and_without, str(tmp_path / "c")):
-        assert "rank 2 sees no manifest.json; load where all ranks share files" in message
+        assert "rank 2 sees no manifest.json; share the files" in message
 
 
 # Of one process -------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def seeded(way: str) -> tuple[dict[str, str], dict[str, str]]:
         told = message_of(lambda p=param, w=wrong: optimizer.set_scaled_state(p, "master_param", w), ConfigurationError)
         assert f"{name} is" in told and "its master_param is" in told, told
         told = message_of(lambda p=param: optimizer.get_unscaled_state(local_of(p), "exp_avg"), ConfigurationError)
-        assert "not local tensors" in told, told
+        assert "not parts" in told, told
     for param in model.parameters():
         if components.quantized_local(param) is not None:
             local_of(param).clear_high_precision_init_val()

@@ -309,8 +309,8 @@ def refusals(case: Case, folder: str) -> dict[str, str]:
 REFUSED = {
     "another recipe": ("0.weight: the state dict holds 'fp8_128x128'", "is 'mxfp8_32x32'", "2.weight:"),
     "high precision": ("0.weight: a float32 tensor", "call quantshard.checkpoints.load_high_precision(", "2.weight:"),
-    "without 0.weight": ("some of this weight's components but not 0.weight;", "load all or none"),
-    "without 0.weight_scale_inv": ("components but not 0.weight_scale_inv;", "load all or none"),
+    "without 0.weight": ("the state dict lacks 0.weight;", "load all components or none"),
+    "without 0.weight_scale_inv": ("the state dict lacks 0.weight_scale_inv;", "load all components or none"),
     "without 1.bias": ("Missing optimizer state for parameter '1.bias'",),
     "broadcast": ("load_high_precision(model, state_dict)", "load_from_rank0"),
     "meta": ("0.weight is on the meta device", "reset_parameters()"),

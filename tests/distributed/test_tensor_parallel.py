@@ -172,13 +172,13 @@ def refusals() -> list[str]:
 WANTED = [
     "LayerNormMLP.fc1_weight [113, 80]: tensor parallelism over 2 ranks cuts dim 0, and 113 is not a multiple of 2",
     "tp_size 2 does not divide num_attention_heads",
-    "the tensor-parallel mesh has the axes ('dp', 'tp')",
+    "the tensor-parallel mesh has ('dp', 'tp')",
     "call it once",
     "call it once",
     "cannot divide the 7 rows",
     "9",
-    "a normalization needs all features; use 'column'",
-    "RMSNorm(sequence_parallel=True) sums gradients over ranks; give tp_mesh or tp_group",
+    "a norm needs all features; use 'column'",
+    "RMSNorm(sequence_parallel=True) needs tp_mesh or tp_group",
     "the input is a DTensor [3, 80] of (Replicate(),)",
     "nothing was raised",
     "Linear.weight got an input [8, 3, 40], but its last dim must have the 20 features that the weight takes here, its "

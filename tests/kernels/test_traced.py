@@ -281,7 +281,7 @@ def test_a_module_that_is_gone_before_backward(recipe: str, recorded: list[str])
 
 
 def test_a_structure_of_another_process_is_told() -> None:
-    with pytest.raises(UnsupportedOperationError, match="0123 was traced by another process"):
+    with pytest.raises(UnsupportedOperationError, match="0123 was compiled by another process"):
         graph_state.structure_of("0123")
 
 

@@ -327,7 +327,7 @@ def test_rotary_survives_meta():
     [
         (lambda: DotProductAttention(3, SIZE, attn_mask_type="alibi"), "'alibi'.*no_mask, causal"),
         (lambda: DotProductAttention(3, SIZE, qkv_format="hds"), "'hds'.*sbhd, bshd, thd"),
-        (lambda: DotProductAttention(3, SIZE, 2), "3 is not a multiple of num_gqa_groups 2"),
+        (lambda: DotProductAttention(3, SIZE, 2), "num_gqa_groups 2 must divide num_attention_heads 3"),
         (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "tp_size 4 does not divide"),
         (lambda: DotProductAttention(3, SIZE, tp_size=2), "tp_size 2 does not divide num_attention_heads 3"),
         (
@@ -337,7 +337,7 @@ def test_rotary_survives_meta():
             "leave qkv_weight_interleaved=True",
         ),
         (lambda: MultiheadAttention(96, 3, qk_norm_type="GroupNorm"), "L2Normalization, RMSNorm, LayerNorm, or None"),
-        (lambda: MultiheadAttention(97, 3), "97 is not a multiple of num_attention_heads 3; give kv_channels"),
+        (lambda: MultiheadAttention(97, 3), "97 is not divisible by 3 heads; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
         (lambda: MultiheadAttention(96, 3, qkv_format="hds"), "'hds'"),
         (lambda: MultiheadAttention(96, 3, attention_type="both"), "'both'.*self, cross"),

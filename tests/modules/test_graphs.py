@@ -458,8 +458,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "compiled inside": (lambda: (compiled(linear()), (X,)), {}, r"Sequential\.0 has hooks or was compiled"),
     "hook of a parameter": (lambda: (watched(linear()), (X,)), {}, r"Sequential\.0\.bias has a hook"),
     "a recipe for a flag": (lambda: (linear(), (X,)), {"enabled": "current"}, "must be True or False"),
-    "one tensor": (lambda: (linear(), X), {}, r"give sample_args=\(...\) for a callable"),
-    "too few": (lambda: ((linear(), linear()), ((X,),)), {}, "for several, one tuple for each"),
+    "one tensor": (lambda: (linear(), X), {}, r"give one tuple of sample_args"),
+    "too few": (lambda: ((linear(), linear()), ((X,),)), {}, "give one tuple of sample_args"),
     "no callable": (lambda: (3, (X,)), {}, "is no module or function"),
     "own forward": (lambda: (patched(linear()), (X,)), {}, "or its forward was replaced"),
 }
@@ -491,7 +491,7 @@ def test_refused_while_it_is_captured(rerun: None) -> None:
     x = torch.ones(2)
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (Odd(2, 2), (x,), {}, "Odd: a graph cannot hold a object"),
-        (lambda x: x * outside, (x,), {}, "uses a tensor that requires gradients but is no parameter"),
+        (lambda x: x * outside, (x,), {}, "a tensor that requires gradients is no argument"),
         (nn.Bilinear(2, 2, 2), (x, object()), {}, "Bilinear: a graph cannot hold a object"),
         (nn.Linear(2, 2), (x,), {"cache": object()}, "Linear: a graph cannot hold a object"),
     ]

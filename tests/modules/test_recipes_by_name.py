@@ -289,14 +289,14 @@ WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
         {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*first: blocks\.0\.up",
     ),
     "another number": (
-        {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*first: blocks\.0\.up",
+        {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*\(blocks\.0\.up",
     ),
     "a recipe": ({"*": "mxfp7"}, Model, "unknown recipe 'mxfp7'"),
-    "no recipe": ({"head": None, "*": "mxfp8"}, Model, "'head' has None, .*'bf16' leaves a layer"),
+    "no recipe": ({"head": None, "*": "mxfp8"}, Model, "'head' has None, .*'bf16' is high precision"),
     "a function that forgets": (lambda module, name: None, Model, r"blocks\.0\.up has None"),
-    "no entry": ({}, Model, "a mapping needs an entry"),
+    "no entry": ({}, Model, "give an entry"),
     "no layer": ({"*": "mxfp8"}, lambda: nn.Linear(3, 3), "no quantshard layer to quantize.*convert"),
-    "tied": ({"*": "mxfp8"}, tied, r"head\.weight is a parameter of embedding and head.*give 'head' the recipe 'bf16'"),
+    "tied": ({"*": "mxfp8"}, tied, r"head\.weight is a parameter of embedding and head.*or give it 'bf16'"),
     "computed": ({"*": "mxfp8"}, normed, r"blocks\.0\.up\.weight is computed from other parameters"),
     "hooked": ({"up": "mxfp8", "*": "bf16"}, partial(hooked, "register_hook"), r"up\.weight has hooks already"),
     "hooked where it is accumulated": (

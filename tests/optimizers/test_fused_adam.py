@@ -670,7 +670,7 @@ def test_missing_states_are_refused(index):
 def test_states_of_another_model_are_refused():
     params, optimizer = trained()
     fewer = FusedAdam(list(params.values())[:3])
-    refused(optimizer, fewer.state_dict(), "has 3 parameters and this one's 4")
+    refused(optimizer, fewer.state_dict(), "has 3 parameters, not 4")
     swapped = FusedAdam([params["fp32"], *(params[name] for name in ("quantized", "bf16", "vector"))])
     refused(optimizer, swapped.state_dict(), "parameter 0")
     wider = parameters()

@@ -239,7 +239,7 @@ def test_a_module_of_two_weights_loads_both_or_none():
         mlp, other = LayerNormMLP(32, 64), LayerNormMLP(32, 64)
     before, state = bits(mlp), other.state_dict()
     del state["fc2_weight_scale_inv"]
-    with pytest.raises(RuntimeError, match="not fc2_weight_scale_inv"):
+    with pytest.raises(RuntimeError, match="lacks fc2_weight_scale_inv"):
         mlp.load_state_dict(state)
     assert not differing(before, bits(mlp))
 
@@ -325,7 +325,7 @@ def test_missing_keys_under_strict(name):
                 refused(
                     target,
                     state,
-                    f"weight: the state dict has some of this weight's components but not weight{suffix};",
+                    f"weight: the state dict lacks weight{suffix};",
                     strict=strict,
                 )
             continue

@@ -46,9 +46,7 @@ def _lost_rank_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not is_loss_of_a_rank(error):
             raise
-        raise LostRankError(
-            f"another rank exited, was interrupted or never joined ({reason(error)}); see its output"
-        ) from error
+        raise LostRankError(f"another rank exited or never joined ({reason(error)}); see its output") from error
 
 
 def exchange_results(call: Callable[[], T], summarize: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:

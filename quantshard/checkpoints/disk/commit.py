@@ -212,9 +212,7 @@ class CommitWriter(FileSystemWriter):
             path = store.join(folder, name)
             size = store.size(path) if store.is_file(path) else None
             if size != entry.bytes:
-                raise CheckpointError(
-                    f"{path} has {entry.bytes} bytes, and the first rank sees {size}; save where all ranks share files"
-                )
+                raise CheckpointError(f"{path} has {entry.bytes} bytes, but {size} on the first rank; share the files")
 
 
 def commit(target: SaveTarget, manifest: Manifest) -> None:

@@ -96,9 +96,7 @@ class Manifest:
             raise DamagedError(f"{where} is damaged: it is not a JSON object")
         version = content.get("quantshard")
         if version != VERSION:
-            raise DamagedError(
-                f"{where} has version {version!r:.80}, not {VERSION}; install the quantshard that wrote it"
-            )
+            raise DamagedError(f"{where} has version {version!r:.80}, not {VERSION}; use the quantshard that wrote it")
         if wrong := _wrong_field(content):
             raise DamagedError(f"{where} is damaged: {wrong}; choose another checkpoint")
         files = {name: FileEntry(entry["bytes"], entry["xxh3_128"]) for name, entry in content["files"].items()}

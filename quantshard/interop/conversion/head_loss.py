@@ -39,9 +39,7 @@ Loss = str | Mapping[str, float]
 def check_loss(function: str, loss: Loss) -> None:
     is_known = loss.keys() <= OPTIONS if isinstance(loss, Mapping) else loss in LOSSES
     if not is_known:
-        raise ConfigurationError(
-            f"{function}(loss={loss!r}): use one of {', '.join(LOSSES)}, or a dict of {sorted(OPTIONS)}"
-        )
+        raise ConfigurationError(f"{function}(loss={loss!r}): use one of {', '.join(LOSSES)}, or {sorted(OPTIONS)}")
 
 
 def set_loss(model: nn.Module, loss: Loss) -> str:

@@ -52,9 +52,7 @@ def empty_model(config: Mapping[str, Any], most_layers: int) -> Any:
             return kind(kind.config_class.from_dict({**config, "quantization_config": None}))
     except (ImportError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ConfigurationError(
-            f"the model of config.json, whose experts are split, cannot be built: {text}"
-        ) from None
+        raise ConfigurationError(f"the model of config.json with split experts cannot be built: {text}") from None
 
 
 def file_rows(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> FileRows:

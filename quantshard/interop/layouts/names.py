@@ -71,9 +71,7 @@ def _general(name: str) -> tuple[str, str]:
 def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list[RowRun]]:
     size, remainder = divmod(rows, heads.queries + 2 * heads.groups)
     if remainder or heads.queries % heads.groups:
-        raise ConfigurationError(
-            f"{name}: {rows} rows do not fit {heads.queries} query and {heads.groups} key/value heads"
-        )
+        raise ConfigurationError(f"{name}: {rows} rows for {heads.queries} query, {heads.groups} key/value heads")
     sizes = [heads.queries * size, heads.groups * size, heads.groups * size]
     if order == "stacked":
         starts = [0, sizes[0], sizes[0] + sizes[1]]
@@ -141,9 +139,7 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
     into = value.get("into") if isinstance(value, dict) else None
     is_list = isinstance(into, list) and len(into) == 3 and all(isinstance(part, str) for part in into)
     if into is None or not is_list or value.get("rows") not in ORDERS:
-        raise ConfigurationError(
-            f'{path}: {name!r} needs rows = "interleaved" or "stacked", into = [query, key, value]'
-        )
+        raise ConfigurationError(f'{path}: {name!r} needs rows="interleaved" or "stacked", into=[query, key, value]')
     return value["rows"], tuple(into)
 
 

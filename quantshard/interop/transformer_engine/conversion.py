@@ -94,9 +94,7 @@ def convert(
     inexact = job.report.inexact
     if inexact and not lossy:
         name, why = next(iter(sorted(inexact.items())))
-        raise CheckpointError(
-            f"{source}: {len(inexact)} tensors are not exact (first: {name}: {why}); pass lossy=True (--lossy)"
-        )
+        raise CheckpointError(f"{source}: {len(inexact)} inexact tensors ({name}: {why}); pass lossy=True (--lossy)")
     saving.write_checkpoint(state, CommitWriter(commit.prepare_target(out), job.facts()))
     return job.report
 
@@ -185,10 +183,7 @@ class _CheckpointConverter:
             return
         distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
         if distance > _FAR * norm:
-            raise CheckpointError(
-                f"{self.source.path}: the numbered master of {name} does not match its weight (distance "
-                f"{float(distance / norm):.2g}); {NAMED}"
-            )
+            raise CheckpointError(f"{self.source.path}: the numbered master of {name} is far from its weight; {NAMED}")
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
         # TransformerEngine dequantizes shards it cannot quantize (MXFP8: rows not divisible by 32)
@@ -232,9 +227,7 @@ class _CheckpointConverter:
         # a wrong match by number usually shows as a wrong shape
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
-            raise CheckpointError(
-                f"{source.path}: {key} has shape {list(sizes[0])}, but {name} has {list(sizes[1])}; {NAMED}"
-            )
+            raise CheckpointError(f"{source.path}: {key} has shape {list(sizes[0])}, not {list(sizes[1])}; {NAMED}")
         state: Tensor = source.value(key)
         return state
 
@@ -245,9 +238,7 @@ class _CheckpointConverter:
             return None if state is None else state.float()
         high = self.source.value(self.source.model + name)
         if high.dtype != torch.bfloat16:
-            raise CheckpointError(
-                f"{self.source.path}: the master of {name} is a remainder, but the weight is {high.dtype}"
-            )
+            raise CheckpointError(f"{self.source.path}: {name} is {high.dtype}, but its master is a remainder")
         return numerics.join_bfloat16(high, state)
 
     def _state(self, number: int | str, name: str, role: str) -> dict[str, Any]:

@@ -176,9 +176,7 @@ class TransformerEngineCheckpoint:
             if len(groups) > 1:
                 raise CheckpointError(f"{self.path}: its optimizer has {len(groups)} groups without names; {NAMED}")
         if len(names) != len(numbers):
-            raise CheckpointError(
-                f"{self.path}: its optimizer has {len(numbers)} parameters, its model {len(names)}; {NAMED}"
-            )
+            raise CheckpointError(f"{self.path}: {len(numbers)} parameters in its optimizer, not {len(names)}; {NAMED}")
         return dict(zip(numbers, names, strict=True))
 
 
@@ -208,9 +206,7 @@ class TargetCheckpoint:
         groups = {key.removesuffix(".params") for key in self.entries if key.startswith("optimizer.param_groups.")
                   and key.endswith(".params")}  # fmt: skip
         if any(f"{group}.param_names" not in self.entries for group in groups):
-            raise CheckpointError(
-                f"{self.path}: its optimizer has no parameter names; pass model.named_parameters() to it"
-            )
+            raise CheckpointError(f"{self.path}: its optimizer has no parameter names; pass model.named_parameters()")
         unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
         if unknown:
             raise CheckpointError(f"{self.path}: its model lacks {unknown[0]}, a parameter of its optimizer")

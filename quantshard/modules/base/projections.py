@@ -43,7 +43,5 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
         return {"": out_features}
     sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
     if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
-        raise ConfigurationError(
-            f"{owner}(parameters_split={split!r}): its parts must add up to the {out_features} out_features"
-        )
+        raise ConfigurationError(f"{owner}(parameters_split={split!r}): its parts must add up to {out_features}")
     return {name.rstrip("_") + "_": size for name, size in sizes.items()}

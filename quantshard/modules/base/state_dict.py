@@ -131,10 +131,7 @@ def _fitting(
 ) -> component_loading.Pairs:
     """Check the entries of one weight and return (target, source) pairs by key suffix; write nothing."""
     if param.is_meta and entries and not assign:
-        raise CheckpointError(
-            f"{name} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first, "
-            "or load_state_dict(assign=True)"
-        )
+        raise CheckpointError(f"{name} is on the meta device; call to_empty() first, or load_state_dict(assign=True)")
     if is_quantized:
         return component_loading.fitting_pairs(param, entries, name)
     for suffix, value in entries.items():
@@ -144,8 +141,5 @@ def _fitting(
                 "precision; build the model under quantized_model_init with the checkpoint's recipe"
             )
         if value.shape != live[suffix].shape:
-            raise CheckpointError(
-                f"{name}{suffix}: shape {tuple(value.shape)} in the state dict, {tuple(live[suffix].shape)} in this "
-                "model"
-            )
+            raise CheckpointError(f"{name}{suffix}: shape {tuple(value.shape)}, not {tuple(live[suffix].shape)}")
     return {suffix: (live[suffix], value) for suffix, value in entries.items()}

@@ -34,9 +34,7 @@ def check_recipes(owner: str, recipes: Recipes) -> None:
     """Check recipes without a model."""
     if isinstance(recipes, Mapping):
         if not recipes:
-            raise ConfigurationError(
-                f"{owner}(recipe={{}}): a mapping needs an entry, as {{'*.down_proj': 'block', '*': 'mxfp8'}}"
-            )
+            raise ConfigurationError(f"{owner}(recipe={{}}): give an entry, as {{'*.down': 'block', '*': 'mxfp8'}}")
         for pattern, recipe in recipes.items():
             _resolved(f"{owner}(recipe=...)", recipe, f"{pattern!r}")
     elif not by_name(recipes):
@@ -73,10 +71,7 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str])
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             first = ", ".join(names[:3])
-            raise ConfigurationError(
-                f"{argument}{pattern!r}) matches none of the {len(names)} linear layers of this model (the first: "
-                f"{first}); the layers in a module are 'module.*'"
-            )
+            raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} linear layers ({first})")
 
 
 def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
@@ -85,18 +80,12 @@ def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) 
     for pattern in patterns:
         rest = [name for name in remaining if not matches(pattern, name)]
         if len(rest) == len(remaining) and pattern != "*":
-            raise ConfigurationError(
-                f"{argument}: {pattern!r} would do nothing, since the patterns before it match all its layers; let it "
-                "stand before them, or leave it out"
-            )
+            raise ConfigurationError(f"{argument}: earlier patterns match all layers of {pattern!r}; put it first")
         remaining = rest
 
 
 def _resolved(argument: str, recipe: object, what: str) -> Recipe:
     """Resolve a recipe from a mapping or function. None, elsewhere the default recipe, is rejected."""
     if not isinstance(recipe, str | Recipe):
-        raise ConfigurationError(
-            f"{argument}: {what} has {recipe!r}, which is no recipe nor the name of one; {HIGH_PRECISION!r} leaves a "
-            "layer in high precision"
-        )
+        raise ConfigurationError(f"{argument}: {what} has {recipe!r}, no recipe; {HIGH_PRECISION!r} is high precision")
     return resolve(recipe)

@@ -108,10 +108,7 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
     else:
         first, names = _calls_of(regions.replayed).next(layer, regions.replay), ",".join(layer[1])
         if first is None:
-            raise UnsupportedOperationError(
-                f"activation recomputation called the layer of {names!r} more often than the first forward did; "
-                "a checkpointed function must do the same each time"
-            )
+            raise UnsupportedOperationError(f"recomputation calls {names!r} more often than the first forward did")
         if setting is not None and settings.registered[setting].recipe != first.recipe:
             raise UnsupportedOperationError(
                 f"activation recomputation of a compiled function calls the layer of {names!r} outside of the "

@@ -102,7 +102,4 @@ def check_flags(owner: str, **flags: object) -> None:
     """Check that flags are bools. A recipe passed as `enabled` would count as true and be ignored."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"{owner}({name}={value!r}): it must be True or False; a recipe is given by its name: "
-                f"{owner}(recipe={value!r})"
-            )
+            raise ConfigurationError(f"{owner}({name}={value!r}): it must be True or False; a recipe is recipe=")

@@ -118,10 +118,7 @@ _structures: dict[str, LayerStructure] = {}
 def structure_of(key: str) -> LayerStructure:
     """The structure of a layer that this process traced."""
     if key not in _structures:
-        raise UnsupportedOperationError(
-            f"a compiled layer of structure {key} was traced by another process and not by this one; call here what "
-            "torch.compile returns, which traces it and may then read compiled code from a cache"
-        )
+        raise UnsupportedOperationError(f"layer {key} was compiled by another process; call torch.compile in this one")
     return _structures[key]
 
 
@@ -241,10 +238,7 @@ def live_module(handle: Tensor, weights: Sequence[str]) -> LinearModule:
     """The module of a handle. `weights`: names of its weights, for the error if it was deleted."""
     module = _modules.get(handle.data_ptr())
     if module is None:
-        raise UnsupportedOperationError(
-            f"the module of the compiled layer of {', '.join(weights)!r} was deleted before backward ran; "
-            "keep a reference to it until then"
-        )
+        raise UnsupportedOperationError(f"the module of {', '.join(weights)!r} was deleted before backward; keep it")
     return module
 
 

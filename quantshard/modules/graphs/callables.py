@@ -78,10 +78,7 @@ def make_graphed_callables(
         switches = list(enabled)
     fits = len(subjects) == len(args) == len(kwargs) == len(switches)
     if not fits or not all(isinstance(item, tuple | list) for item in args):
-        raise ConfigurationError(
-            f"{_CALL}: give sample_args=(...) for a callable; for several, one tuple for each, as many sample_kwargs, "
-            "and one or as many enabled="
-        )
+        raise ConfigurationError(f"{_CALL}: give one tuple of sample_args, sample_kwargs and enabled= per callable")
     settings.check_flags(_CALL, strict=strict, allow_unused_input=allow_unused_input)
     for switch in switches:
         settings.check_flags(_CALL, enabled=switch)
@@ -166,10 +163,7 @@ def _check(subject: Callables, name: str) -> None:
         label = f"{name}.{path}" if path else name
         # hooks of the callable itself run outside of its graphs
         if private_torch.is_compiled(module) or (path and private_torch.has_call_hooks(module)):
-            raise ConfigurationError(
-                f"{_CALL}: {label} has hooks or was compiled, and Python does not run in a replay; remove them, or "
-                "capture without it"
-            )
+            raise ConfigurationError(f"{_CALL}: {label} has hooks or was compiled, which replays ignore; remove them")
         for key, param in module.named_parameters(recurse=False):
             if private_torch.has_tensor_hooks(param):
                 raise ConfigurationError(

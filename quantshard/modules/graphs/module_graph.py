@@ -272,10 +272,7 @@ class ModuleGraph:
                 continue
             visited.add(node)
             if hasattr(node, "variable") and id(node.variable) not in trained_ids:
-                raise ConfigurationError(
-                    f"{self.owner} uses a tensor that requires gradients but is no parameter or argument, so it would "
-                    "get none; give the module itself, or the tensor as an argument"
-                )
+                raise ConfigurationError(f"{self.owner}: a tensor that requires gradients is no argument; pass it")
             pending += [before for before, _ in node.next_functions]
 
     # Replay

@@ -107,9 +107,7 @@ def graph_device(owner: str, tensors: Iterable[Tensor]) -> torch.device:
     devices = {private_torch.local_tensor(tensor).device for tensor in tensors}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         where = ", ".join(sorted(map(str, devices))) or "no device"
-        raise ConfigurationError(
-            f"{owner}: tensors are on {where}, but a CUDA graph is of one GPU; run eagerly on other devices"
-        )
+        raise ConfigurationError(f"{owner}: tensors are on {where}, but a CUDA graph is of one GPU; run eagerly")
     return devices.pop()
 
 

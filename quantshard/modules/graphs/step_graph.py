@@ -222,10 +222,7 @@ def _run(step: Callable[..., Any], around: StepContext, args: Any, kwargs: Any) 
 def _device(model: nn.Module) -> torch.device:
     device = graph_device("StepGraph", model.parameters())
     if device.index != torch.cuda.current_device():
-        raise ConfigurationError(
-            f"StepGraph: the model is on {device}, not on the current GPU, whose launches are captured; call "
-            f"torch.cuda.set_device({device.index}) first"
-        )
+        raise ConfigurationError(f"StepGraph: the model is on {device}; torch.cuda.set_device({device.index}) first")
     return device
 
 
@@ -242,9 +239,7 @@ def _check_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 def _tensor_kind(tensor: Tensor) -> Any:
     if tensor.requires_grad:
-        raise ConfigurationError(
-            "StepGraph: an argument requires a gradient, and a replay gives none; detach it, and return what you need"
-        )
+        raise ConfigurationError("StepGraph: an argument requires a gradient, and a replay gives none; detach it")
     return tensor.shape, tensor.dtype, tensor.stride()
 
 

@@ -144,9 +144,7 @@ class _MeshRank:
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
-            raise ConfigurationError(
-                f"plan: mesh {dict(mesh)} needs one or two axes for fully_shard, and {TP!r} only last"
-            )
+            raise ConfigurationError(f"plan: mesh {dict(mesh)} needs one or two axes for fully_shard; {TP!r} only last")
         if not 0 <= rank < ranks:
             raise ConfigurationError(f"plan: there is no rank {rank} in mesh {dict(mesh)} of {ranks} ranks")
         coordinates: dict[str, int] = {}

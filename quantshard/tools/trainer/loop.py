@@ -131,9 +131,7 @@ class Trainer:
         if restored is None:
             raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
         if restored.extra.get("step") != restored.step:
-            raise CheckpointError(
-                f"{restored.path} was saved after step {restored.extra.get('step')!r:.100}; restore its name"
-            )
+            raise CheckpointError(f"{restored.path} is of step {restored.extra.get('step')!r:.100}; restore its name")
         self.loader.load_state_dict(restored.extra)
         return restored
 

@@ -236,9 +236,7 @@ class RunDir:
         """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
         complete, incomplete = self.saved_steps()
         if not complete:
-            raise ConfigurationError(
-                f"{self.checkpoints} has no complete checkpoint; train with --config {self.config}"
-            )
+            raise ConfigurationError(f"{self.checkpoints} has no complete checkpoint; train --config {self.config}")
         return complete[-1], [step for step in incomplete if step > complete[-1]]
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:

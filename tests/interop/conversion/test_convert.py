@@ -397,7 +397,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a recipe for no name": (lambda: qs.convert(born(), {"*.q_proj": "mxfp8"}), "q_proj.*none of the 7"),
     "an unknown recipe": (lambda: qs.convert(born(), "mxpf8"), "unknown recipe 'mxpf8'"),
     "nothing quantized": (lambda: qs.convert(born(), "bf16"), "can be converted: recipe bf16"),
-    "no recipe": (lambda: qs.convert(born(), {}), "a mapping needs an entry"),
+    "no recipe": (lambda: qs.convert(born(), {}), "give an entry"),
     "None in a mapping": (lambda: qs.convert(born(), {"up": None, "*": "block"}), "'up' has None.*'bf16' leaves"),
     "a function of None": (lambda: qs.convert(born(), lambda *_: None), r"blocks\.0\.up has None.*'bf16' leaves"),
     "converted already": (lambda: qs.convert(converted(), "block"), "already quantized; .*revert"),

@@ -192,7 +192,7 @@ def test_what_no_file_can_hold_is_refused(folders: Any, tmp_path: Path) -> None:
          EXPERTS_PER_TENSOR),
         (lambda: layouts.export(tmp_path / "checkpoint", "plain-bf16", tmp_path / "x"), "config.json"),
         (lambda: layouts.export(tmp_path / "checkpoint", "plain-bf16", tmp_path / "x", config={"architectures": ["X"]}),
-         "the model of config.json, whose experts are split, cannot be built"),
+         "the model of config.json with split experts cannot be built"),
         (lambda: layouts.export(tmp_path / "checkpoint", "plain-bf16", tmp_path / "x",
                                 config={"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 10**9}),
          "num_hidden_layers is 1000000000, and must be"),

@@ -265,7 +265,7 @@ SAID = {
     "tensor parallelism": "has no TP; use --parallelism.tensor_parallel_degree 1",
     "backend": "needs --parallelism.spmd_backend partial_dtensor",
     "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: auto,",
-    "pattern": "TitanConverter(filter='wz') matches none of the 13 linear layers of this model (the first: ",
+    "pattern": "TitanConverter(filter='wz') matches none of the 13 linear layers (",
     "converter's recipe": "unknown recipe 'fp7'; choose one of: auto,",
     "twice": "TitanConverter selects none of 1 plain linear layers",
     "another layer": "OtherConfig computes in its own way",

@@ -576,8 +576,11 @@ def test_wrong_arguments_are_named(folder: Path) -> None:
             "can be converted: not chosen by the filter",
         ),
         (lambda: load(folder, {"q_porj": "block", "*": "mxfp8"}), "(recipe='q_porj') matches none of the 15"),
-        (lambda: load(folder, {"layers.1": "block", "*": "mxfp8"}), "the layers in a module are 'module.*'"),
-        (lambda: load(folder, {"*": "mxfp8", "q_proj": "block"}), "convert(recipe): 'q_proj' would do nothing, since"),
+        (lambda: load(folder, {"layers.1": "block", "*": "mxfp8"}), "matches none of the 15 linear layers"),
+        (
+            lambda: load(folder, {"*": "mxfp8", "q_proj": "block"}),
+            "convert(recipe): earlier patterns match all layers of 'q_proj'",
+        ),
         (lambda: load(folder, "bf16"), "no layer of this model can be converted: recipe bf16; the head"),
         (lambda: qt.training_config(folder, "mxfp8"), "no quantization_config; pass QuantshardConfig()"),
         (lambda: qs.convert(load(folder, "mxfp8"), "nvfp4"), "q_proj.weight is already quantized"),

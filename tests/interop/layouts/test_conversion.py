@@ -146,7 +146,7 @@ def test_rows_of_other_heads_are_refused(rows):
             run.length == 0 for part in fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS)) for run in part
         )
         return
-    with pytest.raises(ConfigurationError, match=f"w: {rows} rows do not fit 4 query and 2 key/value heads"):
+    with pytest.raises(ConfigurationError, match=f"w: {rows} rows for 4 query, 2 key/value heads"):
         fused_runs("w", "stacked", rows, HeadCounts(QUERIES, GROUPS))
 
 

@@ -134,7 +134,7 @@ def test_one_step_is_that_of_the_oracle(stored: Path, tmp_path: Path) -> None:
 def test_another_recipe_is_quantized_from_the_masters(stored: Path, tmp_path: Path, name: str, chosen: str) -> None:
     size = size_of(name)
     new = like(tmp_path / "new", chosen, size)
-    with pytest.raises(CheckpointError, match=r"1 tensors are not exact \(first: 0\.weight: .*lossy=True"):
+    with pytest.raises(CheckpointError, match=r"1 inexact tensors \(0\.weight: .*lossy=True"):
         transformer_engine.convert(stored / name, new, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     done = transformer_engine.convert(stored / name, new, tmp_path / "out", lossy=True)
@@ -390,9 +390,7 @@ def test_states_by_name_and_by_number(tmp_path: Path, named: bool, split: bool) 
 def test_numbers_in_another_order_are_noticed(tmp_path: Path) -> None:
     """By the masters: two weights of one shape look alike."""
     source = plain(tmp_path / "te", groups=[group(*range(4))], named=False, order=[2, 1, 0, 3])
-    with pytest.raises(
-        CheckpointError, match=r"the numbered master of 0\.weight does not match its weight \(distance 1\.\d+\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"the numbered master of 0\.weight is far from its weight"):
         transformer_engine.convert(source, like(tmp_path / "new", None, 24, layers=2), tmp_path / "out")
     source = plain(tmp_path / "other", groups=[group(*range(4))], named=False, order=[1, 0, 2, 3])
     with pytest.raises(CheckpointError, match=r"1\.master_param has shape \[24, 24\], but 0\.bias has \[24\]"):

@@ -201,7 +201,7 @@ def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"headed\.bin has the token 301"):
         collect([headed], like=like)
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    with pytest.raises(ConfigurationError, match=r"odd\.bin has 3 bytes, which is no whole number of tokens of uint16"):
+    with pytest.raises(ConfigurationError, match=r"odd\.bin: 3 bytes are no whole number of uint16"):
         collect([str(tmp_path / "odd.bin")], like=like)
     assert collect([str(tmp_path / "odd.bin")], data_format="text").tokens == 4
 

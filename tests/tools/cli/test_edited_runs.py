@@ -134,6 +134,6 @@ def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path, extra: dict[str
     trainer = mock.Mock(run=RunDir(tmp_path))
     trainer.progress.moving.return_value = mock.MagicMock()
     trainer.manager.restore.return_value = Restored(5, str(tmp_path / "step_5"), extra)
-    with pytest.raises(CheckpointError, match=r"step_5 was saved after step .*; restore its name"):
+    with pytest.raises(CheckpointError, match=r"step_5 is of step .*; restore its name"):
         Trainer.restore(trainer)
     trainer.loader.load_state_dict.assert_not_called()

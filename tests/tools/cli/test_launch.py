@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from quantshard.errors import CheckpointError, LostRankError
 from quantshard.tools.trainer import launch
 
-LOST = "another rank exited, was interrupted or never joined (Connection closed by peer); see its output"
+LOST = "another rank exited or never joined (Connection closed by peer); see its output"
 
 
 def failure(rank: int, error: BaseException | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ProcessFailure:

@@ -367,7 +367,7 @@ def test_recipes_by_linear_layer():
         ("layers.7=bf16,*=mxfp8", r"'layers\.7' matches no layer"),
         ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention' matches no layer, or"),
         ("layers.0=current,layers.0.*=bf16,*=mxfp8", r"'layers\.0\.\*' matches no layer, or"),
-        ("layers.*=current,layers.0=bf16", r"'layers\.0' would do nothing"),
+        ("layers.*=current,layers.0=bf16", r"match all layers of 'layers\.0'"),
     ],
 )
 def test_patterns_that_do_nothing_are_refused(text, says):

@@ -377,9 +377,7 @@ def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -
             other = settings.tokenizer or indices[0][0]
             raise ConfigurationError(f"{folder} was tokenized otherwise than {other}; repeat quantshard tokenize")
     if settings.vocabulary and settings.vocabulary < tokens.vocabulary:
-        raise ConfigurationError(
-            f"vocabulary = {settings.vocabulary}, but the tokenizer has {tokens.vocabulary} tokens"
-        )
+        raise ConfigurationError(f"vocabulary = {settings.vocabulary}, but the tokenizer has {tokens.vocabulary}")
     is_of_bytes = tokenizer is not None and not path
     if settings.init_from and is_of_bytes and settings.vocabulary not in (0, tokens.vocabulary):
         raise ConfigurationError(f"--init-from {settings.init_from} is not a model of bytes; name its --tokenizer")

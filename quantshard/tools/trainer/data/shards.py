@@ -159,10 +159,7 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     if magic in _HEADERS and size >= _HEADER_BYTES:
         dtype, header = _HEADERS[magic], _HEADER_BYTES
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
-        raise ConfigurationError(
-            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; give the right --vocabulary "
-            "(more than 65536: uint32)"
-        )
+        raise ConfigurationError(f"{path}: {size} bytes are no whole number of {dtype}; give the right --vocabulary")
     return dtype, header
 
 
@@ -227,9 +224,7 @@ class ShardedSource:
         if os.path.lexists(folder / INDEX):
             index = read_index(folder, unfinished=True)
             if index.key != self.key:
-                raise ConfigurationError(
-                    f"{folder} holds tokens of other data, tokenizer or options; name another folder"
-                )
+                raise ConfigurationError(f"{folder} holds tokens of other data, tokenizer or options; name another one")
             index.sizes(folder)
             if not index.complete:
                 screen.say(f"{folder} has {len(index.shards)} shards already; going on with the others")

@@ -266,10 +266,7 @@ class BatchLoader:
         """Continue after the step of a state."""
         for name, value in self.identity.items():
             if state.get(name, value) != value:
-                raise CheckpointError(
-                    f"the checkpoint was saved by a run with {name} = {str(state[name])[:80]}, not {value}; its data "
-                    "would differ"
-                )
+                raise CheckpointError(f"{name} was {str(state[name])[:80]}, not {value}; its data would differ")
         self.step = int(state["step"])
 
     def close(self) -> None:

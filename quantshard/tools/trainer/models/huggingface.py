@@ -115,9 +115,7 @@ def _check_decoder(config: Any, where: str) -> None:
 
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        raise ConfigurationError(
-            f"{where}: {config.model_type} is an encoder; set is_decoder in its config.json to train it as a decoder"
-        )
+        raise ConfigurationError(f"{where}: {config.model_type} is an encoder; set is_decoder in its config.json")
 
 
 _READ = ("model_type", "dtype", "torch_dtype")
@@ -314,7 +312,5 @@ def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
     module.to_empty(device="meta", recurse=False)
     for leaf, tensor in values.items():
         if tensor.is_floating_point() and tensor.isnan().any():
-            raise ConfigurationError(
-                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; give --init-from"
-            )
+            raise ConfigurationError(f"transformers has no initial value for {name}.{leaf}; give --init-from")
     return values

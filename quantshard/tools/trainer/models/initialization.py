@@ -87,10 +87,7 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
     huggingface.read_configuration(model)
     # flags only, because the file of a run contains all settings
     for name in (name for name in _BY_SIZES if name in flags):
-        raise ConfigurationError(
-            f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides it; "
-            f"leave {name} out"
-        )
+        raise ConfigurationError(f"{name} is decided by model = {shown_value(model)}; leave {name} out")
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         folder = Path(model) if Path(model).is_dir() else Path(model).parent
@@ -125,9 +122,7 @@ def sizes(source: str) -> dict[str, Any]:
         kind, _ = _angles(FieldReader(content, f"{source}: config.json"))
         # the weights were trained with other angles than those of the built-in decoder
         if kind != _DEFAULT_ANGLES:
-            raise ConfigurationError(
-                f"{source}: config.json has rotary positions of rope_type {shown(kind)}; pass --model {source}"
-            )
+            raise ConfigurationError(f"{source} has rotary positions of rope_type {shown(kind)}; pass --model {source}")
         result = {name: getattr(described, name) for name in _SIZES}
     return result | _recipe_of(source)
 
@@ -156,9 +151,7 @@ def _is_checkpoint(source: str) -> bool:
         return True
     if Path(source).is_dir() and any(path.name.endswith(SUFFIX) for path in Path(source).iterdir()):
         return False
-    raise ConfigurationError(
-        f"--init-from {source} is no complete checkpoint, and holds no safetensors; name RUN/checkpoints/step-..."
-    )
+    raise ConfigurationError(f"--init-from {source} is no complete checkpoint, and holds no safetensors")
 
 
 def load(source: str, model: nn.Module) -> str:
@@ -276,7 +269,5 @@ def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
     settings, _, corpus = (TrainSettings(), None, {}) if run is None else run.read_config()
     contents = tokenizer_contents(settings.tokenizer) if settings.tokenizer else {}
     if contents and tokenizer_digest(contents) != corpus.get("tokenizer"):
-        raise ConfigurationError(
-            f"{settings.tokenizer} is not the tokenizer that the run was started with; name the right one by --config"
-        )
+        raise ConfigurationError(f"{settings.tokenizer} is not the tokenizer of the run; name that one by --config")
     return contents

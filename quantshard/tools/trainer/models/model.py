@@ -85,14 +85,11 @@ class ModelSpec:
             raise fields.wrong("vocab_size", "given")
         if size < tokens or (size != tokens and not settings.vocabulary):
             raise ConfigurationError(
-                f"model = {where} has {size} tokens, and the data {tokens}; name its --tokenizer, or give --vocabulary "
-                f"{tokens} for bytes"
+                f"model = {where} has {size} tokens, not {tokens}; name its --tokenizer, or give --vocabulary"
             )
         longest = huggingface.longest_sequence(self.configuration)
         if longest is not None and longest < settings.seq_length:
-            raise ConfigurationError(
-                f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens"
-            )
+            raise ConfigurationError(f"seq_length = {settings.seq_length}, but model = {where} has {longest} positions")
 
     def converted(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None

@@ -260,9 +260,7 @@ class TrainSettings:
             weights = [0.0]
         if len(weights) != len(self.data) or not all(0 < weight < 1e9 for weight in weights):
             given = f"data_weights = {shown_value(self.data_weights)}"
-            raise ConfigurationError(
-                f"{given}: give a number above 0 for each --data, of which there are {len(self.data)}"
-            )
+            raise ConfigurationError(f"{given}: give a number above 0 for each of the {len(self.data)} --data")
         return tuple(weight / math.fsum(weights) for weight in weights)
 
     def resolved(self) -> TrainSettings:
