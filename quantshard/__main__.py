@@ -1,7 +1,4 @@
-"""Entry point of the command line: `quantshard` and `python -m quantshard`.
-
-`launch` also runs this file as a script, for the processes that it starts.
-"""
+"""Entry point of `quantshard`, `python -m quantshard` and, as a script, the processes that `launch` starts."""
 
 import os
 import sys

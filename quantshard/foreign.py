@@ -135,10 +135,7 @@ _OFFLINE: Final = (
 
 @contextmanager
 def hub_offline() -> Iterator[None]:
-    """Prevent transformers and datasets from sending requests and from offering to run code of a folder.
-
-    `local_files_only=True` and `trust_remote_code=False` do not reach nested models and configurations.
-    """
+    """Prevent transformers and datasets from sending requests and running code of a folder, also in nested models."""
     switches = []
     for name, switch, value in _OFFLINE:
         if name.partition(".")[0] in sys.modules:

@@ -68,8 +68,7 @@ class Encoding:
 
     @property
     def extended(self) -> Encoding:
-        """The 16-bit encoding with 8 more mantissa bits than this 8-bit one. Its high byte, rounded, is a code of this
-        encoding (`numerics.split_codes.split`)."""
+        """The 16-bit encoding whose rounded high byte is a code of this 8-bit one (`numerics.split_codes.split`)."""
         assert self.bits == 8 and self.mantissa_bits > 0 and self.is_signed, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)

@@ -161,8 +161,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     nan_flag: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.dequantize`, rounded once to `dtype`. If `nan_flag` (float32 scalar, 0 or NaN) is NaN, so is the
-    result."""
+    """`numerics.dequantize`, rounded once to `dtype`. If `nan_flag` (float32 scalar, 0 or NaN) is NaN, so is all."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
     # no kernel dequantizes stacks whose matrices have second scales
@@ -194,8 +193,7 @@ def dequantize_together(
 
 
 def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
-    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`), if they have
-    it, to the stored layout."""
+    """Convert components in the layout of a scaled product (`QuantizeSpec.ready`), if any, to the stored layout."""
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     if codes.dtype is copy.codes.encoding.storage:
         return parts
@@ -206,8 +204,7 @@ def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> 
 
 
 def quantization_error_of(x: Tensor, copy: OrientedCodes | None = None) -> Any:
-    """The module with the functions of `numerics.quantization_error` for x and its codes, if any: with kernels, or the
-    oracle."""
+    """The module with the functions of `numerics.quantization_error` for x and its codes: kernels or oracle."""
     has_kernel = has_float_kernels(x) if copy is None else _has_kernel(x, copy)
     return error_kernel if has_kernel else quantization_error
 
@@ -239,10 +236,7 @@ def swizzle(copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool)
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum tensors of one shape and dtype, in order and in float32 (float64 stays float64), and round once to `dtype`.
-
-    The first tensor can be overwritten.
-    """
+    """Sum tensors of one shape and dtype in order, in float32 or float64, rounded once. Can overwrite the first."""
     if dtype in KERNEL_DTYPES and has_float_kernels(*parts):
         return sum_kernel.rounded_sum(parts, dtype)
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))

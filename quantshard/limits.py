@@ -12,12 +12,7 @@ from quantshard.errors import FallbackError, warn_once
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One fallback or refusal.
-
-    happens: what happens, or what is not supported.
-    because: the reason.
-    instead: what the user can do.
-    """
+    """One fallback or refusal: what happens or is not supported, the reason, and what the user can do instead."""
 
     happens: str
     because: str

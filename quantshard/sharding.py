@@ -102,8 +102,7 @@ class Shard:
         return self.cut.parent
 
     def replicates(self, component: Component, dim: int) -> bool:
-        """True if any cut along `dim` left the component's grid whole, so that ranks share its entries. Tensor
-        parallelism cuts first, FSDP2 after it."""
+        """True if any cut along `dim`, tensor parallelism's or FSDP2's, left the grid whole: ranks share entries."""
         cut = self.cut
         if cut is None:
             return False

@@ -34,10 +34,7 @@ class FlatMax:
             self._pending.append((tensor, spanned(group)))
 
     def reduce(self) -> None:
-        """Run the collectives, in the order of registration.
-
-        Every rank of a group must have registered the same shapes in the same order, empty tensors too.
-        """
+        """Run the collectives. All ranks of a group have registered the same shapes in one order, empty ones too."""
         pending, self._pending = self._pending, []
         for group in dict.fromkeys(group for _, groups in pending for group in groups):
             self._reduce_over(group, [tensor for tensor, groups in pending if group in groups])

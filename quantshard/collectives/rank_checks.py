@@ -32,10 +32,7 @@ SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the
 
 
 def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, remedy: str = SEED_ALIKE) -> None:
-    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`.
-
-    Makes one collective per process group.
-    """
+    """Raise the same error on all ranks of `group` if int64 tensors [1] differ. One collective per process group."""
     if not spanned(group) or not named:
         return
     values = torch.cat([v.reshape(1) for v in named.values()])

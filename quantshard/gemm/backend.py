@@ -259,8 +259,7 @@ def _native_codes(dtype: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]
 
 
 def _view(storage: QuantizedStorage, name: str, layout: Callable[[Tensor], Tensor]) -> Tensor:
-    """`layout` of a component. A view is kept while the component stays at its address, because every GEMM of a layer
-    would make the same one."""
+    """`layout` of a component, kept while the component stays at its address: every GEMM would make the same."""
     part, key = storage.components[name], (name, layout)
     if kernels.tracing.on:
         return layout(part)

@@ -301,8 +301,7 @@ class KernelPlan(OperandPlan):
     def measure(
         self, sources: Sequence[OperandProducer], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
-        """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by.
-        `nan_flags` become NaN where scales record it."""
+        """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by."""
         blocks, blocks_t = self.amax_blocks if sources[0].amax is None else self.smaller_blocks
         grids: Sequence[BothAmaxes] = [(None, None)] * len(sources)
         if sources[0].blocks is not None:

@@ -50,10 +50,7 @@ class KernelEncoding(NamedTuple):
 
 
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
-    """Return the kernel constant of an encoding on a device.
-
-    The conversion instruction needs compute capability 8.9; the interpreter's truncates and is not used.
-    """
+    """Return the kernel constant of an encoding. The interpreter's conversion truncates and is not used."""
     has_cast = not (kernels.INTERPRETED or device.type == "meta") and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
     lowest, magnitude = 1 - encoding.bias, encoding.magnitude
@@ -242,10 +239,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def nan_where_infinite(bound, x):
-    """x, or NaN where `bound` is not finite.
-
-    Arithmetic, not a comparison: with another predicate for each value, the compiler makes masked loads wait.
-    """
+    """x, or NaN where `bound` is not finite. By arithmetic: a comparison would make masked loads wait."""
     if INTERPRETED:
         return tl.where(bound - bound == 0, x, float("nan"))
     else:

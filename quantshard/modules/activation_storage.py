@@ -80,10 +80,7 @@ class ActivationStorage(NamedTuple):
         return self._quantized(self.spec, rows)
 
     def values(self, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return the inputs as backward reads them; decoded codes give [tokens, features] of `dtype`.
-
-        The list `kept` is emptied while its codes are decoded.
-        """
+        """Return the inputs for backward, decoded to [tokens, features] of `dtype`. Empties `kept` meanwhile."""
         if self.spec is None:
             return kept
         return self._dequantized(self.spec, kept, dtype)

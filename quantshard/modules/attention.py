@@ -257,8 +257,7 @@ class MultiheadAttention(CompositeModule):
     def _split_and_rotate(
         self, qkv: Tensor | Sequence[Tensor], freqs: RotaryEmbedding | None, core: dict[str, Any]
     ) -> Sequence[Tensor]:
-        """Split [..., features], or take its three parts, into queries [..., h, d], keys and values [..., groups, d];
-        rotate queries and keys."""
+        """Split [..., features] or three parts into queries [..., h, d], keys, values [..., groups, d], and rotate."""
         layout = rotary.HeadLayout(core.get("qkv_format") or self.qkv_format, self.rotary_pos_interleaved)
         tp_size = self.core_attention.tp_size
         heads, groups = self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size

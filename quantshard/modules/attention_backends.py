@@ -101,11 +101,7 @@ def backend_order(
 
 @private_torch.constant_in_graphs
 def choose(backend: str, needs: tuple[str, ...], device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the name of the row in `TABLE` that runs a call.
-
-    Raises:
-        ConfigurationError: no row supports the call, or not the one that `backend` selects.
-    """
+    """Return the name of the row in `TABLE` that runs a call; ConfigurationError if none does, or not `backend`."""
     rows = {"sdpa", "masked sdpa"} if backend in _KINDS else {*TABLE} - {RING} if backend == AUTO else {backend}
     for name, row in TABLE.items():
         if name in rows and row.needs.issuperset(needs) and (not row.module or row.fits(device, dtype, head_size)):

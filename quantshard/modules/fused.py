@@ -74,8 +74,7 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Apply a normalization and a linear layer. Returns the outputs [..., out_features] and x + residual (None without
-    residual)."""
+    """Apply a normalization and a linear layer. Returns outputs [..., out_features] and x + residual, or None."""
     if isinstance(layer, TracedLinear):
         *outputs, total = compiled.call_in_graph("norm_linear", [layer], *front.constituents())
         return outputs, total

@@ -98,8 +98,7 @@ class NormBackward(NamedTuple):
         return None if self is NO_NORM else layer.requantize_input(self.normalized)
 
     def gradients(self, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]) -> Gradients:
-        """Return the gradients of z, weight and bias that `needs` selects; `dy`, `of_total`: gradients of the
-        normalized rows and of z."""
+        """Return the needed gradients of z, weight and bias. `dy`, `of_total`: those of the normalized rows and z."""
         if self is NO_NORM:
             return dy if needs[0] else None, None, None
         if dy is None:
@@ -147,8 +146,7 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
 
 
 class ActivationInputs(NamedTuple):
-    """Inputs [tokens, features] of an activation, which are outputs of fc1; `up` is None unless the activation is
-    gated."""
+    """Inputs [tokens, features] of an activation, outputs of fc1; `up` is None unless the activation is gated."""
 
     gate: Tensor
     up: Tensor | None = None
@@ -237,8 +235,7 @@ def _one_at_a_time(
 
 
 def _emptying(request: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
-    """Pop the only source of a list and quantize it. If its values are needed first, the source is released before they
-    are quantized."""
+    """Pop the only source of a list and quantize it. Values that are needed first release it before."""
     return request.run(sources.pop().in_memory(request.plan) if request.plan.reads_values else sources.pop())
 
 

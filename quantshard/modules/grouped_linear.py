@@ -107,8 +107,7 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     def _note_spread(self) -> None:
-        """Mark the parameters for optimizers: other ranks hold other experts. `fully_shard` replaces the parameters,
-        and its mesh then carries this information."""
+        """Mark parameters as spread over ranks, for optimizers. After `fully_shard`, their mesh says so instead."""
         if (expert_axis := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
                 process_groups.spread_over(param, expert_axis.get_group())
@@ -235,8 +234,7 @@ class GroupedLinear(QuantizedModule):
         return [bias for bias in added if bias is not None]
 
     def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return high-precision weights and biases if PyTorch can multiply them all at once with these tokens,
-        otherwise None."""
+        """Return high-precision weights and biases if PyTorch can multiply all at once, otherwise None."""
         if self.tp_size > 1:
             return None
         parameters = private_torch.registered_parameters(self, self._weight_names)

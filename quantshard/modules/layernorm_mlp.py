@@ -102,16 +102,14 @@ def is_gated(activation: str) -> bool:
 
 
 def activate(x: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """Apply one of `ACTIVATIONS` to x [...], in its dtype. A gated activation multiplies by `up`, which has the shape
-    of x."""
+    """Apply one of `ACTIVATIONS` to x [...], in its dtype; a gated one multiplies by `up`, of the same shape."""
     return cast(Tensor, _Activation.apply(x, up, activation, AS_IS))
 
 
 def activate_stored(
     x: Tensor, activation: Activation, up: Tensor | None, storage: ActivationStorage
 ) -> tuple[Tensor, RecomputedInput]:
-    """Apply `activate`, keeping its inputs for backward as `storage` does. Also return how to recompute the result from
-    the kept tensors."""
+    """Apply `activate`, keeping its inputs as `storage` does. Also return how to recompute the result from those."""
     if storage is not AS_IS:
         storage = storage.for_backward(x, up)
     tensors = storage.keep((x, up))
@@ -178,8 +176,7 @@ def _gradients_by_kernel(dy: Tensor, x: Tensor, up: Tensor | None, activation: s
 
 
 class _Activation(torch.autograd.Function):
-    """An activation, whose backward reads its inputs from `kept`, the tensors that a storage keeps of them (default:
-    the inputs)."""
+    """An activation whose backward reads its inputs from `kept`, as a storage keeps them (default: the inputs)."""
 
     @staticmethod
     def forward(

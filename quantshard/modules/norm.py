@@ -38,8 +38,7 @@ KINDS = ("LayerNorm", "RMSNorm")
 
 
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """Return x (float32) with each row scaled to mean square 1, and the scales [..., 1]. `centered` subtracts the mean
-    first."""
+    """Scale each row of x (float32), if `centered` less its mean, to mean square 1. Also returns scales [..., 1]."""
     if centered:
         x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -100,8 +99,7 @@ def kernel_gradients(
     dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, statistics: norm_kernel.NormStatistics,
     norm: Normalization, total_grad: Tensor | None, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Compute the gradients of z, weight and bias that `needs` selects by a kernel. `total_grad`: another gradient of
-    z, which is added."""
+    """Compute the needed gradients of z, weight and bias by a kernel. `total_grad`: added to that of z."""
     dz, dweight, dbias = norm_kernel.norm_backward(
         private_torch.plain(dy), z, statistics, parameters_of(weight, bias, norm),
         residual_gradient=None if total_grad is None else private_torch.plain(total_grad),

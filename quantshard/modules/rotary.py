@@ -255,8 +255,7 @@ def _cached_table(t: Tensor, freqs: Tensor, length: int, tensor_format: str) -> 
 
 
 def _has_kernel(t: Tensor, table: RotaryTable, layout: HeadLayout) -> bool:
-    """Return True if a kernel can rotate t. Kernels need constant angles, one per position and feature; they are custom
-    operators, so graphs can hold them."""
+    """Return True if a kernel can rotate t, which takes constant angles, one per position and feature."""
     by_position = table.cos.numel() == layout.length(table.cos) * table.cos.shape[-1]
     return by_position and kernel_dispatch.kernels_read(t) and not table.cos.requires_grad
 
@@ -305,8 +304,7 @@ def _(t: Tensor, *others: Any) -> Tensor:
 def _launch_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool
 ) -> Tensor:
-    """Join the gradients of queries, keys and values into the gradient of their projection, rotating the first two
-    back."""
+    """Join the gradients of queries, keys and values into that of their projection, rotating the first two back."""
     out = _back_shapes(dq, dk, dv)
     into_q, into_k, into_v = out.split([grad.shape[-2] for grad in (dq, dk, dv)], dim=-2)
     for grad, into in ((dq, into_q), (dk, into_k)):
@@ -331,8 +329,7 @@ def _rotated(t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: 
 
 
 class _KernelRotate(torch.autograd.Function):
-    """Rotation by kernels. A rotation is linear, so each derivative is a rotation by the negative angles of the
-    previous one."""
+    """Rotation by kernels. Each derivative is a rotation by the negative angles of the one before."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool) -> Tensor:

@@ -43,8 +43,7 @@ def by_columns(
 
 
 def swizzle(copy: OrientedCodes, matrix: StoredMatrix, turned: bool) -> SwizzledMatrix:
-    """Convert a matrix, or its transpose (`turned`), to the layout of scaled products: an 8-bit scale per row,
-    `swizzled`."""
+    """Convert a matrix, or its transpose (`turned`), for scaled products: an 8-bit scale per row, `swizzled`."""
     (shape, codes, scales, amax, nan_flag, other), encoding = matrix, copy.codes.encoding
     transposed_codes, block_rows = None, copy.block[0]
     second = None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))

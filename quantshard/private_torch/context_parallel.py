@@ -62,10 +62,7 @@ def local_attention() -> Callable[..., Tensor]:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: str, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Attend to the keys of all ranks, which pass them on: [batch, heads, tokens of this rank, features].
-
-    `kernel`: "flash" or "cudnn"; the CPU has its own.
-    """
+    """Attend to the keys of all ranks: [batch, heads, local tokens, features]. `kernel`: "flash" or "cudnn"."""
     out: Tensor = _RingAttention.apply(q, k, v, group, kernel if q.is_cuda else "cpu", is_causal, scale)
     return out
 

@@ -64,10 +64,7 @@ def running_stage() -> RunningStage | None:
 
 
 def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
-    """The innermost stage on the stack, from a frame outwards.
-
-    A stage runs its module on values in three methods. Any other function of that file infers shapes.
-    """
+    """From a frame outwards, the innermost stage that runs its module on values, not only to infer shapes."""
     stage, names = stages.PipelineStage, vars(stages)
     on_values = {
         method.__code__

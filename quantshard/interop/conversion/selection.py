@@ -42,10 +42,7 @@ Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One linear layer, or the experts of a layer, and its recipe.
-
-    If `recipe` is None, `reason` states why the layer is not converted.
-    """
+    """One linear layer, or the experts of a layer, and its recipe, or the `reason` for leaving it unconverted."""
 
     name: str
     module: nn.Module

@@ -133,8 +133,7 @@ def _largest(fmt: Format) -> Tensor:
 
 
 def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
-    """Return the float32 second scale of a weight with this amax: amax / (6 * 448), or its inverse if `divides`. An
-    amax of 0, with all-zero codes, gives 1."""
+    """Return a weight's second scale, float32: amax / (6 * 448), or its inverse if `divides`; 1 for an amax of 0."""
     scale = _largest(fmt) / amax.float() if divides else amax.float() / _largest(fmt)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 

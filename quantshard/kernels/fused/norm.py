@@ -246,10 +246,7 @@ def backward_pieces_kernel(
     dx_ptr, dgamma_ptr, dbeta_ptr, rows, size,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Backward of rows longer than a piece, which are read twice.
-
-    A program updates its sums, zero at first, in memory, because registers do not hold a whole row of them.
-    """
+    """Backward of rows longer than a piece, which are read twice. Sums, zero at first, are kept in memory."""
     row = tl.program_id(0)
     while row < rows:
         i = row + tl.arange(0, 1)

@@ -184,10 +184,7 @@ USED, REDO = "used", "redo"
 
 
 class AmaxWorkspace:
-    """Memory for the amaxes of a step, `flat`, float32, zeroed before each step.
-
-    `grids`: its parts, by parameter number, role and component (or `USED`, `REDO`).
-    """
+    """Zeroed float32 memory for a step's amaxes: `flat`, cut into `grids` by parameter, role and component."""
 
     def __init__(self, parameters: Sequence[StepParameter], device: torch.device) -> None:
         shapes: dict[tuple[int, str, str], tuple[int, int]] = {}

@@ -377,10 +377,7 @@ class StepLaunchPlan:
 
 
 def launch_options(config: ks.StepKernelConfig) -> dict[str, Any]:
-    """Return warps and a register limit, so that several programs share a multiprocessor; none if too few would remain.
-
-    With random bits each thread has 16 elements, which share part of the generator's work.
-    """
+    """Return warps and a register limit for several programs on a multiprocessor; none if too few would remain."""
     options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     draws = any(state.stochastic and state.writes for state in config if isinstance(state, ks.StateConfig))
     if draws and config.aligned:

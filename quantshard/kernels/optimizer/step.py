@@ -148,10 +148,7 @@ def momentum_kernel(
 
 @triton.jit
 def even_bfloat16(x):
-    """Round to bfloat16 bits, int16, with ties to even as in PyTorch.
-
-    Works on bits, because Triton's interpreter flushes subnormal bfloat16s.
-    """
+    """Round to bfloat16 bits, int16, ties to even, on bits: Triton's interpreter flushes subnormal bfloat16s."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 

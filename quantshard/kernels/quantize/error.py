@@ -286,10 +286,7 @@ def _count(counts):
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """Add `numerics.quantization_error.add_values_` of x [R, C] to one row of `sums` and `extremes`.
-
-    `sums`: float64 [copies, columns]. `extremes`: float32 [copies, columns].
-    """
+    """Add `numerics.quantization_error.add_values_` of x [R, C] to a row of float64 `sums` and float32 `extremes`."""
     if x.numel() == 0:
         return
     grid = triton.cdiv(x.shape[0], TILE[0]), triton.cdiv(x.shape[1], TILE[1])

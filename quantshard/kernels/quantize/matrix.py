@@ -46,10 +46,7 @@ NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def tile_of(where, H: tl.constexpr, TURNED: tl.constexpr = False):
-    """Locate this program's tile: its global row and column, its local indices, and the mask of elements with a value.
-
-    TURNED: H describes the transpose.
-    """
+    """This program's tile: global row and column, local indices, mask of its elements. TURNED: of the transpose."""
     ROWS: tl.constexpr = H.cols if TURNED else H.rows
     COLS: tl.constexpr = H.rows if TURNED else H.cols
     row = (where.row_origin // ROWS + tl.program_id(0)) * ROWS

@@ -67,10 +67,7 @@ class KernelConfig(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A rectangle of the global matrix, as kernels take it: shape, origin, and how many columns have values.
-
-    The Hadamard transform pads the other columns.
-    """
+    """A rectangle of the global matrix: shape, origin, and the columns with values, before Hadamard padding."""
 
     rows: int
     cols: int

@@ -125,10 +125,7 @@ class QuantizedModule(WgradModule, AssignableModule):
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
-        """Register a weight, quantized under `quantized_model_init`, and initialize it unless the device is meta.
-
-        `cut`: dim that tensor parallelism splits, or None.
-        """
+        """Register a weight, and fill it unless it is on meta. `cut`: dim that tensor parallelism splits, or None."""
         checks.check_cut(self, name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         quant_spec = self._plan.recipe.weight

@@ -48,10 +48,7 @@ class TracedLinear(NamedTuple):
 
 
 def can_trace(setting: str, x: Tensor, weights: Sequence[Tensor | None]) -> bool:
-    """Return whether a layer with this input is traced. If not, Inductor could fuse, and so change, its roundings.
-
-    Dynamo compiles again when an observer starts or stops.
-    """
+    """Return whether a layer with this input is traced. If not, Inductor could fuse, and so change, its roundings."""
     if observation.active is not None or not is_quantized(setting, weights):
         return observation.active is None
     return kernel_dispatch.kernels_read(x, *weights) and has_kernels(setting, x.dtype)

@@ -296,10 +296,7 @@ class LinearBackward(NamedTuple):
     def backward(
         self, grads: Sequence[Tensor], x_wgrad: WgradOperand | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the gradients of the input, and of weights and biases, given the output gradients.
-
-        `x_wgrad`: wgrad's operand of the input, if forward has not kept it.
-        """
+        """Return the gradients of input, weights and biases. `x_wgrad`: wgrad's operand, if forward has not kept it."""
         rows, usages = [], []
         for index, grad in enumerate(grads):
             rows.append(grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]))
@@ -362,8 +359,7 @@ class LinearBackward(NamedTuple):
     def _dgrad_operands(
         self, out_grads: Iterator[GemmOperands], weight_operands: WeightOperands | None
     ) -> tuple[Iterator[GemmOperands], Sequence[tuple[Operand, ReadOperand | None]], bool]:
-        """The output gradients, each weight for dgrad with the form that its product reads, and whether wgrad's
-        operands have their NaNs already."""
+        """The output gradients, weights for dgrad as its products read them, and whether wgrad has its NaNs already."""
         if weight_operands is None:
             return out_grads, [], False
         prepared: Sequence[ReadOperand | None] = [None] * self.num_weights

@@ -136,10 +136,7 @@ def gradient_operands(
 def requests_of(
     role: TensorRole, call: LinearContext, state: LinearState, parts: Sequence[tuple[int, OperandUsage]], like: Tensor
 ) -> list[OperandRequest]:
-    """Requests for matrices with the shape and dtype of `like`, one for each (weight index, usage) of `parts`.
-
-    Equal requests share a plan.
-    """
+    """Requests for matrices like `like`, one for each (weight index, usage) of `parts`. Equal ones share a plan."""
     requests: list[OperandRequest] = []
     for weight_index, usage in parts:
         # an observer may watch one matrix and not the next, which changes the plan
@@ -217,10 +214,7 @@ class OperandRequest:
         self.usage, self.device, self.features = usage, like.device, like.shape[1]
 
     def run(self, values: Tensor | OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """Quantize values in memory or from a producer, by kernels if they can.
-
-        A producer's values are written only if a GEMM reads them, or to measure them first.
-        """
+        """Quantize values, by kernels if they can. A producer writes its values only if a GEMM or amax reads them."""
         if isinstance(values, Tensor) and not self.plan.on_kernels:
             return self.run_oracle(values)
         source = OperandProducer(values) if isinstance(values, Tensor) else values
@@ -378,10 +372,7 @@ def weight_operand(weight: Tensor, weight_index: int, call: LinearContext, state
 
 
 def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]) -> OperandWatch | None:
-    """Return a watch, or None without an observer and outside of a training step: evaluation, recomputation, rehearsal.
-
-    `record`: `LinearState.record`. `state`: RNG state of the weight.
-    """
+    """Return a watch, or None without an observer and outside of a training step (as in a recomputation)."""
     observer = observation.active
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
     if observer is None or not record or is_second or pending_amaxes.is_rehearsed():

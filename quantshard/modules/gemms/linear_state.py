@@ -39,10 +39,7 @@ MOST_PLANS: Final = 64
 
 
 class LayerPlans:
-    """How the layers of a module quantize and multiply under their current recipe, planned at the first use.
-
-    A copied or unpickled module plans again.
-    """
+    """How the layers of a module quantize and multiply, planned at the first use, and again in copies."""
 
     def __init__(self) -> None:
         # one attribute, because threads can run one module under different recipes

@@ -119,8 +119,7 @@ def _capture(
     device: torch.device,
     times: int,
 ) -> None:
-    """Run all callables once to see if they draw random words, run them again with draw counters that a graph can see,
-    then record them."""
+    """Run all callables to see if they draw random words, again with counters for a graph, then record them."""
     with recorders.states_preserved(models, device), recorder.warming():
         before = recorders.draw_counts(models)
         for graph in graphs:

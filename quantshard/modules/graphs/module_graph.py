@@ -71,8 +71,7 @@ class AmaxRecord(PendingAmaxes):
 
 
 class GradientCopy:
-    """Copies gradients that each replay overwrites. Gradients that are parts of one tensor, as in a layer of many
-    experts, share one copy."""
+    """Copies gradients that each replay overwrites. Parts of one tensor, as of many experts, share one copy."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._count = len(grads)
@@ -121,8 +120,7 @@ class PassRecord:
     notes: list[AmaxNotes]
 
     def note(self, pending: PendingAmaxes) -> None:
-        """Record the current amaxes of a replay. They are cloned, because the next replay can run before they reach the
-        histories."""
+        """Record a replay's amaxes, cloned, since the next replay can run before they reach the histories."""
         for keys, number, histories, amaxes, group in self.notes:
             pending.note_all(keys, number, histories, amaxes.clone(), group)
 

@@ -36,18 +36,14 @@ def _warming_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GraphRecorder:
-    """Records work on one device into CUDA graphs.
-
-    `pool`: memory pool of the graphs. `error_mode`: see `capture_error_mode` of `torch.cuda.graph`.
-    """
+    """Records work on one device into CUDA graphs in one `pool`. `error_mode`: as for `torch.cuda.graph`."""
 
     def __init__(self, device: torch.device, pool: Any = None, error_mode: str = "global") -> None:
         self._device, self._pool, self._error_mode = device, pool, error_mode
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Run the block before a recording, on a separate stream, so that one-time allocations and compilations happen
-        there."""
+        """Run the block on another stream before a recording, for one-time allocations and compilations."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             with torch.cuda.stream(_warming_stream(self._device)):
@@ -56,8 +52,7 @@ class GraphRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Surround calls of `record` for graphs that share memory. Disables garbage collection, which could destroy
-        graphs during a capture."""
+        """Surround calls of `record` that share memory. Garbage collection, which could destroy graphs, is off."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
@@ -71,11 +66,7 @@ class GraphRecorder:
                 gc.enable()
 
     def record(self, owner: str, work: Callable[[], Result]) -> tuple[Callable[[], Result], Result]:
-        """Record work into a graph without computing anything.
-
-        Returns:
-            A function that replays the graph, and the result of `work`, which each replay overwrites and returns.
-        """
+        """Record work without computing anything. Return a function that replays it, and the result it overwrites."""
         graph, errors = torch.cuda.CUDAGraph(), list[BaseException]()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):

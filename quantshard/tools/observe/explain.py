@@ -240,10 +240,7 @@ def recipe_in(module: nn.Module, around: Recipe | None) -> Recipe | None:
 def gemm_of(
     leaf: str, module: nn.Module, param: Tensor, chosen: Recipe | None = None, device: torch.device | None = None
 ) -> GemmPath:
-    """Describe how the GEMMs of a module's parameter `leaf` run under the recipe `chosen`.
-
-    `device`: where the GEMMs run; by default the parameter's device.
-    """
+    """Describe how the GEMMs of a module's parameter `leaf` run under a recipe on `device` (default: its own)."""
     # fully_shard replaces a module's class by FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]

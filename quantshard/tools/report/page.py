@@ -234,8 +234,7 @@ def _short(values: NDArray[np.float64]) -> list[float]:
 
 
 def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
-    """Statistics of one run by role, statistic and name, first those by expert. `room`: maximum number of cells per
-    table."""
+    """Statistics of a run by role, statistic and name, those by expert first. `room`: most cells per table."""
     samples = read.samples
     names = list(read.names)[: max(1, room // max(1, len(samples)))]
     maps = [_expert_map(key, table, names, room) for key, table in read.tables.items()]

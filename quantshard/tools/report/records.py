@@ -32,10 +32,7 @@ _OVERLAP = 64
 class RecordFile:
     """A file of records in a store.
 
-    Attributes:
-        broken: number of invalid lines.
-        torn: whether the last line is incomplete.
-        skipped: number of bytes that were not read.
+    `broken`: number of invalid lines. `torn`: whether the last line is incomplete. `skipped`: number of bytes not read.
     """
 
     def __init__(self, store: Store, path: str) -> None:

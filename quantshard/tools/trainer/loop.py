@@ -122,9 +122,7 @@ class Trainer:
     def restore(
         self, step: int | None = None, *, requantize: bool = False, lossy: bool = False
     ) -> checkpoints.Restored:
-        """Load the last good checkpoint of the run, or the checkpoint of `step`. The caller reports requantized
-        weights.
-        """
+        """Load the last good checkpoint, or that of `step`. The caller reports requantized weights."""
         with self.progress.moving("loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RequantizedWarning)
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
@@ -196,8 +194,7 @@ class Trainer:
         return loss / self.columns, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
-        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients, `stop`, and the
-        counts of all experts."""
+        """Run a step's device work; return float64 sums of losses, squared gradients, `stop`, and expert counts."""
         loss, counts = self._passes(batch)
         sums = self._sum(loss * (self.tp_rank == 0), self._squares(), stop)
         if self.settings.clip:
@@ -258,8 +255,7 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
 
     def _squares(self) -> Tensor:
-        """Sum the squares of this rank's gradient shards, float64. Gradients replicated over a tensor-parallel group
-        count on its first rank only."""
+        """Sum the squares of this rank's gradients, float64; those that a tp group replicates, on one rank only."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         norms = [
             torch.linalg.vector_norm(grad.to_local() if isinstance(grad, DTensor) else grad, dtype=torch.float64)
@@ -284,8 +280,7 @@ class Trainer:
         return losses
 
     def evaluate(self, name: str) -> dict[str, float]:
-        """Return the mean loss per trained token of the held-out sequences as `name` and, of those of each source, as
-        "name/source"; empty if nothing is held out."""
+        """Return the mean held-out loss per token as `name`, and of each source as "name/source", or {}."""
         sources: dict[str, list[Tensor]] = {}
         for document, tokens in self.windows.heldout(self.settings.eval_sequences):
             sources.setdefault(source_name(self.settings, document.path), []).append(tokens)

@@ -66,10 +66,7 @@ def fp8_autocast(
 
 
 def get_default_recipe() -> Recipe:
-    """Return the default recipe of `autocast`: MXFP8 on GPUs of compute capability 10.x, otherwise current scaling.
-
-    TransformerEngine's default is the same on 10.x and 12.x, and delayed scaling on older GPUs.
-    """
+    """Return the default recipe: MXFP8 on GPUs of compute capability 10.x, otherwise current scaling."""
     return resolve(None)
 
 

@@ -21,10 +21,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTokenizer:
-    """Turns rows of chats into flagged tokens (`packing.MASKED`).
-
-    `path`: folder of the tokenizer, which must have a chat template if rows have messages.
-    """
+    """Turns chats into flagged tokens (`packing.MASKED`). `path`: folder of a tokenizer with a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, path: str) -> None:
         self.tokenizer, self.path = tokenizer, path

@@ -70,10 +70,7 @@ _SOURCE = re.compile(r"([1-9][0-9]{0,8}) files?, weight ([0-9]{1,20}(?:\.[0-9]{1
 
 @dataclass(frozen=True)
 class Document:
-    """One file: path, size in bytes, and SHA-256.
-
-    `dtype`: one of `TOKEN_DTYPES`; "" for text. `header`: bytes before the first token, such as a byte order mark.
-    """
+    """One file. `dtype`: one of `TOKEN_DTYPES`; "" for text. `header`: bytes before the data, as a byte order mark."""
 
     path: Path
     size: int
@@ -312,10 +309,7 @@ def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
 
 
 class Preparation:
-    """The data of a new run.
-
-    `settings`: settings with values from the tokenizer, before tokenization. `described`: corpus without documents.
-    """
+    """The data of a new run. `settings`: with values of the tokenizer. `described`: corpus without documents."""
 
     def __init__(self, settings: TrainSettings) -> None:
         options = (settings.data_format, settings.data_split)

@@ -66,10 +66,7 @@ def most_documents(batch: Tensor) -> int:
 
 
 def split(batch: Tensor, most: int | None = None) -> tuple[Tensor, Tensor, Documents | None]:
-    """Split a batch of `sequence`s into tokens, targets and documents; None if packing is "stream".
-
-    `most`: at least the largest number of documents in a sequence. Default: `most_documents`.
-    """
+    """Split `sequence`s into tokens, targets and documents, of which there are at most `most`; None for "stream"."""
     tokens, targets, *documents = batch.unbind(1)
     if not documents:
         return tokens, targets, None
@@ -80,10 +77,7 @@ def split(batch: Tensor, most: int | None = None) -> tuple[Tensor, Tensor, Docum
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items of these lengths, at most `capacity`, into rows: longest first, each into the fullest row with room.
-
-    Returns the indices of each row's items.
-    """
+    """Group items of at most `capacity` by index: longest first, each into the fullest row with room."""
     rows: list[list[int]] = []
     # rows by their free space, and the spaces that some row has, ascending
     by_space: defaultdict[int, list[int]] = defaultdict(list)

@@ -129,8 +129,7 @@ class TokenStream:
         return 1 + int((np.searchsorted(starts, starts + length) - np.arange(len(starts))).max())
 
     def heldout(self, most: int) -> list[tuple[Document, Tensor]]:
-        """Return at most `most` sequences, evenly spaced over the held-out part, and the document that each begins
-        in."""
+        """Return at most `most` sequences, evenly spaced in the held-out part, and the document that each begins in."""
         span = self.tokens - self.boundary - self.width
         if self.heldout_rows is not None:
             rows = self.heldout_rows.rows
@@ -198,8 +197,7 @@ class Windows:
         return [bisect_right(self._limits, word) for [word] in random_bits.tolist()]
 
     def heldout(self, most: int) -> list[tuple[Document, Tensor]]:
-        """Return at most `most` evenly spaced held-out sequences, divided over sources by weight, each with the
-        document that it begins in."""
+        """Return held-out sequences as `TokenStream.heldout` does, divided over the sources by weight."""
         if self.apart is not None:
             return self.apart.heldout(most)
         shares = _apportioned(most, self.weights)

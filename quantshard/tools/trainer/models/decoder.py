@@ -209,8 +209,7 @@ class LanguageModel(nn.Module):
 
 
 def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
-    """Wrap a layer so that it enters its autocast itself. The recomputed forward of compiled code runs outside of the
-    autocast of the first forward."""
+    """Make a layer enter its autocast itself: compiled code recomputes it outside of the first forward's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with autocast(recipe=recipe):

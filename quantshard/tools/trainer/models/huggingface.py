@@ -71,8 +71,7 @@ def longest_sequence(content: Mapping[str, Any]) -> int | None:
 
 
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
-    """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
-    class the configuration names."""
+    """Build a configuration's model in its dtype on meta. `causal`: a next-token model, whatever class it names."""
     transformers = library("transformers", f"the model of {where}")
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
@@ -135,9 +134,7 @@ def _checked(value: Any, where: str, name: str = "") -> Any:
 def converted(
     content: Mapping[str, Any], where: str, recipes: LayerRecipes, causal: bool = False
 ) -> tuple[nn.Module, ConversionReport | None]:
-    """Build a configuration's model, quantize its linear layers, and return the report (None if nothing is quantized).
-    `causal`: see `described`.
-    """
+    """Build a configuration's model, quantize it, and return the report, if any. `causal`: see `described`."""
     # it describes the weights of the file
     plain = {name: value for name, value in content.items() if name != "quantization_config"}
     model = described(plain, where, causal)
@@ -212,9 +209,7 @@ def chunked_vocabulary(model: Any) -> int:
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate a model, sharded or not, on a device. Tied parameters stay tied. Buffers get their values, because no
-    weight file contains them.
-    """
+    """Allocate a model, sharded or not. Tied parameters stay tied; buffers, which no weight file has, get values."""
     first_names = {id(param): name for name, param in model.named_parameters()}
     tied = [
         (name, first)

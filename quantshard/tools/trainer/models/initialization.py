@@ -39,8 +39,7 @@ _FINE_TUNING_CONTEXT = 2048
 
 
 def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return defaults for fine-tuning, where they differ from training from scratch, without the settings in
-    `given`."""
+    """Return what fine-tuning sets differently from training from scratch, without the settings in `given`."""
     if not given.get("init_from"):
         return {}
     defaults: dict[str, Any] = dict(_FINE_TUNING)
@@ -138,8 +137,7 @@ def _recipe_of(source: str) -> dict[str, Any]:
 
 
 def recipe_of_files(folder: Path) -> str | None:
-    """Return the recipe that matches the layout of a folder of safetensors; None if none does or the weights are in
-    high precision."""
+    """Return the recipe that matches a folder's safetensors; None if none does or they are in high precision."""
     config = folder / CONFIGURATION
     quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
     layout = table.detect(quantized, SafetensorsFiles(folder).tensors, str(folder))

@@ -83,10 +83,7 @@ class ExpertMixture(nn.Module):
         return sent.combine(self.down(hidden, sent.m_splits), weights).view_as(x)
 
     def _sum_of_slots(self, x: Tensor, slots: Tensor, count: int, weights: Tensor) -> Tensor:
-        """Run each expert on the same number of slots, of which some are zero, and sum by `weights`.
-
-        Sizes do not depend on the choices of the router, so the host does not wait for them.
-        """
+        """Run each expert on equally many slots, some of them zero, so that the host does not wait for their number."""
         positions = torch.arange(slots.numel(), device=x.device)
         # the position of each slot in `slots`, or their number
         source = positions.new_full((count + 1,), len(positions)).scatter_(0, slots.flatten(), positions)[:-1]
@@ -127,8 +124,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean of log(sum(exp(logits)))^2 over tokens, which keeps logits [tokens, experts] small (Zoph et al., 2022,
-    arXiv:2202.08906, equation 5)."""
+    """Mean of log(sum(exp(logits)))^2, which keeps [tokens, experts] logits small (arXiv:2202.08906, equation 5)."""
     return logits.logsumexp(-1).square().mean()
 
 
@@ -182,8 +178,7 @@ class MixtureLayer(nn.Module):
         self.mlp = ExpertMixture(settings, ep_mesh, **options)
 
     def forward(self, x: Tensor, self_attn_mask_type: str | None = None, **attention: Any) -> tuple[Tensor, Routing]:
-        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the routing. Arguments are those of
-        `TransformerLayer`."""
+        """Map x [batch, sequence, hidden] to the same shape and dtype, as a `TransformerLayer`, with its routing."""
         attention_out = self.self_attention(x, attn_mask_type=self_attn_mask_type, **attention)
         x = x + F.dropout(attention_out, self.dropout, self.training)
         out, routing = self.mlp(self.norm(x))

@@ -94,8 +94,7 @@ class ModelSpec:
     def converted(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> tuple[nn.Module, ConversionReport | None]:
-        """Build the model on the meta device with quantized linear layers; also return the conversion report of a
-        transformers model with quantized layers."""
+        """Build the model on meta with quantized layers; also return the conversion report of a transformers model."""
         settings = self.settings
         if self.configuration is not None:
             recipes = LayerRecipes.parse(settings.recipe)
@@ -216,8 +215,8 @@ def trained_loss(model: nn.Module, losses: TokenLosses, settings: TrainSettings)
 
 
 def expert_counts(model: nn.Module) -> Tensor | None:
-    """Return the counts of `Routing` in the last forward, float64 [layers, experts + 1], or None without experts. Call
-    it before `trained_loss`."""
+    """Return the counts of `Routing` in the last forward, float64 [layers, experts + 1], or None without experts.
+    Call it before `trained_loss`."""
     routing = model.routing if isinstance(model, LanguageModel) else []
     return torch.stack([of_layer.counts for of_layer in routing]).double() if routing else None
 

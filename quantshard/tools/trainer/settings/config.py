@@ -474,7 +474,6 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 
 def merged_values(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the settings of explicit flags and of a file. A flag `preset` replaces all of the file's
-    `STATE_SETTINGS`."""
+    """Merge settings of explicit flags and of a file. A flag `preset` replaces all of the file's `STATE_SETTINGS`."""
     replaced = STATE_SETTINGS if flags.get("preset") else ()
     return {name: value for name, value in config.items() if name not in replaced} | dict(flags)
