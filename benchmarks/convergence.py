@@ -48,7 +48,7 @@ from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.model import token_losses, trained_loss
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES
+from quantshard.tools.trainer.settings.values import SIZES
 
 SMALL = TrainSettings(
     architecture="gpt",

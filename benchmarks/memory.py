@@ -32,7 +32,7 @@ from benchmarks.harness import GIB, add_sizes, make_parser, table_head, table_ro
 from benchmarks.train_step import SHAPES
 from benchmarks.training_arms import ARMS, STATES, Arm
 from quantshard.gemm import operands
-from quantshard.gemm.described_gpu import described_gpu
+from quantshard.gemm.predictions import described_gpu
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.observe.costs import StepMemory
 from quantshard.tools.planning.timeline import MemoryTimeline, gpu_attention

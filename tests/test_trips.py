@@ -55,7 +55,7 @@ def measure() -> dict[str, tuple[int, int]]:
     import torch
 
     import quantshard as qs
-    from quantshard.gemm.described_gpu import described_gpu
+    from quantshard.gemm.predictions import described_gpu
 
     warnings.simplefilter("ignore")
     sizes = {}

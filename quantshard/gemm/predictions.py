@@ -1,4 +1,7 @@
-"""How the GEMMs of a weight will run, and why: for explain, doctor and strict mode."""
+"""How the GEMMs of a weight will run, and why, also on a GPU that is only described."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -90,3 +93,20 @@ def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
 
 def _dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
+
+
+@contextmanager
+def described_gpu(capability: Capability) -> Iterator[None]:
+    """Give the meta device the kernels and scaled products of a GPU with this compute capability.
+
+    A step on meta tensors then creates every tensor that a GPU would, without bytes. Kernel launches do nothing. Scaled
+    products are PyTorch's; the caller must answer them if this version does not support them on meta tensors.
+    """
+    devices_before, capability_before = kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY
+    kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY = devices_before | {"meta"}, capability
+    hardware.capability_of.cache_clear()
+    try:
+        yield
+    finally:
+        kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY = devices_before, capability_before
+        hardware.capability_of.cache_clear()

@@ -5,7 +5,7 @@ multiply-adds, and round divisions and square roots correctly, as the oracle doe
 
 Only `kernel_dispatch` decides whether a kernel runs. This file does not import Triton. The other files do, and are
 imported only if `USABLE`. On the CPU, kernels run only under Triton's interpreter (TRITON_INTERPRET=1), slowly, for
-tests. On the meta device they compute nothing (`gemm.described_gpu`).
+tests. On the meta device they compute nothing (`gemm.predictions.described_gpu`).
 """
 
 import os

@@ -15,7 +15,6 @@ from quantshard import limits, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, Component, Orientation
 from quantshard.sharding import Shard
-from quantshard.tensor import dtensor_offsets
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -128,7 +127,7 @@ def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            problem = dtensor_offsets.misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
+            problem = private_torch.misplaced_shard(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
             if problem is not None:
                 subject = f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
                 raise ConfigurationError(limits.refusal("misplaced shards", subject))

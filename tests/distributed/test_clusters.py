@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES as KNOWN_SIZES
+from quantshard.tools.trainer.settings.values import SIZES as KNOWN_SIZES
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import ROOT, SECONDS, SIZES, ends, environment, losses, text, wait_for_steps  # noqa: F401
 

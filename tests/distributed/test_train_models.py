@@ -27,8 +27,7 @@ from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES
-from quantshard.tools.trainer.settings.values import LayerRecipes, MeshSpec
+from quantshard.tools.trainer.settings.values import SIZES, LayerRecipes, MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import metrics

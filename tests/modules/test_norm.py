@@ -161,5 +161,5 @@ def test_size_arguments():
 
 @pytest.mark.parametrize("last", [1, 95])
 def test_wrong_last_dim_is_refused(last):
-    with pytest.raises(ConfigurationError, match=rf"the last dim of an input \(2, {last}\) must have 96 elements"):
+    with pytest.raises(ConfigurationError, match=rf"the last dim of an input \(2, {last}\) must be 96"):
         RMSNorm(96)(torch.ones(2, last))

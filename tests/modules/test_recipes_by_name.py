@@ -286,7 +286,7 @@ def hooked(how: str) -> nn.Module:
 
 WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "a typo": (
-        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*first: blocks\.0\.up",
+        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers \(blocks\.0\.up",
     ),
     "another number": (
         {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*\(blocks\.0\.up",

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, private_torch
+from quantshard.collectives.flat_max import FlatMax
 from quantshard.gemm import operands
 from quantshard.gemm.backend import WeightOperands
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms import shared_amaxes
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
@@ -163,7 +163,7 @@ def operands_together(
         ]
         amaxes = plan.measure(sources, first.known, nan_flags)
         if first.call.sequence_group is not None:
-            shared_amaxes.share(first, *[amax for pair in amaxes for amax in pair or ()])
+            first.share(*[amax for pair in amaxes for amax in pair or ()])
     outputs = [
         request.outputs(amax_pair, nan_flag)
         for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
@@ -222,11 +222,20 @@ class OperandRequest:
             return operands_together([self], [source], weight_operands)[0]
         amaxes = source.known_amaxes(self.plan)
         if self.call.sequence_group is not None:
-            shared_amaxes.share(self, *amaxes or ())
+            self.share(*amaxes or ())
         if self.plan.reads_values and amaxes is None:
             return operands_together([self], [source.in_memory(self.plan)], weight_operands)[0]
         outputs = self.outputs(amaxes)
         return self.finish(source, outputs, source.launch(outputs))
+
+    def share(self, *amaxes: Tensor | None) -> None:
+        """Replace amaxes of whole matrices by their maxima over the ranks that share sequences."""
+        if self.delayed is not None or not operands.scales_by_one_amax(self.call.recipe.activations[self.role]):
+            return
+        reduction = FlatMax()
+        for amax in {id(amax): amax for amax in amaxes if amax is not None and amax.numel() == 1}.values():
+            reduction.add(amax, self.call.sequence_group)
+        reduction.reduce()
 
     def finish(self, source: OperandProducer, outputs: KernelOutputs, targets: producers.Targets) -> GemmOperands:
         """Wrap what a kernel made of a source as operands, and report them to the observer, if any."""
@@ -298,7 +307,7 @@ class OperandRequest:
             if usage.for_first_gemm or plan.is_gradient:
                 call.amaxes[self.role, 0] = amax = operands.whole_amax(values, self.split)
                 if is_shared:
-                    shared_amaxes.share(self, amax)
+                    self.share(amax)
             self.known = call.amaxes.get((self.role, 0))
         sums = values.float().sum(0) if usage.sums else None
         nan_flag = None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import sharding, state_storage
 from quantshard.errors import ConfigurationError
-from quantshard.gemm.described_gpu import described_gpu
+from quantshard.gemm.predictions import described_gpu
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.muon import ALGORITHM, muon_groups

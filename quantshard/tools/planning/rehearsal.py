@@ -1,7 +1,7 @@
 """Peak memory of a training step on one rank: a step without values.
 
 Forward and backward run on the meta device while their memory is counted. Modules take their GPU path
-(`gemm.described_gpu`), so allocations match a GPU for quantshard's modules, converted models and plain PyTorch.
+(`predictions.described_gpu`), so allocations match a GPU for quantshard's modules, converted models and plain PyTorch.
 Temporaries inside GPU operations are not seen, except for attention's backward, which accumulates gradients of queries
 in float32, and for the chunks of logits in a chunked loss.
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from quantshard import kernels, private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.gemm.described_gpu import described_gpu
+from quantshard.gemm.predictions import described_gpu
 from quantshard.kernels import workspace
 from quantshard.modules import autocast, checkpoint
 from quantshard.modules.graphs.recorder import tensors_in

@@ -393,7 +393,7 @@ def test_numbers_in_another_order_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the numbered master of 0\.weight is far from its weight"):
         transformer_engine.convert(source, like(tmp_path / "new", None, 24, layers=2), tmp_path / "out")
     source = plain(tmp_path / "other", groups=[group(*range(4))], named=False, order=[1, 0, 2, 3])
-    with pytest.raises(CheckpointError, match=r"1\.master_param has shape \[24, 24\], but 0\.bias has \[24\]"):
+    with pytest.raises(CheckpointError, match=r"1\.master_param has shape \[24, 24\], not \[24\]"):
         transformer_engine.convert(source, tmp_path / "new", tmp_path / "out")
 
 

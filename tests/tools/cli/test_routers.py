@@ -16,7 +16,7 @@ from quantshard.modules import autocast, quantized_model_init
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.report.history import RunWatch, read_history, step_line
 from quantshard.tools.report.page import page_data
-from quantshard.tools.statistics.experts import SPAN, ExpertLoads
+from quantshard.tools.statistics.rows import SPAN, ExpertLoads
 from quantshard.tools.trainer.measurements import RunStatistics
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of

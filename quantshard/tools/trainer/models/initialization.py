@@ -24,8 +24,7 @@ from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, t
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES
-from quantshard.tools.trainer.settings.values import shown_value
+from quantshard.tools.trainer.settings.values import SIZES, shown_value
 
 _BY_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",

@@ -21,7 +21,6 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
-from quantshard.tools.trainer.settings.sizes import SIZES
 from quantshard.tools.trainer.settings.values import (
     AUTO,
     AUXILIARY,
@@ -34,6 +33,7 @@ from quantshard.tools.trainer.settings.values import (
     MOMENT_DTYPES,
     NO_BALANCE,
     PACKINGS,
+    SIZES,
     STATE_SETTINGS,
     STREAM,
     SWITCH,

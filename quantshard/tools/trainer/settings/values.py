@@ -1,4 +1,4 @@
-"""Types and ranges of settings, and the settings that are small languages: the mesh, the recipe and the preset.
+"""Types and ranges of settings, known sizes, and settings that are small languages: the mesh, recipe and preset.
 
 Files, and commands that a user copies, are untrusted: each value is checked against its range before its first use.
 """
@@ -329,3 +329,40 @@ def as_settings(options: StateOptions) -> dict[str, Any]:
     values = {name: getattr(options, option) for name, option in STATE_SETTINGS.items()}
     words = {name: next((word for word, of in _VALUES.items() if of is value), value) for name, value in values.items()}
     return words | {"master_weights": options.master_weights}
+
+
+_LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
+
+SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
+        "llama3.2-1b": {
+            **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
+        },
+        "qwen3-8b": {
+            "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
+            "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
+        },
+        "qwen3-0.6b": {
+            "architecture": "llama", "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
+            "ffn": 3072, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "tied": True,
+        },
+        "smollm2-135m": {
+            "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
+            "rope_theta": 100000.0, "norm_eps": 1e-5, "tied": True,
+        },
+        "moe-small": {
+            "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
+            "experts_per_token": 2, "seq_length": 512, "tied": True,
+        },
+        "gpt2-small": {
+            "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
+            "seq_length": 1024, "norm_eps": 1e-5,
+        },
+    }
+)  # fmt: skip
+"""Sizes of models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
+
+Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
+more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
+"""
