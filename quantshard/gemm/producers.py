@@ -26,19 +26,9 @@ from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
+from quantshard.kernels.quantize import targets as kt
 from quantshard.kernels.quantize.random_words import KEYS
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
-from quantshard.kernels.quantize.targets import (
-    AmaxRequest,
-    BlockAmaxes,
-    Given,
-    QuantizedOutput,
-    QuantizeRequest,
-    QuantizeSpec,
-    base_of,
-    hides_from_kernels,
-    padding,
-)
 from quantshard.numerics import Pair
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.recipe_table import SpecPair
@@ -47,7 +37,7 @@ from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 BothAmaxes = tuple[Tensor | None, Tensor | None]
 """Amaxes to quantize a matrix and its transpose by."""
 
-_WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
+_WHOLE, _ROWS = kt.BlockAmaxes((ALL, ALL)), kt.BlockAmaxes((1, ALL))
 
 
 @dataclass
@@ -64,7 +54,7 @@ class OperandProducer:
     launch: Callable[[KernelOutputs], Targets] | None = None
     amax: Tensor | None = None
     row_col_amaxes: BothAmaxes = (None, None)
-    blocks: AmaxRequest | None = None
+    blocks: kt.AmaxRequest | None = None
     nan_flag: Tensor | None = None
 
     @staticmethod
@@ -76,7 +66,7 @@ class OperandProducer:
         blocks, transposed_blocks = plan.smaller_blocks
         if blocks is not None or transposed_blocks is not None:
             (grids,) = amax_kernels.plan_amaxes(like.shape, blocks, transposed_blocks).grids(like, 1)
-            source.blocks = AmaxRequest(blocks, transposed_blocks, grids)
+            source.blocks = kt.AmaxRequest(blocks, transposed_blocks, grids)
         if source.blocks is None or any(plan.by_whole):
             source.amax = workspace.zero(like.device)
         if plan.nan_flag is NanFlag.MEASURED:
@@ -168,7 +158,7 @@ class DirectionPlan:
         delayed: bool, shared: bool, has_flag: bool, ready: bool, decodes: bool,
     ) -> None:  # fmt: skip
         copy, scaling = spec.format.copies[Orientation.ROWWISE], spec.scaling
-        block_input: Given = "amaxes" if ALL in copy.block else ""
+        block_input: kt.Given = "amaxes" if ALL in copy.block else ""
         self.nan_flag: NanFlag | None = None
         if has_flag and shared and copy.block == (ALL, ALL) and not scaling.random_hadamard:
             self.nan_flag = NanFlag.SCALE if delayed else NanFlag.AMAX
@@ -179,28 +169,28 @@ class DirectionPlan:
         hadamard = scaling.random_hadamard
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
         self.spec, self.products = spec, products
-        self.kernel_spec = QuantizeSpec(
+        self.kernel_spec = kt.QuantizeSpec(
             copy, plain, (0, 0), shared, read_by_columns(copy), block_input,
             self.nan_flag is NanFlag.AMAX, self.nan_flag is NanFlag.SCALE, decodes and not shared, ready,
         )  # fmt: skip
-        rows, cols = shape[0], shape[1] + padding(shape[1], self.kernel_spec)
+        rows, cols = shape[0], shape[1] + kt.padding(shape[1], self.kernel_spec)
         blocks = copy.block if block_input else None if copy.amax is None else copy.amax.block_shape
-        self.amax_blocks = None if blocks is None else BlockAmaxes(blocks, hadamard)
+        self.amax_blocks = None if blocks is None else kt.BlockAmaxes(blocks, hadamard)
         self.shard, self.transposed_shard = sharding.whole((rows, cols)), sharding.whole((cols, rows))
-        self.wraps = ready and hides_from_kernels(copy)
+        self.wraps = ready and kt.hides_from_kernels(copy)
 
-    def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> QuantizeRequest:
+    def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> kt.QuantizeRequest:
         """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the kernel needs them."""
         if self.amax_blocks is None:
             amaxes = None
         kernel_spec = self.kernel_spec
         random_bits = words(self.shard) if words is not None and self.spec.scaling.stochastic_rounding else None
-        return QuantizeRequest(
+        return kt.QuantizeRequest(
             kernel_spec, amaxes if kernel_spec.given else None, None if kernel_spec.given else amaxes, random_bits,
             nan_flag if kernel_spec.merges_scale else None, nan_flag if self.nan_flag is NanFlag.MEASURED else None,
         )  # fmt: skip
 
-    def operand(self, output: QuantizedOutput, transposed: bool = False) -> Operand:
+    def operand(self, output: kt.QuantizedOutput, transposed: bool = False) -> Operand:
         """Wrap the output of a kernel, or its transpose, as an operand."""
         if self.kernel_spec.decoded:
             values: Tensor = output.codes
@@ -208,7 +198,7 @@ class DirectionPlan:
         copy, scale = self.kernel_spec.copy, output.scale
         codes = output.transposed if transposed else output.codes
         if self.wraps:
-            codes, scale = base_of(codes), base_of(scale)
+            codes, scale = kt.base_of(codes), kt.base_of(scale)
         if transposed and not self.kernel_spec.given:
             scale = scale.t()
         components = {copy.codes.name: codes, copy.scale.name: scale}
@@ -220,7 +210,7 @@ class DirectionPlan:
         return QuantizedStorage(self.spec, shard, components, products=self.products[transposed])
 
 
-BlocksOfBoth = tuple[BlockAmaxes | None, BlockAmaxes | None]
+BlocksOfBoth = tuple[kt.BlockAmaxes | None, kt.BlockAmaxes | None]
 """Blocks of a matrix and of its transpose."""
 
 

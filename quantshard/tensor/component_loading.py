@@ -12,16 +12,7 @@ from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.formats import Component
 from quantshard.sharding import Shard
-from quantshard.tensor import moves
-from quantshard.tensor.components import (
-    FORMAT_SUFFIX,
-    as_dtensor,
-    canonical_name,
-    quantized_local,
-    read_format_tag,
-    state_of,
-    storage_of,
-)
+from quantshard.tensor import components, moves
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -38,16 +29,15 @@ def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> N
 
 def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> Pairs:
     """Live local tensors and their loaded values, as `load_components` copies them, by key suffix."""
-    storage = storage_of(param)
-    tag = values.get(FORMAT_SUFFIX)
-    if tag is not None and read_format_tag(tag) != storage.spec.tag:
-        raise CheckpointError(
-            f"{name}: the state dict holds {read_format_tag(tag)!r}, but this model's weight is {storage.spec.tag!r}; "
-            "build the model with the recipe that the checkpoint was written with"
-        )
+    storage = components.storage_of(param)
+    tag = values.get(components.FORMAT_SUFFIX)
+    if tag is not None and components.read_format_tag(tag) != storage.spec.tag:
+        stored = components.read_format_tag(tag)
+        problem = f"the state dict holds {stored!r}, but this model's weight is {storage.spec.tag!r}"
+        raise CheckpointError(f"{name}: {problem}; build the model with the checkpoint's recipe")
     pairs: Pairs = {}
-    for suffix, live in state_of(param).items():
-        if suffix != FORMAT_SUFFIX and suffix in values:
+    for suffix, live in components.state_of(param).items():
+        if suffix != components.FORMAT_SUFFIX and suffix in values:
             component = next((c for c in storage.spec.format.components if c.key_suffix == suffix), None)
             pairs[suffix] = _checked(live, values[suffix], f"{name}{suffix}", storage.shard, component)
     lacking = [c.key_suffix for c in storage.spec.format.components if c.key_suffix not in values]
@@ -81,14 +71,14 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
 def write_components(param: Tensor, pairs: Collection[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         target.copy_(source)
-    local = quantized_local(param)
+    local = components.quantized_local(param)
     if local is not None and pairs:
         local.quantized_storage.mark_written()
 
 
 def assigned(param: Tensor, pairs: Pairs) -> nn.Parameter:
     """A parameter like `param` around the loaded components; state is copied. `pairs`: see `fitting_pairs`."""
-    storage, loaded = storage_of(param), {suffix: source for suffix, (_, source) in pairs.items()}
+    storage, loaded = components.storage_of(param), {suffix: source for suffix, (_, source) in pairs.items()}
     by_name = storage.spec.format.by_name
     parts = {name: loaded[by_name[name].key_suffix].flatten(0, -2) for name in storage.components}
     device = next(iter(parts.values())).device
@@ -101,7 +91,7 @@ def assigned(param: Tensor, pairs: Pairs) -> nn.Parameter:
     new.mark_written()
     tensor: Tensor = QuantizedTensor(new, param.dtype)
     if isinstance(param, DTensor):
-        tensor = as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
+        tensor = components.as_dtensor(tensor, param, list(param.placements), tuple(param.shape))
     loaded_param = nn.Parameter(tensor, requires_grad=param.requires_grad)
     vars(loaded_param).update(moves.set_attributes(param))
     return loaded_param
@@ -123,7 +113,7 @@ def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str 
     """
     stacked: dict[str, list[str]] = {}
     for path, owner in module.named_modules():
-        start = prefix + (f"{canonical_name(path)}." if path else "")
+        start = prefix + (f"{components.canonical_name(path)}." if path else "")
         for name, parts in getattr(owner, "stacked_names", {}).items():
             if start + name in state_dict:
                 stacked[start + name] = [start + part for part in parts]
@@ -144,7 +134,7 @@ def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
         # duck typing: `GroupedLinear` is in a higher layer of the package, so it cannot be imported here
         is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
         if is_held_elsewhere is not None:
-            start = f"{canonical_name(prefix)}." if prefix else ""
+            start = f"{components.canonical_name(prefix)}." if prefix else ""
             result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
     return result
 
@@ -152,7 +142,7 @@ def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
 def is_same_name(name: str, other: str) -> bool:
     """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
     first, second = (
-        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
+        [part for part in components.canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
         for path in (name, other)
     )
     return first == second

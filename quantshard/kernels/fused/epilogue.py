@@ -23,27 +23,11 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.graph_launch import sum_rows, writes_fields
+from quantshard.kernels.quantize import targets as kt
 from quantshard.kernels.quantize.amax import measure, plan_amaxes
 from quantshard.kernels.quantize.matrix import NAN, allocate_results, emit
 from quantshard.kernels.quantize.random_words import NO_KEY, NO_STREAMS, random_arguments
-from quantshard.kernels.quantize.targets import (
-    BOTH_WAYS,
-    MOST_PLANS,
-    WARPS,
-    KernelOutputs,
-    QuantizePlan,
-    QuantizeSpec,
-    Region,
-    Rounding,
-    Specs,
-    Targets,
-    TileShape,
-    layout,
-    padding,
-    registers,
-    smallest_tile,
-    touched,
-)
+from quantshard.kernels.quantize.targets import KernelOutputs, Targets
 from quantshard.numerics import Pair
 
 
@@ -99,7 +83,7 @@ def deliver(
         emit(x, row, col, where, out, words, other_where, other_out, other_words, dtype, H, T)
 
 
-TILE: Final = TileShape(32, 256)
+TILE: Final = kt.TileShape(32, 256)
 """The tile of a kernel that does not quantize."""
 
 _MOST_REGISTERS: Final = 255
@@ -171,11 +155,11 @@ def _plan_measurement(
     return EpilogueLaunch((None, None), plan.programs, arguments, constants, None, None)
 
 
-@lru_cache(MOST_PLANS)
+@lru_cache(kt.MOST_PLANS)
 def _plan(
-    specs: Specs, beside: Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
-    rounding: Rounding | None, other_rounding: Rounding | None,
-) -> QuantizePlan:  # fmt: skip
+    specs: kt.Specs, beside: kt.Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
+    rounding: kt.Rounding | None, other_rounding: kt.Rounding | None,
+) -> kt.QuantizePlan:  # fmt: skip
     (spec, transposed_spec), leader, (rows, cols) = specs, specs, shape
     tile = TILE
     if specs != (None, None) or beside not in (None, (None, None)):
@@ -183,17 +167,17 @@ def _plan(
         leader = specs if specs != (None, None) or beside is None else beside
     rowwise = columnwise = None
     if spec is not None:
-        rowwise = layout(spec, (rows, cols), dtype, device, tile, rounding)
+        rowwise = kt.layout(spec, (rows, cols), dtype, device, tile, rounding)
     if transposed_spec is not None:
-        columnwise = layout(transposed_spec, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
+        columnwise = kt.layout(transposed_spec, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
     lead_spec, lead_other = leader
     origin = (
         lead_spec.origin if lead_spec is not None else lead_other.origin[::-1] if lead_other is not None else (0, 0)
     )
-    region = Region(rows, cols + padding(cols, lead_spec), cols, *origin)
+    region = kt.Region(rows, cols + kt.padding(cols, lead_spec), cols, *origin)
     programs = (  # either direction may pad
-        touched(region.row_origin, rows + padding(rows, lead_other), tile.rows),
-        touched(region.col_origin, region.cols, tile.cols),
+        kt.touched(region.row_origin, rows + kt.padding(rows, lead_other), tile.rows),
+        kt.touched(region.col_origin, region.cols, tile.cols),
     )
     constants = {
         "TILE": tile,
@@ -201,27 +185,27 @@ def _plan(
         "T": columnwise and columnwise.how,
         **_launch_options(tile, backward),
     }
-    return QuantizePlan(rowwise, columnwise, region, programs, constants)
+    return kt.QuantizePlan(rowwise, columnwise, region, programs, constants)
 
 
-def _tile(spec: QuantizeSpec | None, other: QuantizeSpec | None) -> TileShape:
+def _tile(spec: kt.QuantizeSpec | None, other: kt.QuantizeSpec | None) -> kt.TileShape:
     """The smallest tile of whole blocks for both directions that stores efficiently in both."""
     block, transposed_block = ((1, 1) if item is None else item.block for item in (spec, other))
-    blocks = TileShape(max(block[0], transposed_block[1]), max(block[1], transposed_block[0]))
+    blocks = kt.TileShape(max(block[0], transposed_block[1]), max(block[1], transposed_block[0]))
     if other is None:
         return blocks
-    return blocks._replace(together=16) if other.scaling.random_hadamard else smallest_tile(blocks)
+    return blocks._replace(together=16) if other.scaling.random_hadamard else kt.smallest_tile(blocks)
 
 
-def _joint(one: TileShape, other: TileShape) -> TileShape:
+def _joint(one: kt.TileShape, other: kt.TileShape) -> kt.TileShape:
     """A tile of whole blocks of both tiles. Rows stay in order, which is fastest, if one direction has all scales."""
-    joint = TileShape(*map(max, one, other))
-    if joint.together == BOTH_WAYS.together:
+    joint = kt.TileShape(*map(max, one, other))
+    if joint.together == kt.BOTH_WAYS.together:
         return joint
     return joint._replace(rows=max(joint.rows, 64), cols=max(joint.cols, 128))
 
 
-def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
+def _launch_options(tile: kt.TileShape, backward: bool) -> dict[str, Any]:
     """Warps and register limit, so that two programs run at a time (three of four warps); measured on an H200.
 
     No limit for forward in one direction, where the compiler would use more registers than without, and for transformed
@@ -229,12 +213,12 @@ def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
     """
     if tile.together == 16:
         return {"num_warps": tile.warps}
-    size, both_ways = tile.rows * tile.cols, tile.together == BOTH_WAYS.together
+    size, both_ways = tile.rows * tile.cols, tile.together == kt.BOTH_WAYS.together
     if both_ways:
         warps = tile.warps
     else:
-        warps = min(max(WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
-    max_registers = registers(warps, 3 if backward and warps == 4 else 2)
+        warps = min(max(kt.WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
+    max_registers = kt.registers(warps, 3 if backward and warps == 4 else 2)
     is_limited = both_ways or (backward and tile.together == 1)
     return {"num_warps": warps, "maxnreg": max_registers if is_limited and max_registers <= _MOST_REGISTERS else None}
 

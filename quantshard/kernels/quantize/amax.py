@@ -21,18 +21,8 @@ from quantshard.kernels import scale_rule as sr
 from quantshard.kernels import tracing, workspace
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
+from quantshard.kernels.quantize import targets as kt
 from quantshard.kernels.quantize.matrix import NAN, grid_of_tile, tile_of, transformed
-from quantshard.kernels.quantize.targets import (
-    MOST_PLANS,
-    WARPS,
-    BlockAmaxes,
-    KernelConfig,
-    Region,
-    TileShape,
-    tiles,
-    tiling,
-    touched,
-)
 from quantshard.numerics import Pair
 
 SCALES = 1024
@@ -95,15 +85,15 @@ def block_amax(
 
     x: any strides. `hadamard`: measure the rows after `numerics.hadamard16`.
     """
-    ((amax, _),) = block_amaxes([x], BlockAmaxes(block_shape, hadamard), origin=origin)
+    ((amax, _),) = block_amaxes([x], kt.BlockAmaxes(block_shape, hadamard), origin=origin)
     assert amax is not None
     return amax
 
 
 def block_amaxes(
     xs: Sequence[Tensor],
-    one: BlockAmaxes | None,
-    two: BlockAmaxes | None = None,
+    one: kt.BlockAmaxes | None,
+    two: kt.BlockAmaxes | None = None,
     nan_flags: Sequence[Tensor | None] | None = None,
     origin: Pair = (0, 0),
 ) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -121,7 +111,7 @@ def block_amaxes(
             amax_kernel, (*plan.programs, len(xs)), x.device,
             tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, transposed_grids, plan.other_spans,
             (None,) * len(xs) if nan_flags is None else tuple(nan_flags),
-            PARTS=len(xs), **plan.kinds, num_warps=WARPS, enable_fp_fusion=False,
+            PARTS=len(xs), **plan.kinds, num_warps=kt.WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return targets
 
@@ -132,12 +122,12 @@ class AmaxPlan(NamedTuple):
     `zeroed`: grids must start at zero. `kinds`: configs of both directions, as constants of the kernel.
     """
 
-    where: Region
+    where: kt.Region
     spans: Pair | None
-    other: Region | None
+    other: kt.Region | None
     other_spans: Pair | None
     programs: Pair
-    tile: TileShape
+    tile: kt.TileShape
     zeroed: bool
     kinds: dict[str, Any]
 
@@ -167,14 +157,14 @@ class AmaxPlan(NamedTuple):
         return [(grid(self.spans), grid(self.other_spans)) for _ in range(parts)]
 
 
-@lru_cache(MOST_PLANS)
-def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair = (0, 0)) -> AmaxPlan:
+@lru_cache(kt.MOST_PLANS)
+def plan_amaxes(shape: Pair, one: kt.BlockAmaxes | None, two: kt.BlockAmaxes | None, origin: Pair = (0, 0)) -> AmaxPlan:
     tile = _tile(one, two)
     region, spans, first = _measured(shape, one, origin, tile, False)
     transposed_region, transposed_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
-    programs = tiles(region, first) if first is not None else (1, 1)
+    programs = kt.tiles(region, first) if first is not None else (1, 1)
     if second is not None and transposed_region is not None:
-        down, across = tiles(transposed_region, second)
+        down, across = kt.tiles(transposed_region, second)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
     shares_entries = [config.row_all or config.col_all for config in (first, second) if config is not None]
     kinds = {"H": first, "T": second}
@@ -182,24 +172,25 @@ def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, o
 
 
 def _measured(
-    shape: Pair, blocks: BlockAmaxes | None, origin: Pair, tile: TileShape, transposed: bool
-) -> tuple[Region, Pair | None, KernelConfig | None]:
+    shape: Pair, blocks: kt.BlockAmaxes | None, origin: Pair, tile: kt.TileShape, transposed: bool
+) -> tuple[kt.Region, Pair | None, kt.KernelConfig | None]:
     if blocks is None:
-        return Region(*shape, shape[1], *origin), None, None
+        return kt.Region(*shape, shape[1], *origin), None, None
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if blocks.hadamard else 0)
     down, across = (
-        touched(start, size, cover) for start, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
+        kt.touched(start, size, cover)
+        for start, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
     )
-    config = tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
+    config = kt.tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
     config = config._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
-    return Region(rows, cols, shape[1], *origin), (down, across), config
+    return kt.Region(rows, cols, shape[1], *origin), (down, across), config
 
 
-def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
+def _tile(one: kt.BlockAmaxes | None, two: kt.BlockAmaxes | None) -> kt.TileShape:
     (high, wide), (across, down) = ((1, 1) if blocks is None else blocks.finite for blocks in (one, two))
     if two is None:
-        return TileShape(max(32, high), max(256 if high <= 32 else 128, wide))
-    return TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
+        return kt.TileShape(max(32, high), max(256 if high <= 32 else 128, wide))
+    return kt.TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
 
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)

@@ -25,18 +25,8 @@ from quantshard.kernels import workspace
 from quantshard.kernels.graph_launch import writes, writes_fields
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
+from quantshard.kernels.quantize import targets as kt
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
-from quantshard.kernels.quantize.targets import (
-    KernelOutputs,
-    QuantizedOutput,
-    QuantizeLayout,
-    QuantizePlan,
-    QuantizeRequest,
-    Requests,
-    Targets,
-    as_known,
-    plan_quantization,
-)
 from quantshard.numerics.transforms import HADAMARD_NEGATIVE
 
 NO_RANDOM_WORDS = rw.random_arguments_of([])
@@ -385,13 +375,13 @@ def quantize_kernel(
             )  # fmt: skip
 
 
-writes_fields(QuantizedOutput, "codes", "scale", "second_scale", "transposed", "next_amax")
+writes_fields(kt.QuantizedOutput, "codes", "scale", "second_scale", "transposed", "next_amax")
 writes(quantize_kernel, "weights.*.2.2", "weights.*.3.3", "weights.*.4.1", "weights.*.6")
 
 
 def allocate_results(
-    plan: QuantizePlan, requests: Requests, device: torch.device, next_amax: Tensor | None = None
-) -> Targets:
+    plan: kt.QuantizePlan, requests: kt.Requests, device: torch.device, next_amax: Tensor | None = None
+) -> kt.Targets:
     rowwise, columnwise = requests
     return (
         None if rowwise is None or plan.rowwise is None else _allocate(plan.rowwise, rowwise, device, next_amax),
@@ -400,8 +390,8 @@ def allocate_results(
 
 
 def _allocate(
-    layout: QuantizeLayout, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
-) -> QuantizedOutput:
+    layout: kt.QuantizeLayout, request: kt.QuantizeRequest, device: torch.device, next_amax: Tensor | None = None
+) -> kt.QuantizedOutput:
     input_grid, scale, (grid_row, grid_col), transposed = request.given, request.scale, layout.strides, None
     codes = torch.empty(layout.codes, dtype=layout.coded, device=device)
     if layout.transposed is not None:
@@ -423,25 +413,25 @@ def _allocate(
     if request.second_amax is not None and request.spec.ready:
         second_scale = workspace.zero(device, written=True)
     if layout.wraps:
-        codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
-    return QuantizedOutput(
+        codes, scale, transposed = kt.as_known(codes), kt.as_known(scale), kt.as_known(transposed)
+    return kt.QuantizedOutput(
         codes, layout.codes[1], scale, input_grid, grid_row, grid_col, request.second_amax, second_scale, transposed,
         0 if layout.transposed is None else layout.transposed[1], next_amax, request.nan_flag,
     )  # fmt: skip
 
 
 def quantize_matrix(
-    x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
-) -> tuple[QuantizedOutput, QuantizedOutput | None]:
+    x: Tensor, request: kt.QuantizeRequest, other: kt.QuantizeRequest | None = None, next_amax: Tensor | None = None
+) -> tuple[kt.QuantizedOutput, kt.QuantizedOutput | None]:
     """Quantize x [R, C] of any strides and, with `other`, its transpose; `next_amax`: raised to the amax of x."""
-    rowwise, columnwise = quantize_matrices([x], [KernelOutputs(request, other, amax=next_amax)])[0]
+    rowwise, columnwise = quantize_matrices([x], [kt.KernelOutputs(request, other, amax=next_amax)])[0]
     assert rowwise is not None
     return rowwise, columnwise
 
 
 def quantize_matrices(
-    xs: Sequence[Tensor], requests: Sequence[KernelOutputs], swizzle: SwizzleRequest | None = None
-) -> list[Targets]:
+    xs: Sequence[Tensor], requests: Sequence[kt.KernelOutputs], swizzle: SwizzleRequest | None = None
+) -> list[kt.Targets]:
     """Quantize several matrices of one shape, strides, dtype and device with one kernel and the same specs.
 
     Random words serve at most `KEYS` matrices. Raises `amax` of each request. `swizzle`: weights to lay out as well.
@@ -452,7 +442,7 @@ def quantize_matrices(
     if request.words is not None or (transposed_request is not None and transposed_request.words is not None):
         keys, streams, roundings = rw.random_arguments_of(requests)
     transposed_spec = None if transposed_request is None else transposed_request.spec
-    plan = plan_quantization(request.spec, transposed_spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings)
+    plan = kt.plan_quantization(request.spec, transposed_spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings)
     targets = [allocate_results(plan, outputs[:2], x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
         outs, transposed = zip(*targets, strict=True)

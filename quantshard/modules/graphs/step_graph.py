@@ -15,24 +15,8 @@ from quantshard import private_torch
 from quantshard.collectives.flags import PendingFlag
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules.contexts import settings
-from quantshard.modules.graphs import attention_masks
+from quantshard.modules.graphs import attention_masks, recorder
 from quantshard.modules.graphs.comparison import StepTimer, counted_operations, warn_of_operations
-from quantshard.modules.graphs.recorder import (
-    GraphAddresses,
-    GraphRecorder,
-    capturable_,
-    check_autocast_cache,
-    check_not_replicated,
-    check_surroundings,
-    copied,
-    described,
-    graph_device,
-    kind_of,
-    mapped,
-    memory_of,
-    surroundings,
-    tensors_in,
-)
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 """Function that creates a context around a step, which adds device work."""
@@ -116,11 +100,11 @@ class StepGraph:
         self._replays: dict[Any, StepReplay] = {}
         self._warned = self._has_captured = False
         if enabled:
-            check_not_replicated(model, "the model")
+            recorder.check_not_replicated(model, "the model")
             self._device = _device(model)
             for item in self._optimizers:
                 _check_capturable(item, self._device)
-            capturable_(model)
+            recorder.capturable_(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step and return its results.
@@ -140,37 +124,49 @@ class StepGraph:
         for eager steps and captures.
         """
         if not self.enabled:
-            return mapped(_run(self._step, around, args, kwargs), Tensor.detach)
+            return recorder.mapped(_run(self._step, around, args, kwargs), Tensor.detach)
         arguments = args, dict(sorted(kwargs.items()))
-        key = around, kind_of("StepGraph", arguments, _tensor_kind)
+        key = around, recorder.kind_of("StepGraph", arguments, _tensor_kind)
         replay = self._replays.get(key)
         if replay is not None:
-            return replay(list(tensors_in(arguments)))
+            return replay(list(recorder.tensors_in(arguments)))
         eager_step = self._eager_steps.setdefault(key, EagerStep(self._device))
         if self._is_to_be_eager(key, arguments, eager_step):
 
             def run_eagerly() -> Any:
-                return copied(_run(self._step, around, *copied(arguments, self._device)), self._device)
+                return recorder.copied(
+                    _run(self._step, around, *recorder.copied(arguments, self._device)), self._device
+                )
 
             # without a capture to come there is nothing to compare
             return eager_step(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
-        check_autocast_cache("StepGraph")
-        step, static = self._step, copied(arguments, self._device)
+        recorder.check_autocast_cache("StepGraph")
+        step, static = self._step, recorder.copied(arguments, self._device)
         is_violated = torch.zeros((), dtype=torch.bool, device=self._device)
 
         def work() -> Any:
-            with attention_masks.as_in_eager_steps(list(tensors_in(static))) as flags, counted_operations() as counts:
+            with (
+                attention_masks.as_in_eager_steps(list(recorder.tensors_in(static))) as flags,
+                counted_operations() as counts,
+            ):
                 # detached, or the results would keep the autograd graph alive
-                results = mapped(_run(step, around, *static), Tensor.detach)
+                results = recorder.mapped(_run(step, around, *static), Tensor.detach)
             warn_of_operations(eager_step.operations, counts)
             for flag in flags:
                 is_violated.logical_or_(flag)
             return results
 
         launch = _recorded(work, self._model, self._device)
-        facts = list(tensors_in(static)), self._device, self._model, self._optimizers, eager_step.timer, is_violated
+        facts = (
+            list(recorder.tensors_in(static)),
+            self._device,
+            self._model,
+            self._optimizers,
+            eager_step.timer,
+            is_violated,
+        )
         self._replays[key], self._has_captured = StepReplay(launch, *facts), True
-        return self._replays[key](list(tensors_in(arguments)))
+        return self._replays[key](list(recorder.tensors_in(arguments)))
 
     def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]], last: EagerStep) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
@@ -178,7 +174,7 @@ class StepGraph:
         has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
         if (has_all_graphs or has_all_kinds) and not self._warned:
             self._warned = True
-            values = described(*arguments)
+            values = recorder.described(*arguments)
             warn_user(
                 f"StepGraph has {len(self._replays)} graphs; steps with other shapes or values run eagerly (last: "
                 f"{', '.join(f'{name} = {text}' for name, text in values.items())}); pad batches to a few lengths, and "
@@ -215,12 +211,12 @@ def _run(step: Callable[..., Any], around: StepContext, args: Any, kwargs: Any) 
     with around():
         result = step(*args, **kwargs)
     # raises for types whose tensors would be missed
-    kind_of("StepGraph", result)
+    recorder.kind_of("StepGraph", result)
     return result
 
 
 def _device(model: nn.Module) -> torch.device:
-    device = graph_device("StepGraph", model.parameters())
+    device = recorder.graph_device("StepGraph", model.parameters())
     if device.index != torch.cuda.current_device():
         raise ConfigurationError(f"StepGraph: the model is on {device}; torch.cuda.set_device({device.index}) first")
     return device
@@ -249,7 +245,7 @@ def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -
     before = {name: param.grad for name, param in model.named_parameters()}
     try:
         # batches are pinned by another thread
-        launch, _ = GraphRecorder(device, error_mode="thread_local").record("StepGraph: the step", work)
+        launch, _ = recorder.GraphRecorder(device, error_mode="thread_local").record("StepGraph: the step", work)
         for name, param in model.named_parameters():
             if param.grad is not None and (before[name] is None or param.grad is before[name]):
                 raise ConfigurationError(
@@ -305,7 +301,7 @@ class StepReplay:
     ) -> None:
         self._launch, self._static, self._device, self._timer = launch, static, device, timer
         self._is_violated, self._sent = is_violated, PendingFlag(is_violated)
-        self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
+        self._addresses, self._surroundings = recorder.GraphAddresses(model, draws=True), recorder.surroundings()
         self._optimizers = [(item, _group_facts(item), _state_addresses(item)) for item in optimizers]
         self._model, self._is_training, self._count = model, model.training, 0
         # keeps the memory of replaced tensors alive until a replay reports the change, even if `.data` is replaced
@@ -314,15 +310,15 @@ class StepReplay:
             values = [value for group in optimizer.param_groups for value in group.values()]
             tensors += [value for value in values if isinstance(value, Tensor)]
             tensors += _state_tensors(optimizer)
-        self._memory = [part.detach() for tensor in tensors for part in memory_of(tensor)]
+        self._memory = [part.detach() for tensor in tensors for part in recorder.memory_of(tensor)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Replay the step on these arguments, and return copies of its results."""
-        check_surroundings("StepGraph: the step", self._surroundings)
+        recorder.check_surroundings("StepGraph: the step", self._surroundings)
         for static, value in zip(self._static, tensors, strict=True):
             # copies from the host block, so that the caller can overwrite the batch
             static.copy_(value)
-        result = copied(self._timer.run_replay(self._launch), self._device)
+        result = recorder.copied(self._timer.run_replay(self._launch), self._device)
         # checked after the launch, while the GPU works
         if (changed := self._changed()) is not None:
             raise ConfigurationError(
@@ -379,4 +375,4 @@ def _state_addresses(optimizer: Optimizer) -> list[Any]:
 
 
 def _addresses(tensor: Tensor) -> list[int]:
-    return [part.data_ptr() for part in memory_of(tensor)]
+    return [part.data_ptr() for part in recorder.memory_of(tensor)]

@@ -16,17 +16,7 @@ from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import LocalStore, Store, locate, why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
-from quantshard.tools.report.records import (
-    LARGEST,
-    LARGEST_STEP,
-    Column,
-    MetricTable,
-    Record,
-    RecordFile,
-    StatisticsReader,
-    number,
-    step_of,
-)
+from quantshard.tools.report import records
 
 CONFIG, METRICS, STARTS, STATISTICS = "config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl"
 
@@ -58,24 +48,24 @@ class RunHistory:
     name: str
     where: str
     config: dict[str, Any]
-    starts: list[Record]
-    metrics: MetricTable
-    statistics: StatisticsReader
+    starts: list[records.Record]
+    metrics: records.MetricTable
+    statistics: records.StatisticsReader
     is_trained: bool | None
     notes: tuple[str, ...]
 
-    def tokens(self) -> Column | None:
+    def tokens(self) -> records.Column | None:
         """Cumulative training tokens at each step, or None if unknown."""
         per_step = tokens_per_step(self.config)
         return None if per_step is None else self.metrics.steps.astype(np.float64) * per_step
 
-    def seconds(self) -> Column | None:
+    def seconds(self) -> records.Column | None:
         """Cumulative training seconds at each step, or None if unknown."""
         speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
         if speed is None or tokens is None:
             return None
         # A speed that is missing or not finite adds no time.
-        return np.cumsum(np.divide(tokens, speed, out=np.zeros(len(speed)), where=speed > tokens / LARGEST))
+        return np.cumsum(np.divide(tokens, speed, out=np.zeros(len(speed)), where=speed > tokens / records.LARGEST))
 
 
 def tokens_per_step(config: dict[str, Any]) -> float | None:
@@ -85,7 +75,7 @@ def tokens_per_step(config: dict[str, Any]) -> float | None:
 
 def planned_steps(config: dict[str, Any]) -> int | None:
     steps = config.get("steps")
-    return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
+    return steps if type(steps) is int and 0 < steps < records.LARGEST_STEP else None
 
 
 def read_config(store: Store, path: str) -> dict[str, Any]:
@@ -107,12 +97,12 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     is_local = isinstance(store, LocalStore)
     absolute = os.path.abspath(path) if is_local else path
     metrics_file, starts_file, statistics_file = (
-        RecordFile(store, store.join(path, name)) for name in (METRICS, STARTS, STATISTICS)
+        records.RecordFile(store, store.join(path, name)) for name in (METRICS, STARTS, STATISTICS)
     )
-    statistics = StatisticsReader()
+    statistics = records.StatisticsReader()
     try:
         config = read_config(store, path)
-        metrics = MetricTable.of(metrics_file.records())
+        metrics = records.MetricTable.of(metrics_file.records())
         statistics.add(statistics_file.records())
         starts = list(islice(starts_file.records(), _MOST_STARTS))
     except OSError as error:
@@ -130,7 +120,7 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     )
 
 
-def _omissions(file: RecordFile) -> list[str]:
+def _omissions(file: records.RecordFile) -> list[str]:
     lines = "1 line is" if file.broken == 1 else f"{file.broken} lines are"
     problems = {
         f"{lines} no record, and left out": file.broken,
@@ -143,20 +133,20 @@ def _omissions(file: RecordFile) -> list[str]:
 def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
     line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
     line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
-    if number(entry.get("skipped_steps")) > 0:
+    if records.number(entry.get("skipped_steps")) > 0:
         line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
-    if number(entry.get("dropped_rows")) > 0:
+    if records.number(entry.get("dropped_rows")) > 0:
         line += f"  {_said(entry['dropped_rows'], '.1%')} of rows dropped"
     if HELDOUT in entry:
         line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
     if HELDOUT_OF_AVERAGE in entry:
         line += f"  of the average {_said(entry[HELDOUT_OF_AVERAGE], '.4f')}"
-    return f"step {step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
+    return f"step {records.step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
 
 
 def _said(value: object, form: str) -> str:
     """Format a figure; a value that is not a finite number is returned as text."""
-    return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]
+    return format(records.number(value), form) if math.isfinite(records.number(value)) else str(value)[:20]
 
 
 START_SECONDS = 30.0
@@ -175,7 +165,7 @@ class RunWatch:
         self.step, self.state = 0, ""
         self.planned = planned_steps(read_config(self._store, self._path))
         self._metrics, self._statistics = (
-            RecordFile(self._store, self._store.join(self._path, name)) for name in (METRICS, STATISTICS)
+            records.RecordFile(self._store, self._store.join(self._path, name)) for name in (METRICS, STATISTICS)
         )
         self._starts_until = time.monotonic() + START_SECONDS
 
@@ -187,14 +177,14 @@ class RunWatch:
             last_step, self.step = self.step, 0
             self._statistics.restart()
             self.planned = planned_steps(read_config(self._store, self._path))
-        added: deque[Record] = deque(maxlen=most)
+        added: deque[records.Record] = deque(maxlen=most)
         for record in self._metrics.records():
-            if (step := step_of(record)) is not None:
+            if (step := records.step_of(record)) is not None:
                 self.step = step
                 if step > last_step:
                     added.append(record)
         self._statistics.was_rewritten()
-        reader = StatisticsReader()
+        reader = records.StatisticsReader()
         reader.add({"step": r.get("step"), "alarms": r.get("alarms")} for r in self._statistics.records())
         alarms = [alarm for alarm in reader.alarms if alarm.step > last_step]
         return [

@@ -23,16 +23,8 @@ import numpy as np
 from quantshard.checkpoints.disk.store import open_regular
 from quantshard.errors import ConfigurationError
 from quantshard.tools.terminal import screen
+from quantshard.tools.trainer.data import shards
 from quantshard.tools.trainer.data.packing import MASKED, TOKEN
-from quantshard.tools.trainer.data.shards import (
-    TOKEN_DTYPES,
-    TOKENIZER,
-    ShardedSource,
-    ShardIndex,
-    raw_layout,
-    read_index,
-    token_dtype,
-)
 from quantshard.tools.trainer.data.sources import (
     INDEX,
     RAW,
@@ -80,7 +72,7 @@ class Document:
 
     @property
     def itemsize(self) -> int:
-        return TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1
+        return shards.TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1
 
     @property
     def stored(self) -> int:
@@ -257,7 +249,7 @@ def collect_recorded(paths: Sequence[str], recorded: Corpus, heldout: Sequence[s
 def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[Document]:
     """List the documents of a source, with SHA-256 only from an index. `data_format`: "" reads no headers."""
     if source.kind == SHARDS:
-        index = read_index(source.path)
+        index = shards.read_index(source.path)
         documents = [
             Document(path, size, shard.sha256, index.dtype)
             for shard, (path, size) in zip(index.shards, index.sizes(source.path), strict=True)
@@ -273,14 +265,14 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
             for path, size in source.files
         ]
     if source.kind == RAW and data_format:
-        dtype = token_dtype(vocabulary)
-        return [Document(path, size, "", *raw_layout(path, size, dtype)) for path, size in source.files]
+        dtype = shards.token_dtype(vocabulary)
+        return [Document(path, size, "", *shards.raw_layout(path, size, dtype)) for path, size in source.files]
     return [Document(path, size, "") for path, size in source.files]
 
 
 def _read(document: Document, vocabulary: int) -> Document:
     """Read a whole file for its digest, and check that each token is in the vocabulary."""
-    path, digest, kind = document.path, hashlib.sha256(), TOKEN_DTYPES.get(document.dtype)
+    path, digest, kind = document.path, hashlib.sha256(), shards.TOKEN_DTYPES.get(document.dtype)
     try:
         with open_regular(path, follow=True) as file:
             digest.update(file.read(document.header))
@@ -354,7 +346,7 @@ class Preparation:
             return source.path
         assert self._tokenizer is not None, source
         options = TextOptions(settings.text_field, settings.data_split)
-        sharded = ShardedSource(source, self._tokenizer, settings.tokenizer, options)
+        sharded = shards.ShardedSource(source, self._tokenizer, settings.tokenizer, options)
         stem = re.sub(r"[^\w.-]", "_", source.path.name)[:80]
         folder = cache.absolute() / f"{stem}-{sharded.key[:_KEY_DIGITS]}"
         index = sharded.write(folder)
@@ -364,7 +356,7 @@ class Preparation:
 
 def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -> tuple[Tokenizer | None, str, Corpus]:
     """Return the tokenizer (None if unknown), the path of its files, and a corpus without documents."""
-    indices = [(source.path, read_index(source.path)) for source in sources if source.kind == SHARDS]
+    indices = [(source.path, shards.read_index(source.path)) for source in sources if source.kind == SHARDS]
     tokenizer, path, tokens = _find_tokenizer(settings, sources, indices)
     for folder, index in indices:
         if index.tokenizer != (tokens.tokenizer or BYTES_DIGEST) or index.end_of_document != tokens.end_of_document:
@@ -379,13 +371,13 @@ def _checked_tokenizer(settings: TrainSettings, sources: Sequence[DataSource]) -
 
 
 def _find_tokenizer(
-    settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
+    settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, shards.ShardIndex]]
 ) -> tuple[Tokenizer | None, str, Corpus]:
     """Return the tokenizer of the settings, else that of the shards, else unknown (raw tokens) or bytes."""
     path, end, digest = settings.tokenizer, settings.end_of_document, ""
     if not path and not end and indices and indices[0][1].tokenizer != BYTES_DIGEST:
         folder, index = indices[0]
-        path, end, digest = str(folder / TOKENIZER), index.end_text, index.tokenizer
+        path, end, digest = str(folder / shards.TOKENIZER), index.end_text, index.tokenizer
         if Path(path).is_symlink():
             raise ConfigurationError(f"{path} is a link; name the tokenizer with --tokenizer")
     raw = [source.path for source in sources if source.kind == RAW]
