@@ -91,15 +91,13 @@ def _check_variables() -> None:
     cublas, nccl = os.environ.get(CUBLAS), os.environ.get(NCCL)
     if cublas is None and torch.cuda.is_initialized():
         raise ConfigurationError(
-            f"deterministic mode needs {CUBLAS}={VARIABLES[CUBLAS]} before the GPU is first used; call "
-            "quantshard.deterministic() earlier, or set the variable"
+            f"deterministic() must be called before the GPU is used, or {CUBLAS}={VARIABLES[CUBLAS]} set"
         )
     if cublas is not None and cublas not in _CUBLAS_ALLOWED:
         raise ConfigurationError(f"deterministic mode: unset {CUBLAS}={cublas}, or use {', '.join(_CUBLAS_ALLOWED)}")
     if nccl is None and dist.is_initialized() and "nccl" in dist.get_backend_config():
         raise ConfigurationError(
-            f"deterministic mode needs {NCCL}={VARIABLES[NCCL]} before a process group on NCCL is made; call "
-            "quantshard.deterministic() before init_process_group, or set the variable"
+            f"deterministic() must be called before init_process_group, or {NCCL}={VARIABLES[NCCL]} set"
         )
     # a leading `^` excludes the listed algorithms
     if nccl is not None and ("nvls" in nccl.lower()) != nccl.startswith("^"):

@@ -198,9 +198,7 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
     if preset is None:
         dtype = explicit.get("master_weight_dtype", torch.float32)
         if explicit.get("master_weights") is False and dtype is not torch.float32:
-            raise ConfigurationError(
-                f"{where}: master_weights=False has no masters of {dtype}; leave one of the two out"
-            )
+            raise ConfigurationError(f"{where}: master_weights=False has no masters of {dtype}; leave one out")
         return StateOptions(**explicit)
     options = check_preset(f"{where}(preset={preset!r})", preset)
     for name, value in explicit.items():

@@ -133,10 +133,7 @@ def parameter_conversions(
         if source == "codes" and stored_format != live_format and not (lossy or stored_format == HIGH_PRECISION):
             unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
-            raise CheckpointError(
-                f"{reader.path}: the master of {name} is of another kind in the checkpoint, and a "
-                f"{type(optimizer).__name__} cannot convert it; use FusedAdam, or the optimizer that it was saved with"
-            )
+            raise CheckpointError(f"{reader.path}: this optimizer cannot convert the master of {name}; use FusedAdam")
         conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
     if unconvertible:
         reason = "no optimizer was given" if optimizer is None else "it has no masters"

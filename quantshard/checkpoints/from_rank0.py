@@ -115,10 +115,7 @@ def _check_weights(model: nn.Module, live: Mapping[str, Any], described: Mapping
                 values.pop(FORMAT_SUFFIX, None)
             component_loading.fitting_pairs(param, values, name)
         elif tag is not None and name + FORMAT_SUFFIX not in live:
-            raise CheckpointError(
-                f"{name}: the state dict holds {components.read_format_tag(tag)!r}, but this model's weight is in high "
-                "precision; build the model under quantized_model_init with the checkpoint's recipe"
-            )
+            raise component_loading.codes_for_high_precision(name, repr(components.read_format_tag(tag)))
 
 
 def _broadcast(like: Tensor, value: Tensor | None) -> Tensor:

@@ -79,10 +79,9 @@ def _checked(
     """The live state dict, and the parameters by its keys, after checks of the arguments."""
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(f"high_precision_state_dict({dtype=}): choose one of {', '.join(map(str, _DTYPES))}")
-    if full and (layers := optimizer_states.expert_layers(model)):
+    if full and optimizer_states.expert_layers(model):
         raise ConfigurationError(
-            f"high_precision_state_dict(full=True): the experts of {next(iter(layers)) or type(model).__name__} are on "
-            "several ranks; pass full=False to get each rank's own"
+            "high_precision_state_dict: experts are on several ranks; pass full=False for each rank's own"
         )
     live = dict(model.state_dict())  # also reshards FSDP2's parameters
     params = components.named_parameters(model)
@@ -100,8 +99,7 @@ def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
         return
     if not has_master(optimizer.state.get(param, {})):
         raise ConfigurationError(
-            f"high_precision_state_dict: {name} has no master in this {type(optimizer).__name__}; leave the optimizer "
-            "out to dequantize the codes"
+            f"high_precision_state_dict: {name} has no master; leave the optimizer out to dequantize"
         )
     if _is_behind(param, optimizer):
         raise ConfigurationError(
@@ -237,8 +235,5 @@ def _value(name: str, value: object, live: Tensor) -> Tensor:
     if value.shape != live.shape:
         raise CheckpointError(f"load_high_precision: {name} has shape {tuple(value.shape)}, not {tuple(live.shape)}")
     if isinstance(value, DTensor) and (not isinstance(live, DTensor) or live.placements != value.placements):
-        raise CheckpointError(
-            f"load_high_precision: {name} is a DTensor with placements {value.placements}, the model's is not; "
-            "pass whole tensors, or DTensors sharded as the parameters are"
-        )
+        raise CheckpointError(f"load_high_precision: {name} is a DTensor, the model's is not; pass whole tensors")
     return value

@@ -125,8 +125,7 @@ class DotProductAttention(QuantizedModule):
         size, common = tp_size or self.tp_size, math.gcd(self.num_attention_heads, self.num_gqa_groups)
         if common % size:
             raise ConfigurationError(
-                f"DotProductAttention: tp_size {size} does not divide num_attention_heads "
-                f"{self.num_attention_heads} and num_gqa_groups {self.num_gqa_groups}; choose a divisor of {common}"
+                f"DotProductAttention: tp_size {size} must divide the heads; choose a divisor of {common}"
             )
 
     def forward(

@@ -53,9 +53,7 @@ class Diagonals(NamedTuple):
             raise ConfigurationError(f"{owner}(window_size={window!r}) must be two integers (left, right)")
         left, right = window
         if min(left, right) < UNLIMITED or ((left, right) == (UNLIMITED, 0) and "causal" not in kind):
-            raise ConfigurationError(
-                f"{owner}(window_size={window}) is no sliding window; use sizes >= 0, -1 for no limit, or a causal type"
-            )
+            raise ConfigurationError(f"{owner}(window_size={window}): use sizes >= 0 (-1: no limit), or a causal type")
         if "causal" in kind:
             right, bottom_right = 0, "bottom_right" in kind
         return cls(left, right, bottom_right is None or bottom_right)
@@ -183,8 +181,7 @@ def _checked_longest(name: str, packing: Packing, end: int) -> int:
     for start, length, limit in zip(starts, lengths, [*starts[1:], end], strict=True):
         if start + length > limit or (start + length < limit and not packing.has_gaps):
             raise ConfigurationError(
-                f"cu_seqlens_{name}: the sequence from token {start} has {length} tokens, but must end at {limit}; "
-                f"for gaps between sequences, give cu_seqlens_{name}_padded"
+                f"cu_seqlens_{name}: {length} tokens from {start} must end at {limit}; give cu_seqlens_{name}_padded"
             )
     longest = max(lengths, default=0)
     if longest > packing.longest:

@@ -87,9 +87,7 @@ def linear_cross_entropy(
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"linear_cross_entropy(reduction={reduction!r}): choose one of: {REDUCTIONS}")
     if hidden.shape[:-1] != labels.shape:
-        raise ConfigurationError(
-            f"linear_cross_entropy: labels {list(labels.shape)} must have the shape {list(hidden.shape[:-1])} of tokens"
-        )
+        raise ConfigurationError(f"linear_cross_entropy: labels {list(labels.shape)} must be {list(hidden.shape[:-1])}")
     shape, labels = labels.shape, labels.flatten()
     vocabulary, first, group = weight.shape[0], 0, ""
     hidden = hidden.flatten(0, -2)

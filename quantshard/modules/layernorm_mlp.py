@@ -386,8 +386,7 @@ class LayerNormMLP(_NormedModule):
             raise ConfigurationError(f"LayerNormMLP(activation={activation!r}) is not known; use one of: {names}")
         if set(activation_params or ()) - set(ClampedSwiGLU._fields if activation == CLAMPED else ()):
             raise ConfigurationError(
-                f"LayerNormMLP(activation_params={activation_params}): only {CLAMPED!r} has some: "
-                f"{', '.join(ClampedSwiGLU._fields)}"
+                f"LayerNormMLP: only {CLAMPED!r} has activation_params: {', '.join(ClampedSwiGLU._fields)}"
             )
         check_storage("LayerNormMLP", activation_storage)
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))

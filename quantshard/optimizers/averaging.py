@@ -89,8 +89,7 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
     averaged = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
     if not averaged:
         raise ConfigurationError(
-            f"averaged_weights: this {name} keeps no averages of weights; build a FusedAdam or MasterWeights with "
-            "ema_decay=0.999, or call its begin_average(0.999)"
+            f"averaged_weights: this {name} keeps no averages of weights; call its begin_average(0.999)"
         )
     model_ids = {id(param) for param in model.parameters()}
     if missing := [param for param in averaged if id(param) not in model_ids]:

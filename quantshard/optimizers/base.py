@@ -52,9 +52,7 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(
-                    f"{where}: {name}={value!r} is invalid: use a finite number, at least {lowest:g} and {bound}"
-                )
+                raise ConfigurationError(f"{where}: {name}={value!r} must be finite, at least {lowest:g} and {bound}")
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
@@ -171,9 +169,7 @@ class ParameterOptimizer(torch.optim.Optimizer):
         accelerate shards a model after its optimizer was built, and then puts the sharded parameters into the groups.
         """
         if self._averages_swapped_in:
-            raise ConfigurationError(
-                f"{self._name}: it cannot be used inside averaged_weights(...); do that after the with block"
-            )
+            raise ConfigurationError(f"{self._name} cannot be used inside averaged_weights(...); do that after it")
         params = [param for group in self.param_groups for param in group["params"]]
         if len(params) == len(self._names) and all(map(operator.is_, params, self._names)):
             return

@@ -64,10 +64,7 @@ def check_parameters(optimizer: str, names: Mapping[Tensor, str], seed: int | No
         key = checked[name] = storage.state[RNG_KEY]
         owner = owners.setdefault(id(key), name)
         if owner != name:
-            raise ConfigurationError(
-                f"{owner} and {name} were one tied weight that fully_shard has cut twice; wrap the modules that "
-                "share it as one group, fully_shard([a, b]), or their parent alone"
-            )
+            raise ConfigurationError(f"fully_shard has cut the tied {owner} and {name} twice; call fully_shard([a, b])")
     for group, checked in keys.items():
         rank_checks.check_equal_on_ranks(checked, group, "the random key")
 

@@ -27,6 +27,12 @@ def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> N
     write_components(param, fitting_pairs(param, values, name).values())
 
 
+def codes_for_high_precision(name: str, codes: object) -> CheckpointError:
+    """The error for codes that are loaded into a weight in high precision. `codes`: their dtype or format."""
+    problem = f"{name}: the state dict holds {codes} codes, but this model's weight is in high precision"
+    return CheckpointError(f"{problem}; build the model under quantized_model_init with the checkpoint's recipe")
+
+
 def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> Pairs:
     """Live local tensors and their loaded values, as `load_components` copies them, by key suffix."""
     storage = components.storage_of(param)

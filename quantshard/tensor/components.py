@@ -28,8 +28,8 @@ def quantized_local(tensor: object) -> QuantizedTensor | None:
 
 def quantized_storage(param: object) -> QuantizedStorage | None:
     """The storage of a parameter's (local) quantized tensor, or None for a plain parameter."""
-    local = quantized_local(param)
-    return None if local is None else local.quantized_storage
+    local = private_torch.local_tensor(param) if isinstance(param, DTensor) else param
+    return local.quantized_storage if isinstance(local, QuantizedTensor) else None
 
 
 def storage_of(param: Tensor) -> QuantizedStorage:

@@ -115,9 +115,7 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
         if is_bad:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
             problem = non_finite(values, _storage_of(weight).shard.origin)
-            raise ConfigurationError(
-                f"requantize_: {name}: {problem or 'other ranks have infinite or NaN values'}; nothing was written"
-            )
+            raise ConfigurationError(f"requantize_: {name}: {problem or 'not finite on a rank'}; nothing was written")
 
 
 def non_finite(values: Tensor, origin: Sequence[int]) -> str:

@@ -364,7 +364,7 @@ def test_masters_of_another_kind_that_the_optimizer_cannot_take(tmp_path: Path) 
     checkpoints.save(tmp_path / "c", *built("block", master_weight_dtype=torch.float16))
     model, _ = built("mxfp8", seed=9)
     optimizer = MasterWeights(torch.optim.AdamW, model.named_parameters(), lr=1e-3)
-    with refused("master of 0.weight is of another kind in the checkpoint, and a MasterWeights", model, optimizer):
+    with refused("cannot convert the master of 0.weight", model, optimizer):
         checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
 
 

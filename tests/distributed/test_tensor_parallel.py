@@ -171,7 +171,7 @@ def refusals() -> list[str]:
 
 WANTED = [
     "LayerNormMLP.fc1_weight [113, 80]: tensor parallelism over 2 ranks cuts dim 0, and 113 is not a multiple of 2",
-    "tp_size 2 does not divide num_attention_heads",
+    "tp_size 2 must divide the heads",
     "the tensor-parallel mesh has ('dp', 'tp')",
     "call it once",
     "call it once",

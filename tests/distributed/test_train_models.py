@@ -344,10 +344,7 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (
-            ["--model", "llama3-8B"],
-            "is no folder or config.json; did you mean 'llama3-8b'? known sizes are",
-        ),
+        (["--model", "llama3-8B"], "is no folder or size; did you mean 'llama3-8b'? known: "),
         (["--model", "FOLDER", "--hidden", "64"], "hidden is decided by model = "),
         (["--model", "FOLDER", "--tied"], "tied is decided by model = "),
         (["--model", "FOLDER/none"], "there is nothing at "),

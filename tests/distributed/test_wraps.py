@@ -419,7 +419,7 @@ REFUSED = {
     different_scaling: "build the same model",
     stale: "old values",
     copy_of_sharded: "does not support deepcopy",
-    tied_apart: "1.weight and 2.weight were one tied weight",
+    tied_apart: "the tied 1.weight and 2.weight twice",
 }
 
 

@@ -343,7 +343,7 @@ def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
         with qs.autocast(recipe="current", amax_reduction_group=group):  # type: ignore[arg-type]
             return layer(x)
 
-    with pytest.raises(Exception, match="enter this autocast around the compiled function"):
+    with pytest.raises(Exception, match="enter it around the compiled function"):
         aot_eager(function, fullgraph=True)(data())
 
 

@@ -490,10 +490,10 @@ def test_refused_while_it_is_captured(rerun: None) -> None:
     outside = nn.Parameter(torch.ones(2))
     x = torch.ones(2)
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
-        (Odd(2, 2), (x,), {}, "Odd: a graph cannot hold a object"),
+        (Odd(2, 2), (x,), {}, "Odd: a object cannot be in a graph"),
         (lambda x: x * outside, (x,), {}, "a tensor that requires gradients is no argument"),
-        (nn.Bilinear(2, 2, 2), (x, object()), {}, "Bilinear: a graph cannot hold a object"),
-        (nn.Linear(2, 2), (x,), {"cache": object()}, "Linear: a graph cannot hold a object"),
+        (nn.Bilinear(2, 2, 2), (x, object()), {}, "Bilinear: a object cannot be in a graph"),
+        (nn.Linear(2, 2), (x,), {"cache": object()}, "Linear: a object cannot be in a graph"),
     ]
     for subject, sample, kwargs, message in cases:
         with pytest.raises(ConfigurationError, match=message):

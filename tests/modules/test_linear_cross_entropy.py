@@ -258,5 +258,5 @@ def test_mistakes() -> None:
     hidden, weight, labels, _ = inputs(torch.float32)
     with pytest.raises(ConfigurationError, match="choose one of"):
         qs.linear_cross_entropy(hidden, weight, labels, reduction="average")
-    with pytest.raises(ConfigurationError, match="must have the shape"):
+    with pytest.raises(ConfigurationError, match=r"labels .* must be \["):
         qs.linear_cross_entropy(hidden, weight, labels[:, 1:])

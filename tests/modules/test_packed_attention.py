@@ -368,8 +368,8 @@ def call(lengths=LENGTHS, **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": (5, 1, 6)}, r"from token 6 has 6 tokens, but must end at 13; .* give cu_seqlens_q_padded"),
-        ({"lengths": (5, 1, 8)}, "from token 6 has 8 tokens, but must end at 13"),
+        ({"lengths": (5, 1, 6)}, r"6 tokens from 6 must end at 13; give cu_seqlens_q_padded"),
+        ({"lengths": (5, 1, 8)}, "8 tokens from 6 must end at 13"),
         ({"lengths": (5, 9, -1)}, "cu_seqlens_q must not decrease"),
         ({"max_seqlen_q": 6}, "max_seqlen_q=6, but a sequence has 7 tokens"),
         ({"cu_seqlens_q": None}, "'thd' needs cu_seqlens_q"),
@@ -394,7 +394,7 @@ def test_refused_rows():
     rows = torch.stack([boundaries((4, 3)), boundaries((4, 3))])
     for options, message in (
         ({"cu_seqlens_q": rows[:1]}, r"must be int32 \[sequences \+ 1\], or for rows \[b, sequences \+ 1\]"),
-        ({"cu_seqlens_q": rows[:, :2]}, "from token 0 has 4 tokens, but must end at 7"),
+        ({"cu_seqlens_q": rows[:, :2]}, "4 tokens from 0 must end at 7"),
         ({"cu_seqlens_q": rows, "cu_seqlens_kv": rows.clone()}, "rows of several sequences need the boundaries"),
     ):
         with pytest.raises(ConfigurationError, match=message):

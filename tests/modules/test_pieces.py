@@ -169,7 +169,7 @@ def test_a_file_of_pytorchs_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("of", "into", "match"),
     [
-        ({}, {"stored": False}, r"LayerNormLinear\.a_weight: the checkpoint has codes.*quantized_model_init"),
+        ({}, {"stored": False}, r"LayerNormLinear\.a_weight: the state dict holds cast codes.*quantized_model_init"),
         ({"stored": False}, {}, r"weight was loaded, but not weight_scale_inv.*load_high_precision"),
         ({"kind": "pytorch"}, {}, r"Linear\.weight: weight was loaded, but not weight_scale_inv"),
         ({"recipe": "block"}, {}, r"'fp8_128x128', but this model's weight is 'mxfp8_32x32'"),
@@ -272,7 +272,7 @@ def test_what_cannot_be_assigned_is_refused() -> None:
     for key in ("weight", "weight_scale_inv"):
         with pytest.raises(UnsupportedOperationError, match=rf"Linear\.{key} cannot be assigned alone"):
             setattr(real, key, parameter(state[key].clone()))
-    with pytest.raises(CheckpointError, match=r"Linear\.weight: it was given quantized codes \(torch.uint8\)"):
+    with pytest.raises(CheckpointError, match=r"Linear\.weight: the state dict holds torch.uint8 codes"):
         plain.weight = parameter(state["weight"])
     with pytest.raises(CheckpointError, match=r"Linear\.weight_key: shape \(2,\), here it is \(1,\)"):
         plain.weight_key = parameter(torch.zeros(2, dtype=torch.int64))

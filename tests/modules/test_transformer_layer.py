@@ -366,7 +366,7 @@ def test_names_and_numbers_are_handed_down():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp_size": 2, "set_parallel_mode": True}, "tp_size 2 does not divide num_attention_heads 3"),
+        ({"tp_size": 2, "set_parallel_mode": True}, "tp_size 2 must divide the heads"),
         ({"activation": "tanh"}, "'tanh'"),
         ({"normalization": "BatchNorm"}, "'BatchNorm'"),
         ({"attn_input_format": "hds"}, "'hds'"),

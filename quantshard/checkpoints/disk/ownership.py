@@ -58,9 +58,7 @@ class Ownership:
         try:
             self._lock = lock(folder) if isinstance(store, LocalStore) else None
         except TimeoutError:
-            raise CheckpointError(
-                f"{folder} is in use by another run, {_described(_read_owner(folder))}; stop it"
-            ) from None
+            raise CheckpointError(f"{folder} is in use by another run, {_described(_read_owner(folder))}") from None
         self.proof = OwnershipToken(folder, secrets.token_hex(8))
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         owner = {"token": self.proof.token, "host": socket.gethostname(), "pid": os.getpid(), "since": since}

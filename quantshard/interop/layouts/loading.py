@@ -151,8 +151,7 @@ class _LayoutLoader:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
         if unknown:
             raise CheckpointError(
-                f"{path}: the model lacks {len(unknown)} of its tensors (first: {unknown[0]}); build the saved model, "
-                "or pass names= (--names)"
+                f"{path}: the model lacks {len(unknown)} tensors (first: {unknown[0]}); pass names= (--names)"
             )
 
     def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:

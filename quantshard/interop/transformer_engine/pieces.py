@@ -280,8 +280,7 @@ def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
     for piece in pieces:
         if (piece.element, piece.scale) != (copy.codes.encoding, copy.scale.encoding):
             raise InexactConversionError(
-                f"its codes are {piece.element.name}, its scales {piece.scale.name} ({piece.kind}); {fmt.name} has "
-                f"{copy.codes.encoding.name} and {copy.scale.encoding.name}"
+                f"its codes are {piece.element.name}, its scales {piece.scale.name}, unlike {fmt.name}"
             )
 
 

@@ -85,8 +85,7 @@ class StepLaunchPlan:
         self.parameters, self.rows, self.device = list(parameters), rows, device
         if self._is_capturing:
             raise UnsupportedOperationError(
-                "an optimizer's step in a CUDA graph: its tables cannot be made while it is captured; run a step "
-                "before, and none of its tensors may be replaced between the two"
+                "a captured optimizer step makes new tables; run a step before, and replace no tensors"
             )
         self._workspace = AmaxWorkspace(self.parameters, device)
         self.amaxes = {key: grid for key, grid in self._workspace.grids.items() if key[2] not in (USED, REDO)}

@@ -117,10 +117,7 @@ def _pieces(module: Any) -> dict[str, dict[str, Tensor]]:
 def _check_values(name: str, own: Tensor, value: Tensor) -> None:
     """Reject codes that were cast to the dtype of a weight in high precision."""
     if getattr(value, LOADED, False) and components.quantized_local(own) is None and _look_like_codes(value):
-        raise CheckpointError(
-            f"{name}: the checkpoint has codes of a quantized weight, but this model's weight is in high precision; "
-            "build the model under quantized_model_init with the checkpoint's recipe"
-        )
+        raise component_loading.codes_for_high_precision(name, "cast")
 
 
 def _take_piece(module: Any, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
@@ -140,14 +137,10 @@ def _take_piece(module: Any, weight: str, own: Tensor, suffix: str, value: Tenso
 def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
     name, quantized = f"{type(module).__name__}.{weight}", components.quantized_local(own)
     if quantized is None:
-        raise CheckpointError(
-            f"{name}: it was given quantized codes ({value.dtype}), but this model's weight is in high precision; "
-            "build the model under quantized_model_init with the checkpoint's recipe"
-        )
+        raise component_loading.codes_for_high_precision(name, value.dtype)
     if not own.is_meta:
         raise UnsupportedOperationError(
-            f"{name}{suffix} cannot be assigned alone: codes mean nothing without their scales; use load_state_dict, "
-            "or quantize_ of the weight to give it other values"
+            f"{name}{suffix} cannot be assigned alone; use load_state_dict, or quantize_ of the weight"
         )
     pieces = _pieces(module).setdefault(weight, {})
     pieces[suffix] = value

@@ -117,10 +117,7 @@ def check_values(module: Any, name: str, storage: QuantizedStorage) -> None:
     shard = storage.sharded_source
     is_unwritten = shard.version == 0 and not private_torch.count_in_place_changes(shard.components.values())
     if storage.version == 0 and storage.device.type != "meta" and is_unwritten and 0 not in shard.shard.shape:
-        raise ConfigurationError(
-            f"{module.label(name)} was never given values: nothing was loaded since to_empty(); call "
-            "checkpoints.load, checkpoints.load_high_precision(model, state_dict) or reset_parameters()"
-        )
+        raise ConfigurationError(f"{module.label(name)} was never given values; load some, or call reset_parameters()")
 
 
 def refuse_fallbacks(name: str, fallbacks: tuple[str, ...]) -> None:

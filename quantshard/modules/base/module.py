@@ -315,8 +315,7 @@ class QuantizedModule(WgradModule, AssignableModule):
             return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
         if self._asked.tp_size > 1 and mode is not None:
             raise ConfigurationError(
-                f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh) or "
-                "set_tensor_parallel_group(tp_group) before its forward"
+                f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh)"
             )
         return tensor_parallel.NONE
 

@@ -136,10 +136,7 @@ def _fitting(
         return component_loading.fitting_pairs(param, entries, name)
     for suffix, value in entries.items():
         if suffix == "" and not value.is_floating_point():
-            raise CheckpointError(
-                f"{name}: the state dict holds quantized codes ({value.dtype}), but this model's weight is in high "
-                "precision; build the model under quantized_model_init with the checkpoint's recipe"
-            )
+            raise component_loading.codes_for_high_precision(name, value.dtype)
         if value.shape != live[suffix].shape:
             raise CheckpointError(f"{name}{suffix}: shape {tuple(value.shape)}, not {tuple(live[suffix].shape)}")
     return {suffix: (live[suffix], value) for suffix, value in entries.items()}

@@ -129,9 +129,7 @@ class autocast(ContextDecorator):
     ) -> None:
         settings.check_flags("autocast", enabled=enabled, strict=strict)
         if amax_reduction_group is not None and torch.compiler.is_compiling():
-            raise ConfigurationError(
-                "autocast(amax_reduction_group=): enter this autocast around the compiled function"
-            )
+            raise ConfigurationError("autocast(amax_reduction_group=): enter it around the compiled function")
         self.setting = settings.setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = settings.is_delayed(self.setting)

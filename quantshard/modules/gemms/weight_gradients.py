@@ -262,8 +262,7 @@ class WgradModule(nn.Module):
             return
         if main_grad is None and not (is_sharded and getattr(param, "grad_dtype", None) is torch.float32):
             raise ConfigurationError(
-                f"{label}: fuse_wgrad_accumulation=True needs main_grad; set it, or under FSDP2 of torch 2.15 "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                f"{label}: set main_grad, or in torch 2.15 MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
         if main_grad is not None and (main_grad.shape != weight.shape or not main_grad.is_floating_point()):
             raise ConfigurationError(
@@ -296,14 +295,10 @@ def _warn_before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Warn once if weight gradients wait, or if the optimizer does not read `main_grad`: weights would not train."""
     waiting = [module for module in _delaying if any(module._delayed.values())]
     if waiting:
-        warn_once(
-            "backward_dw", f"{type(waiting[0]).__name__}: weight gradients wait; call backward_dw() before each step"
-        )
+        warn_once("backward_dw", f"{type(waiting[0]).__name__}: gradients wait; call backward_dw() before each step")
     if getattr(optimizer, "reads_main_grad", False):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(param.grad is None and main_grad_of(param) is not None for param in params):
         kind = type(optimizer).__name__
-        warn_once(
-            "main_grad", f"{kind} does not read main_grad; use quantshard.optimizers, or set grad from it before a step"
-        )
+        warn_once("main_grad", f"{kind} does not read main_grad; use quantshard.optimizers, or set grad from it")

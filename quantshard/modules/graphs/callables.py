@@ -165,10 +165,7 @@ def _check(subject: Callables, name: str) -> None:
             raise ConfigurationError(f"{_CALL}: {label} has hooks or was compiled, which replays ignore; remove them")
         for key, param in module.named_parameters(recurse=False):
             if private_torch.has_tensor_hooks(param):
-                raise ConfigurationError(
-                    f"{_CALL}: {label}.{key} has a hook, which would run in the graph and again outside of it; "
-                    "register it after the capture"
-                )
+                raise ConfigurationError(f"{_CALL}: {label}.{key} has a hook; register it after the capture")
 
 
 def _check_not_sharded(subject: nn.Module, name: str) -> None:

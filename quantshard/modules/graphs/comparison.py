@@ -91,6 +91,4 @@ class StepTimer:
         eager = eager_events[0].elapsed_time(eager_events[1])
         replay = min(begin.elapsed_time(end) for begin, end in self._replays)
         if replay > SLOWER * eager:
-            warn_user(
-                f"StepGraph: a replay takes {replay:.1f} ms, an eager step took {eager:.1f} ms; use enabled=False"
-            )
+            warn_user(f"StepGraph: replays take {replay:.1f} ms, eager steps {eager:.1f} ms; use enabled=False")

@@ -293,8 +293,7 @@ class ModuleGraph:
             raise ConfigurationError(self._differences(*arguments))
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(
-                f"{self.owner}: {changed} was replaced, frozen, switched or hooked since the capture; change values in "
-                "place, or call forward.reset() and capture it again"
+                f"{self.owner}: {changed} was replaced or changed; call forward.reset(), and capture again"
             )
         outputs = iter(_Replay.apply(self, *tensors, *self._params))
         return mapped(self._returned, lambda _: next(outputs))

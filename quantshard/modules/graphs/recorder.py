@@ -112,8 +112,7 @@ def check_autocast_cache(owner: str) -> None:
     """Raise under a torch.autocast whose cached casts of weights every replay would read."""
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise ConfigurationError(
-            f"{owner}: a graph would keep the weights that torch.autocast cast before; enter it with "
-            "cache_enabled=False"
+            f"{owner}: a graph keeps what torch.autocast cast before; enter it with cache_enabled=False"
         )
 
 
@@ -239,8 +238,7 @@ def kind_of(owner: str, value: Any, tensor_kind: Callable[[Tensor], Hashable] = 
     if isinstance(value, CONSTANTS):
         return type(value), repr(value)
     raise ConfigurationError(
-        f"{owner}: a graph cannot hold a {type(value).__name__} among its arguments or results; use tensors and "
-        "constants (numbers, strings, None), alone or in tuples, lists and dicts"
+        f"{owner}: a {type(value).__name__} cannot be in a graph; use tensors, constants and their containers"
     )
 
 
@@ -274,10 +272,7 @@ def check_surroundings(owner: str, captured: tuple[Any, ...]) -> None:
     """Raise if the current contexts differ from those of the capture."""
     if (current := surroundings()) != captured:
         before, now = (f"{setting}, torch.autocast of {dtype}" for setting, dtype, _ in (captured, current))
-        raise ConfigurationError(
-            f"{owner} was captured under {before}, but called under {now}, or in another process group; call it in the "
-            "contexts of the capture"
-        )
+        raise ConfigurationError(f"{owner} was captured under {before}, but called under {now}, or in another group")
 
 
 class GraphAddresses:

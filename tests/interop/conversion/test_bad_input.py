@@ -196,11 +196,11 @@ UNLOADED: dict[str, tuple[Callable[[], object], str]] = {
     "forward": (lambda: meta()(X), r"0\.weight is on the meta device and holds no values; call to_empty"),
     "forward of uninitialized memory": (
         lambda: emptied()(X),
-        r"0\.weight was never given values: nothing was loaded",
+        r"0\.weight was never given values",
     ),
     "to_empty and forward in inference mode": (
         lambda: torch.inference_mode()(lambda: emptied()(X))(),
-        r"0\.weight was never given values: nothing was loaded",
+        r"0\.weight was never given values",
     ),
     "forward of a norm in inference mode": (
         lambda: torch.inference_mode()(lambda: qs.RMSNorm(8, device="meta")(X.new_ones(2, 8)))(),

@@ -79,8 +79,7 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if not Path(model).exists() and Path(model).name == model:
         raise ConfigurationError(
-            f"model = {shown_value(model)} is no folder or config.json; {meant(model, SIZES)}known sizes are "
-            f"{', '.join(SIZES)}"
+            f"model = {shown_value(model)} is no folder or size; {meant(model, SIZES)}known: {', '.join(SIZES)}"
         )
     huggingface.read_configuration(model)
     # flags only, because the file of a run contains all settings
