@@ -3,14 +3,4 @@
 from quantshard.checkpoints.inspection import inspect_checkpoint as inspect
 from quantshard.interop.layouts import LAYOUTS, LLAMA, Export, Import, Layout, Names, export, load
 
-__all__ = [
-    "LAYOUTS",
-    "LLAMA",
-    "Export",
-    "Import",
-    "Layout",
-    "Names",
-    "export",
-    "inspect",
-    "load",
-]
+__all__ = ["LAYOUTS", "LLAMA", "Export", "Import", "Layout", "Names", "export", "inspect", "load"]

@@ -2,7 +2,4 @@
 
 from quantshard.interop.transformer_engine import Conversion, convert
 
-__all__ = [
-    "Conversion",
-    "convert",
-]
+__all__ = ["Conversion", "convert"]

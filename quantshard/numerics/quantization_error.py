@@ -48,12 +48,7 @@ def add_values_(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
 
 
 def add_error_(
-    sums: Tensor,
-    extremes: Tensor,
-    x: Tensor,
-    copy: OrientedCodes,
-    parts: Mapping[str, Tensor],
-    origin: Pair = (0, 0),
+    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)
 ) -> None:
     """Add a matrix x [R, C] and its quantized components of one copy.
 

@@ -122,12 +122,7 @@ def _drop_placeholders(param: Tensor, entries: dict[str, Tensor]) -> None:
 
 
 def _fitting(
-    param: Tensor,
-    live: Mapping[str, Tensor],
-    entries: dict[str, Tensor],
-    name: str,
-    is_quantized: bool,
-    assign: bool,
+    param: Tensor, live: Mapping[str, Tensor], entries: dict[str, Tensor], name: str, is_quantized: bool, assign: bool
 ) -> component_loading.Pairs:
     """Check the entries of one weight and return (target, source) pairs by key suffix; write nothing."""
     if param.is_meta and entries and not assign:

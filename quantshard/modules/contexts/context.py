@@ -87,10 +87,7 @@ class quantized_model_init(ContextDecorator):
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        recipe: str | Recipe | None = None,
-        preserve_high_precision_init_val: bool = False,
+        self, enabled: bool = True, recipe: str | Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         settings.check_flags("quantized_model_init", enabled=enabled)
         resolved = resolve(recipe)
