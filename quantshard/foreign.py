@@ -73,14 +73,12 @@ class FieldReader:
         self.content, self.where = content, where
 
     def integer(self, name: str, least: int, most: int) -> int | None:
-        """Return an integer in a range."""
         value = self._typed(name, (int,), expected := f"an integer from {least} to {most}")
         if value is not None and not least <= value <= most:
             raise self.wrong(name, expected)
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:
-        """Return an integer or float in a range."""
         value = self._typed(name, (int, float), expected := f"a number from {least:g} to {most:g}")
         if value is not None and not least <= value <= most:
             raise self.wrong(name, expected)
@@ -91,11 +89,9 @@ class FieldReader:
         return bool(self._typed(name, (bool,), "true or false"))
 
     def text(self, name: str) -> str | None:
-        """Return a string."""
         return self._typed(name, (str,), "a text")
 
     def table(self, name: str) -> dict[str, Any] | None:
-        """Return a mapping."""
         return self._typed(name, (dict,), "an object")
 
     def _typed(self, name: str, types: tuple[type, ...], expected: str) -> Any:

@@ -158,7 +158,6 @@ class Format:
 
     @cached_property
     def by_name(self) -> dict[str, Component]:
-        """The components by name."""
         return {component.name: component for component in self.components}
 
     @cached_property

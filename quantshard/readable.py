@@ -55,13 +55,11 @@ def _joined(texts: tuple[str, ...], numbers: list[list[int]]) -> str:
 
 
 def common_start(lists: Iterable[Sequence[str]]) -> list[str]:
-    """The items that all lists begin with."""
     columns = zip(*lists, strict=False)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
 
 def _alternatives(names: Sequence[str]) -> str:
-    """`q_proj`, or `{q,k}_proj`."""
     if len(names) == 1:
         return names[0]
     words = [name.split("_") for name in names]

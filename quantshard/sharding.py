@@ -32,7 +32,6 @@ Extent = tuple[int, int]
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
     return -(-a // b)
 
 

@@ -135,10 +135,7 @@ def _broadcast(like: Tensor, value: Tensor | None) -> Tensor:
 
 def _local_part(value: Tensor, live: Any) -> Tensor:
     """A copy of this rank's shard of a tensor, placed like the live tensor and cut at the offsets that DCP uses."""
-    local = private_torch.local_tensor(live)
     if not isinstance(live, DTensor):
-        return value.to(local.device, copy=True)
-    offsets = private_torch.global_offset(live)
-    part = value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
-    copied = part.to(local.device, copy=True)
-    return components.as_dtensor(copied, live, list(live.placements), tuple(live.shape))
+        return value.to(live.device, copy=True)
+    part = components.part_of_whole(live, value).to(private_torch.local_tensor(live).device, copy=True)
+    return components.as_dtensor(part, live, list(live.placements), tuple(live.shape))

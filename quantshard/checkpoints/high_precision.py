@@ -220,13 +220,7 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         part = private_torch.local_tensor(value)
         return part if components.quantized_local(param) is None else part.flatten(0, -2)
-    local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    if quantized is None:
-        offsets, shape = private_torch.global_offset(param), local.shape
-    else:  # of a stack of matrices, the rows of all of them
-        shard, value = quantized.quantized_storage.shard, value.flatten(0, -2)
-        offsets, shape = shard.origin, torch.Size(shard.shape)
-    return value[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+    return components.part_of_whole(param, value)
 
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:

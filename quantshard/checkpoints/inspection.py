@@ -353,7 +353,8 @@ def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
                 low, high = min(low, float(values.min())), max(high, float(values.max()))
             else:
                 assert group.format is not None
-                second_scale = float(values.max()) / _largest_product(group.format)
+                rowwise = group.format.copies[Orientation.ROWWISE]  # an amax belongs to the largest scale and code
+                second_scale = float(values.max()) / (rowwise.scale.encoding.max * rowwise.codes.encoding.max)
     if not codes:
         return {"wrong": tuple(wrong)}
     if group.format is not None and group.shape is not None and not group.wrong:
@@ -361,12 +362,6 @@ def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:
         codes, zeros = codes - padding, zeros - padding  # padding consists of zero codes
     scales = (low * second_scale, high * second_scale) if low <= high else None
     return {"codes": codes, "zeros": zeros, "saturated": saturated, "scales": scales, "wrong": tuple(wrong)}
-
-
-def _largest_product(fmt: Format) -> float:
-    """The divisor that turns an amax into a scale: the largest scale times the largest code."""
-    copy = fmt.copies[Orientation.ROWWISE]
-    return copy.scale.encoding.max * copy.codes.encoding.max
 
 
 def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:

@@ -119,17 +119,14 @@ class OperandSplit:
 
     @property
     def size(self) -> int:
-        """Number of shards."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Index of this rank's shard."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def transposed(self) -> OperandSplit:
-        """The split of the transposed matrix."""
         return OperandSplit(1 - self.dim, self.group)
 
     def shard(self, shape: tuple[int, int]) -> Shard:

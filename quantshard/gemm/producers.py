@@ -80,7 +80,6 @@ class OperandProducer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values."""
         return self.prototype.dtype
 
     def known_amaxes(self, plan: KernelPlan) -> BothAmaxes | None:

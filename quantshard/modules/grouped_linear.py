@@ -184,7 +184,6 @@ class GroupedLinear(QuantizedModule):
         return torch.cat(outputs)
 
     def _read(self, splits: Tensor) -> list[int]:
-        """Copy splits from the GPU to the host."""
         if context.is_strict():
             checks.refuse_fallbacks(self.label(self._weight_names[0]), ("waits for token counts",))
         if kernel_dispatch.is_capturing():

@@ -97,7 +97,6 @@ ACTIVATIONS = (*(name for name in _CURVES if name != "sigmoid"), *_GATED)
 
 
 def is_gated(activation: str) -> bool:
-    """Return True for activations that take two inputs."""
     return activation in _GATED or activation == CLAMPED
 
 

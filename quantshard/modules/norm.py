@@ -167,7 +167,6 @@ class Normalization:
 
     @property
     def centered(self) -> bool:
-        """Whether the mean is subtracted first."""
         return self.kind == "LayerNorm"
 
     @property
@@ -177,7 +176,6 @@ class Normalization:
 
     @property
     def constants(self) -> tuple[float, bool, float]:
-        """`eps`, `centered` and `offset`."""
         return self.eps, self.centered, self.offset
 
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:

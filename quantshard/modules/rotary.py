@@ -114,7 +114,8 @@ def apply_rotary_pos_emb(
     elif start_positions is not None:
         positions = start_positions.to(t.device) + torch.arange(layout.length(t), device=t.device)[:, None]
         positions = positions.mT if tensor_format == "bshd" else positions
-    return _rotate_by(t, freqs, layout, positions)
+    batch_layout, batch = layout.as_batch(t)
+    return layout.restored(_rotate(batch, _table(batch, freqs, batch_layout, positions), batch_layout))
 
 
 def token_positions(
@@ -173,11 +174,6 @@ def rotate_queries_and_keys(
     shared = for_k is for_q and positions[0] is positions[1] and batch.length(k_batch) == batch.length(q_batch)
     k_table = table if shared else _table(k_batch, for_k, batch, positions[1])
     return layout.restored(_rotate(q_batch, table, batch)), layout.restored(_rotate(k_batch, k_table, batch))
-
-
-def _rotate_by(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | None) -> Tensor:
-    batch_layout, batch = layout.as_batch(t)
-    return layout.restored(_rotate(batch, _table(batch, freqs, batch_layout, positions), batch_layout))
 
 
 def rotate_projection(

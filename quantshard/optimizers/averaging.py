@@ -33,7 +33,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     into the model inside is undone with a warning. Entering is a collective call if parameters are sharded. Each rank
     holds a copy of its shards of the weights until the exit. `model` must have all parameters that are averaged.
     """
-    _reshard(model)  # so that model.parameters() yields the sharded parameters
+    reshard(model)  # so that model.parameters() yields the sharded parameters
     owner: Any = optimizer
     copies = [_WeightCopy(param, owner) for param in _with_averages(model, optimizer)]
     versions: dict[Tensor, int] = {}
@@ -49,7 +49,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         with torch.no_grad():
             for copy in copies:
                 copy.put_back()
-        _reshard(model)
+        reshard(model)
         owner._averages_swapped_in = False
         owner._versions |= {copy.param: weight_version(copy.param) for copy in copies if copy.is_known}
         if overwritten and succeeded:  # an exception must not be hidden by a warning
@@ -111,7 +111,7 @@ def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
             copy.weight.write(values[copy.param], None)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that the next forward gathers the current values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -4,7 +4,7 @@ For a weight named `X` the state dict has a plain tensor or DTensor per componen
 the live one: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format` (docs/format.md).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ def quantized_storage(param: object) -> QuantizedStorage | None:
     """The storage of a parameter's (local) quantized tensor, or None for a plain parameter."""
     local = private_torch.local_tensor(param) if isinstance(param, DTensor) else param
     return local.quantized_storage if isinstance(local, QuantizedTensor) else None
+
+
+def part_of_whole(param: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a parameter's whole values, a view; a stack of quantized matrices counts as one matrix."""
+    storage = quantized_storage(param)
+    offsets: Sequence[int] = private_torch.global_offset(param) if storage is None else storage.shard.origin
+    shape = private_torch.local_tensor(param).shape if storage is None else storage.shard.shape
+    whole = whole if storage is None else whole.flatten(0, -2)
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
 
 
 def storage_of(param: Tensor) -> QuantizedStorage:

@@ -478,5 +478,5 @@ def other_gradients(name: str) -> list[str]:
 def test_gradients_must_be_laid_out_as_parameters() -> None:
     """4 ranks: one that is still to be reduced would have the right shape."""
     for laid, kind in run_ranks(4, other_gradients, "dp 2, tp 2"):
-        assert "with placements (Shard(dim=0), Shard(dim=1))" in laid and "but its gradient is" in laid
+        assert "with placements (Shard(dim=0), Shard(dim=1))" in laid and "but its decoupled_grad is a DTensor" in laid
         assert kind.startswith("weight is a DTensor") and "but its decoupled_grad is a plain tensor" in kind

@@ -228,7 +228,7 @@ def replaced(training: Training) -> str:
 
 def evaluated(training: Training) -> str:
     training.model[1].eval()
-    return "1 was replaced or changed"
+    return "1 was replaced, frozen, switched or hooked since the capture"
 
 
 def frozen(training: Training) -> str:

@@ -23,17 +23,14 @@ class Projection:
 
     @cached_property
     def weights(self) -> tuple[str, ...]:
-        """Names of the weights."""
         return tuple(f"{part}weight{self.suffix}" for part in self.parts)
 
     @cached_property
     def biases(self) -> tuple[str, ...]:
-        """Names of the biases."""
         return tuple(f"{part}bias{self.suffix}" for part in self.parts)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the weights, then of the biases."""
         return (*self.weights, *self.biases)
 
 

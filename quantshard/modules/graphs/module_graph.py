@@ -232,7 +232,6 @@ class ModuleGraph:
         self._addresses = GraphAddresses(self._module, draws)
 
     def capture_backward(self, recorder: GraphRecorder) -> None:
-        """Record the backward."""
         if any(grad is not None for grad in self._grad_outputs):
             self._launch_backward, self._grads = recorder.record(self.owner, self._backward)
             grads = dict(zip(map(id, self._trained), self._grads.tensors, strict=True))

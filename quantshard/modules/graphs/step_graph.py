@@ -273,7 +273,6 @@ class EagerStep:
         self.operations, self.has_compiled, self.timer = Counter[str](), False, StepTimer(device)
 
     def __call__(self, step: Callable[[], Any]) -> Any:
-        """Run an eager step."""
         before = private_torch.num_compilations()
         with counted_operations() as self.operations:
             results = self.timer.run_eager(step)

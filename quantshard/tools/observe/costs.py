@@ -135,12 +135,10 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the parameter is stored in a quantized format."""
         return self.format != self.dtype
 
 
@@ -162,7 +160,6 @@ class Totals:
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
 
     @property
@@ -201,7 +198,6 @@ class StepMemory:
 
     @property
     def highest(self) -> PhaseMemory:
-        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property

@@ -29,6 +29,7 @@ from quantshard.checkpoints.conversions import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
+from quantshard.optimizers.averaging import reshard
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.tools.trainer.data.packing import IGNORED, most_documents, split
 from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
@@ -57,7 +58,6 @@ class StopFlag:
     raised = False
 
     def set(self) -> None:
-        """Request a stop after the current step."""
         self.raised = True
 
 
@@ -310,7 +310,7 @@ class Trainer:
             divisor = trained.clamp(min=1).float() if self.windows.is_masked else None
             sums += torch.stack([models.loss(logits, targets, divisor).double() * trained, trained])
         self.model.train()
-        models.reshard(self.model)
+        reshard(self.model)
         return self._sum(*(sums * (self.tp_rank == 0))).tolist()
 
     def sample(self, step: int) -> None:

@@ -262,13 +262,8 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     """Return this rank's shard of a parameter's values: a tensor, or a DTensor sharded like the parameter."""
     if not isinstance(param, DTensor):
         return whole
-    local, storage = private_torch.local_tensor(param), components.quantized_storage(param)
-    if storage is None:
-        offsets = private_torch.global_offset(param)
-        part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
-    else:
-        rows, cols = (slice(*extent) for extent in storage.shard.extents)
-        part = whole.flatten(0, -2)[rows, cols].reshape(local.shape)
+    local = private_torch.local_tensor(param)
+    part = components.part_of_whole(param, whole).reshape(local.shape)
     return DTensor.from_local(
         part.clone().to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
     )

@@ -7,7 +7,7 @@ H200 from 17.0 to 35.4 GiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -27,6 +27,7 @@ from quantshard.modules import chunked_loss
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.stacked_experts import StackedExperts, distribute_experts
 from quantshard.numerics import distributions
+from quantshard.optimizers.averaging import reshard
 from quantshard.recipe import Recipe
 from quantshard.tools.trainer.data.packing import IGNORED, Documents
 from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
@@ -269,20 +270,11 @@ def generate(
     return tokens[1 + len(prompt) :]
 
 
-def reshard(model: nn.Module) -> None:
-    """Free weights that a forward without backward left gathered, so that the next forward gathers current ones."""
-    for module in _sharded(model):
-        module.reshard()
-
-
 def reduce_gradients(model: nn.Module, *, now: bool) -> None:
     """Set whether the next backward reduces gradients over ranks or only accumulates them."""
-    for module in _sharded(model):
-        module.set_requires_gradient_sync(now, recurse=False)
-
-
-def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(now, recurse=False)
 
 
 class TokenLosses(NamedTuple):
