@@ -143,7 +143,7 @@ class StateOptions:
 
 STATE_ARGUMENTS: Final = (
     "preset", *(field.name for field in fields(StateOptions)), "state_dtypes", "use_decoupled_grad",
-    "max_skipped_in_a_row",
+    "max_skipped_in_a_row", "release_gradients", "max_grad_norm", "max_grad_value",
 )  # fmt: skip
 """The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
 so parameter groups cannot override them."""
@@ -221,6 +221,9 @@ class CommonOptions(TypedDict, total=False):
     capturable: bool  # False
     max_skipped_in_a_row: int  # 10
     ema_decay: float  # 0.0
+    release_gradients: bool  # False
+    max_grad_norm: float  # 0.0
+    max_grad_value: float  # 0.0
 
 
 def storage_arguments(

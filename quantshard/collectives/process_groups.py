@@ -59,6 +59,11 @@ def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return united([private_torch.mesh_group(param), _others(param)])
 
 
+def summed_over(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the ranks that hold other shards of a parameter, or other experts."""
+    return united([sharding_group(param), _others(param)])
+
+
 def _others(param: Tensor) -> dist.ProcessGroup | None:
     # vars: getattr is slower for a missing attribute, which is the common case.
     mark: _SpreadGroup | None = vars(param).get(_OTHERS)

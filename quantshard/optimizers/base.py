@@ -37,10 +37,15 @@ RANGES: Final = {
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
 
 
+GRAD_NORM: Final = "grad_norm"
+"""Group entry: the last finite norm of all gradients, by which the next backward scales them (`max_grad_norm`)."""
+
+
 def counters_to_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace tensors in the groups of a `capturable` optimizer's state dict by numbers; a `state_dict` post hook."""
+    """Replace tensors in the groups of an optimizer's state dict by numbers; a `state_dict` post hook."""
     for group in state_dict["param_groups"]:
-        group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
+        numbers = (*COUNTERS, "lr", GRAD_NORM)
+        group.update({key: group[key].item() for key in numbers if isinstance(group.get(key), Tensor)})
 
 
 def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) -> None:

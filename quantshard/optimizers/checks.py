@@ -41,6 +41,16 @@ def check_group_options(where: str, group: Mapping[str, Any], allowed: Container
         raise ConfigurationError(f"{where}: {', '.join(invalid)} cannot be set for one group, but only for all")
 
 
+def check_release(where: str, is_releasing: bool, decoupled: bool, max_norm: float, max_value: float) -> None:
+    if is_releasing and decoupled:
+        raise ConfigurationError(f"{where}: release_gradients reads gradients; it cannot use_decoupled_grad")
+    for name, value in (("max_grad_norm", max_norm), ("max_grad_value", max_value)):
+        if value and not is_releasing:
+            raise ConfigurationError(f"{where}({name}) needs release_gradients; otherwise clip before step()")
+        if not value >= 0:
+            raise ConfigurationError(f"{where}({name}={value}) is invalid: use a number of at least 0")
+
+
 def check_trainable(where: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if param.is_meta:
         raise ConfigurationError(f"{where} is on the meta device; call reset_parameters() on the modules first")

@@ -1,7 +1,7 @@
 """Gradient clipping by norm for parameters on several meshes. PyTorch's ignores the experts of other ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,28 @@ def clip_grad_norm_(
             grads += map(private_torch.local_tensor, gradient_parts(param))
             if (local := private_torch.local_tensor(grad)).numel() > 0:  # vector_norm(inf) fails on empty tensors
                 local_norms.append(torch.linalg.vector_norm(local, norm_type, dtype=torch.float64))
-    device = grads[0].device if grads else torch.device("cpu")
+    total = total_norm(norms_by_groups, norm_type, grads[0].device if grads else torch.device("cpu"))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
+    if not grads and any(map(private_torch.accumulate_grad_hooks, model.parameters())):
+        raise ConfigurationError(
+            "clip_grad_norm_: there are no gradients; an optimizer that releases them clips by itself (max_grad_norm)"
+        )
+    scale = scale_to(total, max_norm)
+    for local_grad in grads:
+        local_grad.mul_(scale.to(local_grad.device))
+    return total.float()
+
+
+def scale_to(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that reduces a norm to at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def total_norm(
+    norms_by_groups: Mapping[tuple[dist.ProcessGroup, ...], Sequence[Tensor]], norm_type: float, device: torch.device
+) -> Tensor:
+    """Combine the norms of local tensors, by the groups that hold other parts of them, float64. A collective call."""
     norms = []
     for groups, local_norms in norms_by_groups.items():
         norm = _norm(local_norms, norm_type, device)
@@ -58,13 +79,7 @@ def clip_grad_norm_(
             dist.all_reduce(powers, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
             norm = (powers if is_max else powers ** (1 / norm_type)).to(device)
         norms.append(norm)
-    total = _norm(norms, norm_type, device)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for local_grad in grads:
-        local_grad.mul_(scale.to(local_grad.device))
-    return total.float()
+    return _norm(norms, norm_type, device)
 
 
 def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.ProcessGroup, ...]]]:
@@ -79,6 +94,6 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
                 yield name, param, process_groups.united([process_groups.sharding_group(param), expert_groups])
 
 
-def _norm(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
+def _norm(norms: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [zero]), p)

@@ -6,7 +6,7 @@ In a step all ranks first agree, in one flat collective, on the amaxes of shared
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,7 +21,8 @@ from quantshard.numerics import adam
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import averaging, base, checks
-from quantshard.optimizers.base import COUNTERS, ParameterOptimizer, check_alike, weight_version
+from quantshard.optimizers.base import COUNTERS, GRAD_NORM, check_alike, weight_version
+from quantshard.optimizers.gradient_release import ReleasingOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, MAIN_GRAD, FlagLayout, GradientFlags, gradient_of, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
 from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
@@ -29,7 +30,7 @@ from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders
 from quantshard.tensor import components
 
 
-class ElementwiseOptimizer(ParameterOptimizer, ABC):
+class ElementwiseOptimizer(ReleasingOptimizer, ABC):
     """Base of optimizers for models with quantized weights whose update is an elementwise formula.
 
     A subclass declares its `states` and implements the formula as `update`. Gradient descent with momentum is
@@ -55,7 +56,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
             formula must not synchronize either.
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
-        use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
+        use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay, release_gradients, max_grad_norm,
+            max_grad_value: see `FusedAdam`.
     """
 
     states: ClassVar[tuple[StateSpec, ...]] = ()
@@ -83,8 +85,13 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         store_param_remainders: bool = False,
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
+        release_gradients: bool = False,
+        max_grad_norm: float = 0.0,
+        max_grad_value: float = 0.0,
     ) -> None:
         self._set_up(max_skipped_in_a_row)
+        checks.check_release(self._name, release_gradients, use_decoupled_grad, max_grad_norm, max_grad_value)
+        self._set_up_release(release_gradients, max_grad_norm, max_grad_value)
         dtypes = dict(state_dtypes or {})
         roles = [spec.role for spec in self.states]
         if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3:
@@ -98,12 +105,13 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
         self._uses_kernels = type(self).update is type(self).kernel_formula
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}  # with the parameter itself as WEIGHT
-        self._plan: StepPlan | None = None
+        self._plans: dict[tuple[Tensor, ...] | None, StepPlan] = {}
         self._captured: list[StepPlan] = []  # kept alive: CUDA graphs read their tables by address
         base.check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
-        averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
-        super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
-        if capturable:
+        entries = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
+        entries |= {GRAD_NORM: 0.0} if max_grad_norm else {}
+        super().__init__(params, {**defaults, **entries, **dict.fromkeys(COUNTERS, 0)})
+        if capturable or max_grad_norm:
             self.register_state_dict_post_hook(base.counters_to_numbers)  # first, so that later hooks see numbers
         self._is_built = True
         self._make_states()
@@ -152,14 +160,12 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = []
-        for index, group in enumerate(self.param_groups):
-            self.check_group(f"{self._name}: param_groups[{index}]", group)
-            groups.append(GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0))))
-        plan = self._current_plan()
+        plan = self._current_plan(None if self._release is None else self._not_released())
         try:
-            self._take_gradients(plan, groups)
+            self._take_gradients(plan)
             flags, remaining = self._start_updates(plan)
+            if self._release is not None:
+                flags = self._release.end_step(flags)
             flags.warn_of_no_gradient()
             if self._finish_or_skip(flags, remaining):
                 for item in plan.items:
@@ -170,34 +176,40 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
                 item.grad, item.requantizations = None, {}  # frees their memory
         return loss
 
-    def _current_plan(self) -> StepPlan:
-        if self._plan is not None and not self._plan.is_current():
-            self._drop_plan()
-        if self._plan is not None:
-            return self._plan
+    def _current_plan(self, params: tuple[Tensor, ...] | None = None) -> StepPlan:
+        """Return the plan of a step of some parameters, by default of all."""
+        plan = self._plans.get(params)
+        if plan is not None:
+            if plan.is_current():
+                return plan
+            self._drop_plans()
         checks.warn_of_replaced_parameters(self._name, self._names)
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
+        chosen = None if params is None else set(params)
         items = [
             ParameterStep(param, self._states[param], self.group_states(group), self.update, number, streams[param])
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
-            if param in self._states
+            if param in (self._states if chosen is None else chosen)
         ]
         flags = FlagLayout((self._names[item.param], item.param) for item in items)
-        self._plan = self._new_plan(items, flags)
-        return self._plan
+        plan = self._plans[params] = self._new_plan(items, flags)
+        return plan
 
     def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> StepPlan:
         return StepPlan(items, flags, KernelStep(items, self._uses_kernels))
 
-    def _drop_plan(self) -> None:
-        if self._plan is not None and self._plan.is_captured:
-            self._captured.append(self._plan)
-        self._plan = None
+    def _drop_plans(self) -> None:
+        self._captured += [plan for plan in self._plans.values() if plan.is_captured]
+        self._plans = {}
 
-    def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
+    def _take_gradients(self, plan: StepPlan) -> None:
         """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
+        groups = []
+        for index, group in enumerate(self.param_groups):
+            self.check_group(f"{self._name}: param_groups[{index}]", group)
+            groups.append(GroupSettings(group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0))))
         attribute = DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
         seed = self._seed
         for param in self._names:
@@ -293,6 +305,8 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         if self._names and any(components.quantized_local(param) is not None for param in params):
             for group in self.param_groups:
                 group.pop(ROUNDING_SEED, None)  # it derives from the keys of the present weights
+        if self._release is not None:
+            self._release.forget()
         for mapping in (self._states, self._made_for, self._names, self._versions, self.state):
             mapping.clear()
         for group in self.param_groups:
@@ -323,8 +337,10 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         states = make_states(param, self.group_states(group), self._dtypes, self._master_weights, remainders)
         if self._is_averaging:
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
+        if self._release is not None:
+            self._release.watch(param, self._names[param])
         self._states[param], self._made_for[param] = states, (param.dtype, param.shape)
-        self._drop_plan()
+        self._drop_plans()
         self._versions[param] = weight_version(param)
         self.state[param] = {
             key: tensor
@@ -364,7 +380,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         averaging.check_begins(self, decay)
         for entries in (self.defaults, *self.param_groups):
             entries[EMA_DECAY] = float(decay)
-        self._drop_plan()
+        self._drop_plans()
         for param, states in self._states.items():
             states[AVERAGE] = make_average(param, states.get(MASTER, states[WEIGHT]))
             self.state[param] |= states[AVERAGE].tensors(AVERAGE)
@@ -375,7 +391,7 @@ class ElementwiseOptimizer(ParameterOptimizer, ABC):
         for entries in (self.defaults, *self.param_groups, *self._states.values(), *self.state.values()):
             for name in (EMA_DECAY, AVERAGE):
                 entries.pop(name, None)
-        self._drop_plan()
+        self._drop_plans()
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one."""

@@ -67,6 +67,15 @@ class FusedAdam(AdamOptimizer):
             `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
             master (or, without one, the new values before rounding), with bias correction (`numerics.adam`). See
             `averaged_weights`, `begin_average` and `drop_average`.
+        release_gradients: update each parameter during `backward`, as soon as a few gradients are complete (or FSDP2
+            has reduced them), and free these gradients; `step` updates the rest and counts. The results have the same
+            bits, but a gradient that is not finite skips only its own unit of parameters and what comes after
+            backward. Call `step` after every backward. DDP, GradScaler and functions that read all gradients cannot
+            be used with it.
+        max_grad_norm: with release_gradients, the norm of all gradients that is not scaled down; 0 (default): any. The
+            known norm is that of the backward before, so the first step is not scaled; for the exact norm run a first
+            backward in `measure_grad_norm`.
+        max_grad_value: with release_gradients, clamp gradients to this absolute value; 0 (default): do not.
     """
 
     def __init__(

@@ -1,6 +1,9 @@
 """Gradient flags: which gradients are missing or bad on any rank, so that all ranks skip the same steps."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import groupby
 from typing import Any
 
@@ -140,6 +143,17 @@ class GradientFlags:
             reduction.reduce()
             self.table = torch.cat([self.table, any_parameter], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
+
+    def joined(self, earlier: Sequence[GradientFlags]) -> GradientFlags:
+        """Return the flags of all parameters of a step, of which `earlier` are parts."""
+        parts = [*earlier, self]
+        flags = copy(self)
+        flags._names = [name for part in parts for name in part._names]
+        flags._has_none = all([part._has_none for part in parts])
+        device = parts[0].table.device
+        flags.table = torch.cat([part.table.to(device) for part in parts], dim=1)
+        flags._sent = PendingFlag(flags.bad()) if any([part._sent is not None for part in parts]) else None
+        return flags
 
     def warn_of_no_gradient(self) -> None:
         """Warn if no parameter has a gradient. Call it from `step`, so that the warning points at its caller."""

@@ -53,6 +53,11 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
 
 
+def accumulate_grad_hooks(param: Tensor) -> list[Any]:
+    """Return the hooks that run after a gradient was added to `param.grad`; FSDP2 calls them for its shards."""
+    return [*(param._post_accumulate_grad_hooks or {}).values()]  # type: ignore[attr-defined]
+
+
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """True if a tensor has hooks on its gradient. Tensors store them under a name that modules have too."""
     return any(getattr(tensor, name, None) for name in HOOKS)

@@ -99,3 +99,25 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     )
     assert RunDir(runs["without"]).read_config()[0].preset == "lean8"
     assert json.loads(quantshard("explain", runs["without"], "--json").stdout)["parameter"]["master"] == 1
+
+
+def test_a_run_that_releases_gradients(tmp_path: Path) -> None:
+    """Without clipping the weights and losses are those of whole steps; a resumed run clips as one never stopped."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    runs = {name: tmp_path / name for name in ("whole", "released", "clipped", "resumed")}
+    train(runs["whole"], text, "--preset", "lean8", "--steps", 3, "--clip", 0)
+    train(runs["released"], text, "--preset", "lean8", "--steps", 3, "--clip", 0, "--release-gradients")
+    last = {name: run / "checkpoints" / "step-000003" for name, run in runs.items()}
+    for expected, row in zip(losses(runs["whole"]), losses(runs["released"]), strict=True):
+        # the norm is stored in float32
+        assert row == expected | {"grad_norm": pytest.approx(expected["grad_norm"], rel=2**-23)}
+    differences = compare(last["whole"], last["released"]).differences
+    assert all(".grad_norm" in difference.key for difference in differences), differences
+    train(runs["clipped"], text, "--preset", "lean8", "--steps", 3, "--clip", 0.1, "--release-gradients")
+    train(runs["resumed"], text, "--preset", "lean8", "--steps", 2, "--clip", 0.1, "--release-gradients")
+    told = quantshard("resume", runs["resumed"], "--steps", 3)
+    assert told.returncode == 0, told.stderr
+    assert compare(last["clipped"], last["resumed"]).equal and losses(runs["clipped"]) == losses(runs["resumed"])
+    refused = quantshard(*command(tmp_path / "x", text, "--release-gradients", "--statistics-every", 1))
+    one_line(refused, "release_gradients cannot be combined with statistics_every")

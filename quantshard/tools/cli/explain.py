@@ -239,6 +239,7 @@ def _step(
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,
         norm_dtype=torch.float64,
+        release_gradients=settings.release_gradients,
         capability=capability,
     )
 

@@ -28,6 +28,7 @@ from quantshard.gemm.predictions import described_gpu
 from quantshard.kernels import workspace
 from quantshard.modules import autocast, checkpoint
 from quantshard.modules.graphs.recorder import tensors_in
+from quantshard.optimizers.gradient_release import UNIT_ELEMENTS
 from quantshard.readable import human_bytes
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
@@ -64,6 +65,7 @@ class TrainingStep:
         reduce_dtype: `reduce_dtype` of FSDP2's `MixedPrecisionPolicy`.
         norm_dtype: dtype in which gradients are squared, one at a time, between backward and optimizer. None: no memory
             of a gradient's size is allocated there (as in `torch.nn.utils.clip_grad_norm_`).
+        release_gradients: the optimizer updates weights during backward (`FusedAdam(release_gradients=True)`).
         capability: compute capability of the GPU, which determines the native GEMMs.
     """
 
@@ -76,6 +78,7 @@ class TrainingStep:
     forward_prefetch: bool = False
     reduce_dtype: torch.dtype | None = None
     norm_dtype: torch.dtype | None = None
+    release_gradients: bool = False
     capability: tuple[int, int] = (9, 0)
 
     def __str__(self) -> str:
@@ -197,7 +200,7 @@ def rehearse(
     # Drop caches, so that a plan does not depend on earlier ones.
     workspace.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
-    recording = _Recording(twins, MemoryTimeline(twins.resident_tensors()))
+    recording = _Recording(twins, MemoryTimeline(twins.resident_tensors()), step.release_gradients and mesh is None)
     autocasting = partial(autocast, recipe=step.recipe) if step.recipe is not None else nullcontext
     with described_gpu(step.capability), recording.timeline.recorded(), gpu_attention(), torch.enable_grad():
         passes = None if mesh is None else twins.sharded_passes(recording.timeline, sizes, mesh, step)
@@ -253,7 +256,8 @@ class _Twins:
             params = [param for param in module.parameters() if id(param) not in assigned]
             assigned.update(map(id, params))
             units.append(ShardedUnit(module, params, sizes.get(key, UnitSizes())))
-        return ShardedPasses(timeline, [units[-1], *units[:-1]], *mesh, step.reduce_dtype, step.forward_prefetch)
+        units = [units[-1], *units[:-1]]
+        return ShardedPasses(timeline, units, *mesh, step.reduce_dtype, step.forward_prefetch, step.release_gradients)
 
 
 def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
@@ -293,8 +297,9 @@ class _PassMoments:
 class _Recording:
     """Runs the passes of a step and computes the memory of each phase."""
 
-    def __init__(self, twins: _Twins, timeline: MemoryTimeline) -> None:
+    def __init__(self, twins: _Twins, timeline: MemoryTimeline, releases_gradients: bool) -> None:
         self.timeline, self._passes = timeline, list[_PassMoments]()
+        self._releases_gradients, self._unreleased = releases_gradients, list[Tensor]()
         for param in twins.model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._label)
@@ -335,6 +340,11 @@ class _Recording:
     def _label(self, param: Tensor) -> None:
         assert param.grad is not None
         self.timeline.label(param.grad, GRADIENTS)
+        if self._releases_gradients:
+            self._unreleased.append(param)
+            if sum(param.numel() for param in self._unreleased) >= UNIT_ELEMENTS:
+                while self._unreleased:
+                    self._unreleased.pop().grad = None
 
     def _behind_layers(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if private_torch.in_backward():

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.modules.graphs.recorder import tensors_in
+from quantshard.optimizers.gradient_release import UNIT_ELEMENTS
 from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
 
 GATHERED, GRADIENTS = "gathered weights", "gradients"
@@ -83,6 +84,7 @@ class ShardedPasses:
 
     `ranks`: number of ranks that units are sharded over. `replicas`: number of copies of all shards. `reduce_dtype`:
     None for the dtype of the gradients. `prefetches`: a unit's forward starts the all-gather of the next unit.
+    `releases`: whether gradients are freed during backward (`optimizers.gradient_release`).
     """
 
     def __init__(
@@ -93,12 +95,14 @@ class ShardedPasses:
         replicas: int,
         reduce_dtype: torch.dtype | None,
         prefetches: bool,
+        releases: bool = False,
     ) -> None:
         self.timeline, self.units, self.ranks, self.replicas = timeline, units, ranks, replicas
-        self.reduce_dtype, self.reduces = reduce_dtype, True
+        self.reduce_dtype, self.reduces, self.releases = reduce_dtype, True, releases
         self._order: list[ShardedUnit] = []
         self._last_buffer: Tensor | None = None
         self._reducing: list[Tensor] = []
+        self._unreleased: list[ShardedUnit] = []
         if prefetches:
             for unit, following in pairwise(units[1:]):
                 unit.follows = following
@@ -166,6 +170,11 @@ class ShardedPasses:
             reduced = buffer.new_empty(unit.sizes.gradients // self.ranks)
             self._reducing = [buffer, *[reduced] * (self.replicas > 1)]
             unit.shard = reduced.to(unit.dtype)
+            if self.releases:
+                self._unreleased.append(unit)
+                if sum(unit.sizes.gradients for unit in self._unreleased) >= UNIT_ELEMENTS:
+                    while self._unreleased:
+                        self._unreleased.pop().shard = None
 
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.buffer is None and unit.weights is None:

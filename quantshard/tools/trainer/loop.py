@@ -30,6 +30,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.optimizers.averaging import reshard
+from quantshard.optimizers.base import GRAD_NORM
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.tools.trainer.data.packing import IGNORED, most_documents, split
 from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
@@ -196,10 +197,14 @@ class Trainer:
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
         """Run a step's device work; return float64 sums of losses, squared gradients, `stop`, and expert counts."""
         loss, counts = self._passes(batch)
-        sums = self._sum(loss * (self.tp_rank == 0), self._squares(), stop)
-        if self.settings.clip:
+        releases = self.settings.release_gradients
+        squares = torch.zeros_like(loss) if releases else self._squares()
+        sums = self._sum(loss * (self.tp_rank == 0), squares, stop)
+        if self.settings.clip and not releases:
             self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
         self.optimizer.step()
+        if releases:
+            sums[1] = self.optimizer.param_groups[0][GRAD_NORM].double().square() * self.axes.dp_replicate
         self.optimizer.zero_grad(set_to_none=True)
         if counts is None:
             return sums

@@ -32,6 +32,9 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> ElementwiseOpti
         "lr": settings.lr,
         "capturable": settings.cuda_graphs,
         "ema_decay": settings.ema,
+        "release_gradients": settings.release_gradients,
+        # an infinite norm is measured only
+        "max_grad_norm": (settings.clip or math.inf) if settings.release_gradients else 0.0,
         **settings.state_options.arguments(settings.optimizer),
     }
     optimizer: ElementwiseOptimizer

@@ -267,3 +267,15 @@ def test_an_operation_has_its_arguments_while_it_runs() -> None:
     peak = timeline.highest(0, timeline.now)
     assert [each.lives(peak) for each in timeline.allocations].count(True) == 2
     assert not any(each.lives(timeline.now + 1) for each in timeline.allocations)
+
+
+def test_released_gradients_by_hand() -> None:
+    """Each weight of 128 MiB is updated as soon as it has a gradient; on 4 ranks the shard of one is left."""
+    _, backward, optimizer = memory_of(Layers(8192), {}, seq_length=8, release_gradients=True).phases
+    assert optimizer.bytes["gradients"] == 0 and backward.bytes["gradients"] == 128 * MIB
+    whole = memory_of(Layers(8192), {}, seq_length=8).phases[1]
+    assert whole.bytes["gradients"] == 4 * 128 * MIB
+    _, backward, optimizer = memory_of(Layers(8192), {"dp_shard": 4}, seq_length=8, release_gradients=True).phases
+    assert optimizer.bytes["gradients"] == 0
+    whole = memory_of(Layers(8192), {"dp_shard": 4}, seq_length=8).phases[1]
+    assert backward.total < whole.total and backward.bytes["gradients"] < whole.bytes["gradients"]

@@ -173,6 +173,9 @@ class TrainSettings:
     momentum_dtype: str = _precision(
         AUTO, f"dtype of the momentum (Muon): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
     )
+    release_gradients: bool = _precision(
+        False, "update weights during backward and free their gradients; clips by the norm of the step before"
+    )
     activation_storage: str = _precision(
         "high_precision",
         "how the activation's input is kept for backward: high_precision or fp8",
@@ -425,6 +428,8 @@ def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[s
             **{f"experts by {name!r}, which run one at a time": True for name in one_by_one},
         }
         lacking.append(("cuda_graphs", eager))
+    if settings.release_gradients:
+        lacking.append(("release_gradients", {"statistics_every": settings.statistics_every > 0}))
     if settings.compile and settings.recipe != "bf16":
         lacking.append(("compile with quantized layers", {"tp in the mesh": axes.tp > 1}))
     for what, features in lacking:

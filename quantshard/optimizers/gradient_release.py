@@ -1,0 +1,256 @@
+"""Gradient release: parameters take their part of a step during backward, and their gradients are freed.
+
+Gradients that arrive one after another form a unit of at least `UNIT_ELEMENTS` elements. A unit is updated like a whole
+step: by the same kernels, with the same random bits and, where parameters are sharded, in collective calls. All ranks
+get gradients in the same order, as FSDP2 needs it too.
+
+A gradient can be scaled only by a norm that is known before backward ends: that of the backward before it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quantshard import private_torch
+from quantshard.collectives import process_groups
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import clipping
+from quantshard.optimizers.base import GRAD_NORM, ParameterOptimizer
+from quantshard.optimizers.guards import GradientFlags
+from quantshard.optimizers.kernel_step import ParameterStep, StepPlan
+from quantshard.optimizers.state import OptimizerState
+
+UNIT_ELEMENTS: Final = 1 << 25
+"""Gradients are kept until they have this many elements on all ranks, so that kernels have enough work."""
+
+
+class GradientRelease:
+    """The gradients of one optimizer that are released during backward.
+
+    Args:
+        name: the optimizer's, for messages.
+        step_unit: updates some parameters that have gradients, and returns the flags of these.
+        max_norm: the largest norm of all gradients that is not scaled down; 0: any.
+        max_value: gradients are clamped to [-max_value, max_value]; 0: they are not.
+
+    Attributes:
+        flags: of the units of this backward.
+        stepped: the parameters of these units.
+    """
+
+    def __init__(
+        self, name: str, step_unit: Callable[[list[Tensor]], GradientFlags], max_norm: float, max_value: float
+    ) -> None:
+        self.name, self.max_norm, self.max_value = name, max_norm, max_value
+        self.flags: list[GradientFlags] = []
+        self.stepped: dict[Tensor, None] = {}
+        self._step_unit = weakref.WeakMethod(step_unit)
+        self._hooks: list[Any] = []
+        self._pending: dict[Tensor, None] = {}
+        self._norms: dict[Tensor, Tensor] = {}
+        self._is_measuring = False
+
+    def watch(self, param: Tensor, name: str) -> None:
+        """Release the gradients of a parameter from now on."""
+        if any(
+            isinstance(hook, _Hook) and hook.release() is self for hook in private_torch.accumulate_grad_hooks(param)
+        ):
+            return
+        if _foreign_hooks(param):
+            gc.collect()  # an optimizer that is no longer used lives until then
+        if hooks := _foreign_hooks(param):
+            raise ConfigurationError(
+                f"{self.name}(release_gradients=True): {name} has another hook after its gradient "
+                f"({hooks[0]!r:.60}); remove it"
+            )
+        self._hooks.append(param.register_post_accumulate_grad_hook(_Hook(self)))
+
+    def forget(self) -> None:
+        """Release no gradients of the parameters so far."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def add(self, param: Tensor) -> None:
+        """Take a parameter whose gradient is complete."""
+        if param in self.stepped or param in self._pending:
+            raise ConfigurationError(
+                f"{self.name}(release_gradients=True): a second backward before step(); to accumulate gradients use "
+                "FSDP2's set_requires_gradient_sync, or do not release them"
+            )
+        self._pending[param] = None
+        if sum(pending.numel() for pending in self._pending) >= UNIT_ELEMENTS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Update the parameters that have gradients."""
+        params, self._pending = [*self._pending], {}
+        step_unit = self._step_unit()
+        if not params or step_unit is None:
+            return
+        if self._is_measuring:
+            self.scale(params, 0.0)
+        else:
+            self.flags.append(step_unit(params))
+        self.stepped |= dict.fromkeys(params)
+        for param in params:
+            param.grad = None
+
+    def scale(self, params: Iterable[Tensor], norm: float | Tensor) -> None:
+        """Add the norms of gradients, and scale them by the norm of the backward before, or clamp them."""
+        for param in params:
+            if param.grad is None:
+                continue
+            grad = private_torch.local_tensor(param.grad)
+            if self.max_norm:
+                if grad.numel():
+                    self._norms[param] = torch.linalg.vector_norm(grad, 2, dtype=torch.float64)
+                previous_norm = torch.as_tensor(norm, dtype=torch.float64, device=grad.device)
+                if not self._is_measuring:
+                    grad.mul_(torch.where(previous_norm > 0, clipping.scale_to(previous_norm, self.max_norm), 1.0))
+            if self.max_value:
+                grad.clamp_(-self.max_value, self.max_value)
+
+    def update_norm(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
+        """Put the norm of all gradients since the last call into the groups, float32, unless it is not finite.
+
+        `params`: all parameters, in an order that is the same on all ranks. A collective call if they are sharded.
+        """
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for param in params:
+            norms = by_groups.setdefault(process_groups.summed_over(param), [])
+            norms += [self._norms[param]] if param in self._norms else []
+        norm = clipping.total_norm(by_groups, 2.0, private_torch.local_tensor(params[0]).device).float()
+        self._norms = {}
+        for group in groups:
+            previous_norm = torch.as_tensor(group[GRAD_NORM], dtype=norm.dtype, device=norm.device)
+            norm = torch.where(norm.isfinite(), norm, previous_norm)
+            if isinstance(group[GRAD_NORM], Tensor):  # a captured step reads its address
+                group[GRAD_NORM].copy_(norm)
+            else:
+                group[GRAD_NORM] = norm.clone()
+
+    @contextmanager
+    def measuring(self, params: Iterable[Tensor]) -> Iterator[None]:
+        """Only measure the norm of gradients, including those that backward does not release, and free them."""
+        self._is_measuring = True
+        try:
+            yield
+            self.flush()
+            self._pending = dict.fromkeys(param for param in params if param.grad is not None)
+            self.flush()
+        finally:
+            self._is_measuring = False
+            self.stepped, self._pending = {}, {}
+
+    def end_step(self, flags: GradientFlags) -> GradientFlags:
+        """Return the flags of all units and of the other parameters, `flags`."""
+        joined_flags = flags.joined(self.flags)
+        self.flags, self.stepped = [], {}
+        return joined_flags
+
+
+class _Hook:
+    """Hands a gradient to a `GradientRelease`, and does not keep it alive."""
+
+    def __init__(self, release: GradientRelease) -> None:
+        self.release = weakref.ref(release)
+
+    def __call__(self, param: Tensor) -> None:
+        release = self.release()
+        if release is not None:
+            release.add(param)
+
+
+def _foreign_hooks(param: Tensor) -> list[Any]:
+    hooks = private_torch.accumulate_grad_hooks(param)
+    return [hook for hook in hooks if not (isinstance(hook, _Hook) and hook.release() is None)]
+
+
+class ReleasingOptimizer(ParameterOptimizer):
+    """Base of optimizers that can take parts of a step during backward (`release_gradients`)."""
+
+    _states: dict[Tensor, dict[str, OptimizerState]]
+    _master_weights: bool
+
+    @abstractmethod
+    def _current_plan(self, params: tuple[Tensor, ...] | None = None) -> StepPlan: ...
+
+    @abstractmethod
+    def _take_gradients(self, plan: StepPlan) -> None: ...
+
+    @abstractmethod
+    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]: ...
+
+    def _set_up_release(self, is_releasing: bool, max_norm: float, max_value: float) -> None:
+        release = GradientRelease(self._name, self._step_unit, max_norm, max_value)
+        self._release = release if is_releasing else None
+
+    @contextmanager
+    def measure_grad_norm(self) -> Iterator[None]:
+        """Free the gradients of the backward inside without updating anything, and keep their norm for the next one.
+
+        With `release_gradients` and `max_grad_norm`, this is the first of two passes over the same batch, so that the
+        second clips by the norm of its own gradients. A collective call if parameters are sharded.
+        """
+        if self._release is None or not self._release.max_norm:
+            raise ConfigurationError(f"{self._name}.measure_grad_norm() needs release_gradients and max_grad_norm")
+        with self._release.measuring(self._states):
+            yield
+        self._release.update_norm([*self._names], self.param_groups)
+
+    @torch.no_grad()
+    def _step_unit(self, params: list[Tensor]) -> GradientFlags:
+        """Take the part of a step of some parameters that have gradients, unless one of these is bad."""
+        assert self._release is not None
+        if not self._release.flags:  # the first unit of this backward
+            self._adopt_replaced_parameters()
+            self._read_flags()
+            self._check_reduced()
+        plan = self._current_plan(tuple(params))
+        self._release.scale(params, self.param_groups[0].get(GRAD_NORM, 0.0))
+        try:
+            self._take_gradients(plan)
+            flags, remaining = self._start_updates(plan)
+            on_device = self._capturable or (flags.deferred and self._master_weights)
+            if on_device or not flags.bad():
+                for item in remaining:
+                    item.finish(flags.bad() if on_device else None)
+                for item in plan.items:
+                    item.record_kernel_write()
+                    self._versions[item.param] = item.version()
+        finally:
+            for item in plan.items:
+                item.grad, item.requantizations = None, {}
+        return flags
+
+    def _not_released(self) -> tuple[Tensor, ...]:
+        """End the units of a backward, and return the parameters that are in none of them."""
+        assert self._release is not None
+        self._release.flush()
+        params = tuple(param for param in self._states if param not in self._release.stepped)
+        self._release.scale(params, self.param_groups[0].get(GRAD_NORM, 0.0))
+        if self._release.max_norm:
+            self._release.update_norm([*self._names], self.param_groups)
+        return params
+
+    def _check_reduced(self) -> None:
+        """Refuse plain parameters of several processes, which DDP would average after this optimizer has used them."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if any(isinstance(param, DTensor) or process_groups.is_expert_parallel(param) for param in self._names):
+            return
+        raise ConfigurationError(
+            f"{self._name}(release_gradients=True): its gradients are not averaged over the {dist.get_world_size()} "
+            "processes; use fully_shard (DDP averages too late)"
+        )
