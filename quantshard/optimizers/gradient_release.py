@@ -1,8 +1,8 @@
 """Gradient release: parameters take their part of a step during backward, and their gradients are freed.
 
 Gradients that arrive one after another form a unit of at least `UNIT_ELEMENTS` elements. A unit is updated like a whole
-step: by the same kernels, with the same random bits and, where parameters are sharded, in collective calls. All ranks
-get gradients in the same order, as FSDP2 needs it too.
+step: by the same kernels, with the same random bits and, where parameters are sharded, in collective calls. Gradients
+must therefore arrive in the same order on all ranks, as FSDP2 requires too.
 
 A gradient can be scaled only by a norm that is known before backward ends: that of the backward before it.
 """
@@ -62,18 +62,19 @@ class GradientRelease:
 
     def watch(self, param: Tensor, name: str) -> None:
         """Release the gradients of a parameter from now on."""
-        if any(
-            isinstance(hook, _Hook) and hook.release() is self for hook in private_torch.accumulate_grad_hooks(param)
-        ):
+        if self._is_watched(param):
             return
-        if _foreign_hooks(param):
+        if _live_hooks(param):
             gc.collect()  # an optimizer that is no longer used lives until then
-        if hooks := _foreign_hooks(param):
+        if hooks := _live_hooks(param):
             raise ConfigurationError(
                 f"{self.name}(release_gradients=True): {name} has another hook after its gradient "
                 f"({hooks[0]!r:.60}); remove it"
             )
         self._hooks.append(param.register_post_accumulate_grad_hook(_Hook(self)))
+
+    def _is_watched(self, param: Tensor) -> bool:
+        return any(isinstance(hook, _Hook) and hook.release() is self for hook in _live_hooks(param))
 
     def forget(self) -> None:
         """Release no gradients of the parameters so far."""
@@ -172,7 +173,8 @@ class _Hook:
             release.add(param)
 
 
-def _foreign_hooks(param: Tensor) -> list[Any]:
+def _live_hooks(param: Tensor) -> list[Any]:
+    """Hooks after a parameter's gradient, without those of optimizers that are gone."""
     hooks = private_torch.accumulate_grad_hooks(param)
     return [hook for hook in hooks if not (isinstance(hook, _Hook) and hook.release() is None)]
 
