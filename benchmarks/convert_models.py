@@ -7,9 +7,12 @@ Models have the shapes of Llama-3.2-1B and 3B, Gemma 3 4B (text) and Qwen3-8B, w
 loss, backward and optimizer: PyTorch's fused AdamW with BF16 states for BF16 and torchao, `FusedAdam(preset="lean8")`
 for quantshard. Each row runs in a process of its own.
 
-Variants are "bf16", "torchao RECIPE", or a recipe of quantshard; with the suffix " fused" the model is converted with
-`convert(modules="fused")`. Runs are "eager", "compiled" (each layer by itself, so that all share one graph), "graph" (a
-`StepGraph` of the whole step) and "compiled graph".
+Variants are "bf16", "torchao RECIPE", "flashoptim" (BF16 weights), or a recipe of quantshard; with the suffix " fused"
+the model is converted with `convert(modules="fused")`. With the suffix " release" gradients are released during
+backward (`FusedAdam(release_gradients=True)`, FlashOptim's `enable_gradient_release`).
+
+Runs are "eager", "compiled" (each layer by itself, so that all share one graph), "graph" (a `StepGraph` of the whole
+step) and "compiled graph".
 
 "host" is the time in which the host launches a step, "compiled later" the number of graphs compiled after the second
 step. `--loss model` keeps the loss of transformers, which computes all logits at once.
@@ -59,19 +62,24 @@ def config_sizes(
 
 LLAMA, GEMMA = ("LlamaConfig", "LlamaForCausalLM"), ("Gemma3TextConfig", "Gemma3ForCausalLM")
 QWEN = ("Qwen3Config", "Qwen3ForCausalLM")
+RELEASE = " release"
 LLAMA_1B = config_sizes(2048, 8192, 16, 32, 8, 64, 128256, tie_word_embeddings=True)
 LLAMA_3B = config_sizes(3072, 8192, 28, 24, 8, 128, 128256, tie_word_embeddings=True)
+LLAMA_8B = config_sizes(4096, 14336, 32, 32, 8, 128, 128256)
+QWEN_8B = config_sizes(4096, 12288, 36, 32, 8, 128, 151936)
 GEMMA3_4B = config_sizes(2560, 10240, 34, 8, 4, 256, 262208, sliding_window=1024)
 MODELS = {
     "llama-1b": Model(*LLAMA, LLAMA_1B, batch=4, length=2048),
     "llama-3b": Model(*LLAMA, LLAMA_3B, batch=4, length=2048),
     "gemma3-4b": Model(*GEMMA, GEMMA3_4B, batch=2, length=2048),
-    "qwen3-8b": Model(*QWEN, config_sizes(4096, 12288, 36, 32, 8, 128, 151936), 2, 4096, recompute=True),
-    "qwen3-8b-10": Model(*QWEN, config_sizes(4096, 12288, 10, 32, 8, 128, 151936), batch=2, length=4096),
+    "llama-8b": Model(*LLAMA, LLAMA_8B, batch=1, length=8192, recompute=True),
+    "llama-8b-32k": Model(*LLAMA, LLAMA_8B, batch=1, length=32768, recompute=True),
+    "qwen3-8b": Model(*QWEN, QWEN_8B, batch=2, length=4096, recompute=True),
+    "qwen3-8b-10": Model(*QWEN, QWEN_8B | {"num_hidden_layers": 10}, batch=2, length=4096),
 }
-"""qwen3-8b recomputes the activations of each layer; its first ten layers fit without that."""
+"""llama-8b and qwen3-8b recompute the activations of each layer; Qwen's first ten layers fit without that."""
 
-PEERS = ("bf16", "torchao tensorwise", "torchao rowwise")
+PEERS = ("bf16", "torchao tensorwise", "torchao rowwise", "flashoptim")
 OURS = ("current", "current fused", "delayed", "block", "block fused", "rowwise", "mxfp8", "mxfp8 fused")
 WARMUP = 6
 """Untimed steps, for compilation, tuning and allocation."""
@@ -90,7 +98,7 @@ def build(subject: Model, variant: str, device: str, loss: str = "auto") -> nn.M
         model: nn.Module = getattr(transformers, subject.model)._from_config(config, dtype=torch.bfloat16)
     if variant.startswith("torchao"):
         to_float8(model, variant.split()[1], device, skip="lm_head")
-    elif variant != "bf16":
+    elif variant not in PEERS:
         recipe, _, fused = variant.partition(" ")
         qs.convert(model, recipe, modules=fused or "linear", loss=loss)
     if subject.recompute:
@@ -100,10 +108,19 @@ def build(subject: Model, variant: str, device: str, loss: str = "auto") -> nn.M
     return model.train()
 
 
-def make_optimizer(model: nn.Module, variant: str, capturable: bool) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, variant: str, capturable: bool, releases: bool) -> torch.optim.Optimizer:
     """Create fused AdamW with BF16 states, or for quantshard FusedAdam with 5 bytes per quantized parameter."""
+    if variant == "flashoptim":
+        import flashoptim
+
+        flash: torch.optim.Optimizer = flashoptim.FlashAdamW(model.parameters(), lr=1e-5)
+        if releases:
+            flashoptim.enable_gradient_release(model, flash)
+        return flash
     if variant not in PEERS:
-        return qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-5, preset="lean8", capturable=capturable)
+        return qs.optimizers.FusedAdam(
+            model.named_parameters(), lr=1e-5, preset="lean8", capturable=capturable, release_gradients=releases
+        )
     device = next(model.parameters()).device
     lr = torch.tensor(1e-5, device=device) if capturable else 1e-5
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=device.type == "cuda", capturable=capturable)
@@ -111,12 +128,13 @@ def make_optimizer(model: nn.Module, variant: str, capturable: bool) -> torch.op
 
 def measure(subject: Model, variant: str, run: str, steps: int, device: str, loss: str = "auto") -> Row:
     """Train and return median ms of a step and of its host time, peak GiB, compilation, and losses."""
+    releases, variant = variant.endswith(RELEASE), variant.removesuffix(RELEASE)
     model = build(subject, variant, device, loss)
     is_graph = "graph" in run
     if "compiled" in run:
         for layer in model.model.layers:
             layer.compile()
-    optimizer = make_optimizer(model, variant, is_graph)
+    optimizer = make_optimizer(model, variant, is_graph, releases)
     vocabulary, shape = subject.sizes["vocab_size"], (subject.batch, subject.length)
     batches = [torch.randint(vocabulary, shape, device=device) for _ in range(2)]
 

@@ -15,38 +15,19 @@ from typing import Any
 import torch
 
 import quantshard as qs
+from benchmarks.convert_models import LLAMA_1B, LLAMA_3B, LLAMA_8B, QWEN_8B, config_sizes
 from benchmarks.harness import GIB, add_sizes, make_parser, matches, table_head, table_row
 
-LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
-QWEN = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+QWEN_14B = config_sizes(5120, 17408, 40, 40, 8, 128, 151936)
+QWEN_32B = config_sizes(5120, 25600, 64, 64, 8, 128, 151936)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama-3.2-1B": (
-        "llama",
-        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "tie_word_embeddings": True, **LLAMA},
-    ),
-    "Llama-3.2-3B": (
-        "llama",
-        {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-         "tie_word_embeddings": True, **LLAMA},
-    ),
-    "Llama-3.1-8B": (
-        "llama",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, **LLAMA},
-    ),
-    "Qwen3-8B": (
-        "qwen3",
-        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, **QWEN},
-    ),
-    "Qwen3-14B": (
-        "qwen3",
-        {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40, **QWEN},
-    ),
-    "Qwen3-32B": (
-        "qwen3",
-        {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, **QWEN},
-    ),
-}  # fmt: skip
+    "Llama-3.2-1B": ("llama", LLAMA_1B),
+    "Llama-3.2-3B": ("llama", LLAMA_3B),
+    "Llama-3.1-8B": ("llama", LLAMA_8B),
+    "Qwen3-8B": ("qwen3", QWEN_8B),
+    "Qwen3-14B": ("qwen3", QWEN_14B),
+    "Qwen3-32B": ("qwen3", QWEN_32B),
+}
 SETUPS: dict[str, dict[str, Any]] = {
     "float32 states": {},
     "`lean8`": {"preset": "lean8"},
