@@ -114,6 +114,6 @@ def test_what_can_be_quantized_apart(ranks, cell, shape, dim, apart):
     assert operands.gathers_codes(cell, shape, split) == apart
     if not apart:
         together = 16 if cell is RHT else 2
-        said = rf"nvfp4_1x16.* 2 ranks .* shards \[7, {shape[1]}\] .*multiple of {together}"
+        said = rf"nvfp4_1x16.*: 2 shards \[7, {shape[1]}\] .*multiple of {together} columns"
         with pytest.raises(ConfigurationError, match=said):
             operands.quantize_operand(torch.zeros(shape), cell, split=split)

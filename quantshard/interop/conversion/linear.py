@@ -197,7 +197,8 @@ def unpack(param: Tensor, packed: Tensor, name: str) -> dict[str, Tensor]:
     tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).spec.tag
     if len(tag) == FORMAT_TAG_BYTES and components.read_format_tag(tag) != own_tag:
         raise CheckpointError(
-            f"{name} is stored as {components.read_format_tag(tag)!r}, in the model as {own_tag!r}; use one recipe"
+            f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "
+            "with the recipe that it was saved with"
         )
     sizes = {s: math.prod(v.shape) * v.element_size() for s, v in live.items() if s != FORMAT_SUFFIX}
     if len(packed) != FORMAT_TAG_BYTES + sum(sizes.values()):
