@@ -491,7 +491,7 @@ def test_refused_while_it_is_captured(rerun: None) -> None:
     x = torch.ones(2)
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (Odd(2, 2), (x,), {}, "Odd: a object cannot be in a graph"),
-        (lambda x: x * outside, (x,), {}, "a tensor that requires gradients is no argument"),
+        (lambda x: x * outside, (x,), {}, "a tensor that requires gradients is not an argument"),
         (nn.Bilinear(2, 2, 2), (x, object()), {}, "Bilinear: a object cannot be in a graph"),
         (nn.Linear(2, 2), (x,), {"cache": object()}, "Linear: a object cannot be in a graph"),
     ]

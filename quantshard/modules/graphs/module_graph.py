@@ -269,7 +269,9 @@ class ModuleGraph:
                 continue
             visited.add(node)
             if hasattr(node, "variable") and id(node.variable) not in trained_ids:
-                raise ConfigurationError(f"{self.owner}: a tensor that requires gradients is no argument; pass it")
+                raise ConfigurationError(
+                    f"{self.owner}: a tensor that requires gradients is not an argument; pass it as one"
+                )
             pending += [before for before, _ in node.next_functions]
 
     # Replay
