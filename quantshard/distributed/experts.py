@@ -36,18 +36,50 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
 class TokenRoute:
     """The routing of one dispatch. A row is one token for one of its experts.
 
-    order: for the rows that this rank sends, sorted by expert, the index into [tokens, choices], flattened.
+    order, inverse: for the rows that this rank sends, sorted by expert, the index into [tokens, choices], flattened,
+        and its inverse.
+    counts: number of rows that this rank sends to each expert of all ranks; empty if one rank has all.
+    m_splits: number of rows that each expert of this rank receives, as in `Dispatch`.
     sent, received: number of rows to and from each rank.
     sorting: for the received rows, sorted by expert, the index as received; None: already sorted.
     choices: experts per token.
     """
 
     order: Tensor
+    inverse: Tensor
+    counts: list[int]
+    m_splits: list[int] | Tensor
     sent: list[int]
     received: list[int]
     sorting: Tensor | None
     choices: int
     group: dist.ProcessGroup | None
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """Return the rows that this rank sends, sorted by expert, of tokens [tokens, hidden]. Differentiable."""
+        rows: Tensor = _TakeRows.apply(tokens, self.order // self.choices, self.inverse, self.choices)
+        return rows
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        """Sum the rows of each token, as the backward of `rows_of`. Not differentiable."""
+        return _sums(rows[self.inverse], self.choices)
+
+    def exchange(self, rows: Tensor, there: bool) -> Tensor:
+        """Send rows, sorted by expert, to their experts, or back. A collective call; differentiable."""
+        exchanged: Tensor = _Exchange.apply(rows, self, there)
+        return exchanged
+
+    def combine(self, outputs: Tensor, weights: Tensor, are_back: bool = False) -> Tensor:
+        """See `Dispatch.combine`. `are_back`: whether the outputs are back from their experts."""
+        weights, rows = weights.reshape(-1, self.choices), sum(self.sent if are_back else self.received)
+        if outputs.shape[0] != rows or weights.numel() != sum(self.sent):
+            sent = f"{sum(self.sent) // self.choices} tokens with {self.choices} experts"
+            sizes = f"outputs {list(outputs.shape)} and weights {list(weights.shape)}"
+            raise ConfigurationError(f"Dispatch.combine: {sizes} do not fit the {rows} rows and {sent}")
+        returned = outputs if are_back else self.exchange(outputs, False)
+        by_choice = _TakeRows.apply(returned, self.inverse, self.order, 1)
+        parts = by_choice.float().view(len(weights), self.choices, by_choice.shape[1]) * weights.float().unsqueeze(-1)
+        return parts.sum(1).to(outputs.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +104,7 @@ class Dispatch:
 
         Returns [tokens, features] in the dtype of `outputs`, summed in float32.
         """
-        rows, choices = self.tokens.shape[0], self.route.choices
-        weights = weights.reshape(-1, choices)
-        if outputs.shape[0] != rows or weights.numel() != sum(self.route.sent):
-            sent = f"{sum(self.route.sent) // choices} tokens with {choices} experts"
-            sizes = f"outputs {list(outputs.shape)} and weights {list(weights.shape)}"
-            raise ConfigurationError(f"Dispatch.combine: {sizes} do not fit the {rows} rows and {sent}")
-        sorting = self.route.sorting
-        if sorting is not None:
-            outputs = _TakeRows.apply(outputs, _inverse(sorting), sorting, 1)
-        returned = _AllToAllRows.apply(outputs, self.route, False)
-        by_choice = _TakeRows.apply(returned, _inverse(self.route.order), self.route.order, 1)
-        parts = by_choice.float().view(len(weights), choices, by_choice.shape[1]) * weights.float().unsqueeze(-1)
-        return parts.sum(1).to(outputs.dtype)
+        return self.route.combine(outputs, weights)
 
 
 def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: DeviceMesh | None = None) -> Dispatch:
@@ -98,6 +118,12 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
 
     If an expert index is out of range, every rank raises, on a GPU with all experts at the next synchronization.
     """
+    route = route_tokens(tokens, experts, num_experts, ep_mesh)
+    return Dispatch(route.exchange(route.rows_of(tokens), True), route.m_splits, route)
+
+
+def route_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: DeviceMesh | None) -> TokenRoute:
+    """Exchange the numbers of tokens per expert, and return the route of a dispatch; see `dispatch_tokens`."""
     is_matching = tokens.ndim == 2 and experts.ndim in (1, 2) and len(experts) == len(tokens)
     if not is_matching or experts.is_floating_point():
         raise ConfigurationError(
@@ -108,35 +134,25 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     group = None if ep_mesh is None else ep_mesh.get_group()
     choices = 1 if experts.ndim == 1 else experts.shape[1]
     indices = experts.reshape(-1)
-    m_splits: list[int] | Tensor
     if num_local == num_experts and kernel_dispatch.has_kernels(indices):
-        m_splits, route = _local_route(indices, num_experts, choices, group)
-    else:
-        m_splits, route = _exchanged_route(indices, num_experts, num_local, choices, group)
-    order = route.order
-    rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
-    rows = _AllToAllRows.apply(rows, route, True)
-    if route.sorting is not None:
-        rows = _TakeRows.apply(rows, route.sorting, _inverse(route.sorting), 1)
-    return Dispatch(rows, m_splits, route)
+        return _local_route(indices, num_experts, choices, group)
+    return _exchanged_route(indices, num_experts, num_local, choices, group)
 
 
-def _local_route(
-    chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, TokenRoute]:
-    """Return the rows per expert and their route if one rank has all experts. Does not wait for the device."""
+def _local_route(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None) -> TokenRoute:
+    """Return the route if one rank has all experts. Does not wait for the device."""
     ordered, order = chosen.sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
     if rows := len(chosen):
         inside = (bounds[0] == 0) & (bounds[-1] == rows)
         private_torch.assert_on_device(inside, f"dispatch_tokens: entries of experts are not in 0 to {experts - 1}")
-    return bounds.diff(), TokenRoute(order, [rows], [rows], None, choices, group)
+    return TokenRoute(order, _inverse(order), [], bounds.diff(), [rows], [rows], None, choices, group)
 
 
 def _exchanged_route(
     chosen: Tensor, num_experts: int, num_local: int, choices: int, group: dist.ProcessGroup | None
-) -> tuple[list[int], TokenRoute]:
-    """Return the rows per expert of this rank, and their route from and to all ranks."""
+) -> TokenRoute:
+    """Return the route of this rank's rows from and to all ranks."""
     outside = ((chosen < 0) | (chosen >= num_experts)).sum().view(1, 1)
     # [ranks, experts of a rank]
     sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, num_local)
@@ -157,8 +173,10 @@ def _exchanged_route(
         # rows arrive by rank, then expert
         expert = torch.arange(num_local, device="cpu").repeat(len(received)).repeat_interleave(received.flatten())
         sorting = expert.argsort(stable=True).to(chosen.device)
-    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
-    return received.sum(0).tolist(), route
+    return TokenRoute(
+        order, _inverse(order), sent.flatten().tolist(), received.sum(0).tolist(), sent.sum(1).tolist(),
+        received.sum(1).tolist(), sorting, choices, group,
+    )  # fmt: skip
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -179,14 +197,16 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        rows = grads[0][inverse]
-        if ctx.times > 1:
-            rows = rows.view(len(rows) // ctx.times, ctx.times, rows.shape[1]).sum(1)
-        return rows, None, None, None
+        return _sums(grads[0][inverse], ctx.times), None, None, None
 
 
-class _AllToAllRows(torch.autograd.Function):
-    """Send rows to the ranks of a route, or back. Operations in between get gradients of the mean over the ranks."""
+def _sums(rows: Tensor, times: int) -> Tensor:
+    """Sum `times` consecutive rows."""
+    return rows if times == 1 else rows.view(len(rows) // times, times, rows.shape[1]).sum(1)
+
+
+class _Exchange(torch.autograd.Function):
+    """Send rows along a route, or back. Operations in between get gradients of the mean over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: TokenRoute, there: bool) -> Tensor:
@@ -197,13 +217,16 @@ class _AllToAllRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ranks = len(ctx.route.sent)
         grad = grads[0] * ranks if ctx.there else grads[0] / ranks
-        return _AllToAllRows.apply(grad, ctx.route, not ctx.there), None, None
+        return _Exchange.apply(grad, ctx.route, not ctx.there), None, None
 
 
 def _exchanged(x: Tensor, route: TokenRoute, there: bool) -> Tensor:
     if route.group is None or len(route.sent) == 1:
         return x.view_as(x)
-    sent, received = (route.sent, route.received) if there else (route.received, route.sent)
+    sent, received, sorting = route.sent, route.received, route.sorting
+    if not there:
+        sent, received = received, sent
+        x = x if sorting is None else x[_inverse(sorting)]
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=route.group)
-    return out
+    return out[sorting] if there and sorting is not None else out

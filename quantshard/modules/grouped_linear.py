@@ -176,22 +176,13 @@ class GroupedLinear(QuantizedModule):
             if plain is not None:
                 wgrads = self._weight_gradients(self._weight_names, plain[0])
                 return grouped.plain_grouped_linear(tokens, splits, *plain, wgrads)
-            splits = self._fitting_splits(self._read(splits), tokens.shape[0])
+            splits = counts_on_host(splits, self.label(self._weight_names[0]))
+            splits = self._fitting_splits(splits, tokens.shape[0])
         outputs = [
             self._project(part, layer, with_bias=not self.return_bias)[0]
             for part, layer in zip(tokens.split(splits), self._layers, strict=True)
         ]
         return torch.cat(outputs)
-
-    def _read(self, splits: Tensor) -> list[int]:
-        if context.is_strict():
-            checks.refuse_fallbacks(self.label(self._weight_names[0]), ("waits for token counts",))
-        if kernel_dispatch.is_capturing():
-            raise UnsupportedOperationError(
-                f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['waits for token counts']}"
-            )
-        counts: list[int] = splits.tolist()
-        return counts
 
     def _together(self, tokens: Tensor, splits: Sequence[int] | Tensor) -> grouped.ExpertsLayer | None:
         """Return all experts as one layer, or None. Kernels must be able to quantize and multiply all of them at once,
@@ -372,6 +363,16 @@ def joint_fallbacks(recipe: Recipe | None, device: torch.device) -> tuple[str, .
     if recipe is None or not recipe.table or not kernel_dispatch.kernels_on(device):
         return ()
     return ("one expert at a time",) if block_together(recipe) is None else ()
+
+
+def counts_on_host(counts: Tensor, label: str) -> list[int]:
+    """Copy the number of rows of each expert to the host. Raises if a strict autocast or a CUDA graph forbids it."""
+    if context.is_strict():
+        checks.refuse_fallbacks(label, ("waits for token counts",))
+    if kernel_dispatch.is_capturing():
+        raise UnsupportedOperationError(f"{label}: in a CUDA graph {limits.FALLBACKS['waits for token counts']}")
+    on_host: list[int] = counts.tolist()
+    return on_host
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, sharding
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError
 from quantshard.gemm import predictions
 from quantshard.modules import grouped_linear
 from quantshard.modules.base import checks
@@ -17,6 +17,7 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import graph_state, grouped, stacked
+from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, RowExchange
 from quantshard.modules.gemms.stacked import StackedLayer
 from quantshard.recipe import Recipe
 from quantshard.tensor import moves, parameter_state, requantize
@@ -71,10 +72,14 @@ class StackedExperts(QuantizedModule):
         setattr(self, name, new)
         self._readers[name] = grouped.ExpertsReader()
 
-    def multiply(self, name: str, x: Tensor, counts: list[int] | Tensor, bias: str | None = None) -> Tensor:
+    def multiply(
+        self, name: str, x: Tensor, counts: list[int] | Tensor, bias: str | None = None,
+        exchange: RowExchange = NO_EXCHANGE,
+    ) -> Tensor:  # fmt: skip
         """Multiply rows, ordered by expert, with the weights of their experts: [rows, in] -> [rows, out].
 
         `counts`: number of rows of each expert of this rank. `bias`: name of a parameter [experts, out_features].
+        `exchange`: exchange of rows with other ranks, before or after the product.
         """
         weight, bias_value = self._locals([name, bias]) if bias else (*self._locals([name]), None)
         call = recompute.linear_context((id(self), (name,)), True, self.training)
@@ -82,15 +87,16 @@ class StackedExperts(QuantizedModule):
         in_features = weight.shape[1 if self.is_transposed else 2]
         if x.shape[-1] != in_features:
             raise checks.wrong_features(self, name, in_features, x.shape, None)
-        layer = self._grouped_layer(name, weight, bias_value, x, counts, call)
+        layer = self._grouped_layer(name, weight, bias_value, x, counts, call, exchange)
         if layer is not None:
             return grouped.grouped_linear(x, layer)
         if isinstance(counts, Tensor):
-            counts = self._on_host(name, counts)
+            counts = grouped_linear.counts_on_host(counts, self.label(name))
         group = None if self.tp_mesh is None else self.tp_mesh.get_group()
-        return stacked.stacked_linear(
-            x, StackedLayer(weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans, call.record)
+        stack = StackedLayer(
+            weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans, call.record, exchange
         )
+        return stacked.stacked_linear(x, stack)
 
     def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
         storage, spec = weight.quantized_storage, call.recipe.weight
@@ -120,10 +126,10 @@ class StackedExperts(QuantizedModule):
 
     def _grouped_layer(
         self, name: str, weight: QuantizedTensor, bias: Tensor | None, x: Tensor, counts: list[int] | Tensor,
-        call: LinearContext,
+        call: LinearContext, exchange: RowExchange,
     ) -> grouped.ExpertsLayer | None:  # fmt: skip
         """Return all experts as one layer if kernels can quantize and multiply them at once; otherwise None."""
-        block, rows = grouped_linear.block_together(call.recipe), 0 if isinstance(counts, Tensor) else len(x)
+        block, rows = grouped_linear.block_together(call.recipe), 0 if isinstance(counts, Tensor) else sum(counts)
         _, *shape = weight.shape
         if block is None or not kernel_dispatch.has_float_kernels(x):
             return None
@@ -134,27 +140,9 @@ class StackedExperts(QuantizedModule):
         if not grouped.are_readable([weight], biases, call.recipe.weight, x, reader):
             return None
         return grouped.ExpertsLayer(
-            [weight],
-            biases,
-            counts,
-            block,
-            call,
-            {},
-            call.record,
-            None,
-            reader,
-            is_stack=True,
-            is_transposed=self.is_transposed,
-        )
-
-    def _on_host(self, name: str, counts: Tensor) -> list[int]:
-        if context.is_strict():
-            checks.refuse_fallbacks(self.label(name), ("waits for token counts",))
-        if kernel_dispatch.is_capturing():
-            problem = limits.FALLBACKS["waits for token counts"]
-            raise UnsupportedOperationError(f"{self.label(name)}: in a CUDA graph {problem}")
-        on_host: list[int] = counts.tolist()
-        return on_host
+            [weight], biases, counts, block, call, {}, call.record, None, reader,
+            is_stack=True, is_transposed=self.is_transposed, exchange=exchange,
+        )  # fmt: skip
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # the rows of each expert differ from step to step

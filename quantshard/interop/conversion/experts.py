@@ -16,8 +16,9 @@ from quantshard.interop.conversion.forward import subclass_with
 from quantshard.interop.conversion.linear import PackedLoading, seeded_by, set_recipes
 from quantshard.modules import quantized_model_init
 from quantshard.modules.base.module import by_own_recipe
+from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, RowExchange
 from quantshard.modules.stacked_experts import StackedExperts
-from quantshard.recipe import Recipe
+from quantshard.recipe import Recipe, TensorRole
 
 _PLAIN = "_quantshard_plain_experts"
 
@@ -66,15 +67,18 @@ class ConvertedExperts(PackedLoading, StackedExperts):
             adapted: Tensor = getattr(module, _PLAIN).forward(module, hidden_states, top_k_index, top_k_weights)
             return adapted
         inp = self._input(hidden_states)
-        dispatch = experts.dispatch_tokens(inp, top_k_index, self.num_stacked, self.tp_mesh)
+        route = experts.route_tokens(inp, top_k_index, self.num_stacked, self.tp_mesh)
         first, second = self._weights
         bias = {name: f"{name}_bias" if module.has_bias else None for name in (first, second)}
-        x = self.multiply(first, dispatch.tokens, dispatch.m_splits, bias[first])
+        is_alone, has_norm = len(route.sent) == 1, getattr(module, "has_post_expert_norm", False)
+        before = NO_EXCHANGE if is_alone else RowExchange(route, TensorRole.INPUT)
+        after = NO_EXCHANGE if is_alone or has_norm else RowExchange(route, TensorRole.GRAD_OUTPUT)
+        x = self.multiply(first, route.rows_of(inp) if is_alone else inp, route.m_splits, bias[first], before)
         x = getattr(module, _GATE)(x) if module.has_gate else module.act_fn(x)
-        x = self.multiply(second, x, dispatch.m_splits, bias[second])
-        if getattr(module, "has_post_expert_norm", False):
+        x = self.multiply(second, x, route.m_splits, bias[second], after)
+        if has_norm:
             x = module.post_expert_norm(x)
-        return dispatch.combine(x, top_k_weights).to(hidden_states.dtype)
+        return route.combine(x, top_k_weights, after is not NO_EXCHANGE).to(hidden_states.dtype)
 
 
 def convert_experts(

@@ -29,27 +29,30 @@ WARPS: Final = 8
 
 
 @triton.jit
-def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's tile: the number of its expert, its rows and columns, and the mask of elements with a value."""
+def expert_tile(x_ptr, stride, index, cols, tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """This program's tile: the number of its expert, its rows and columns, the mask of elements with a value, and their
+    values, read from rows `index` of x."""
     row = tiles + tl.program_id(0) * 4
     i = tl.load(row + 1) + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    return tl.load(row), i, j, (i < tl.load(row + 2))[:, None] & (j < cols)[None, :]
+    inside = i < tl.load(row + 2)
+    valued = inside[:, None] & (j < cols)[None, :]
+    source = i if index is None else tl.load(index + i, mask=inside, other=0)
+    return tl.load(row), i, j, valued, load_tile(x_ptr, stride, source, j, valued)
 
 
 @triton.jit
-def expert_amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
-    tl.atomic_max(ql.as_bits(amaxes + expert), ql.largest_bits(load_tile(x_ptr, stride, i, j, valued)), sem="relaxed")
+def expert_amax_kernel(x_ptr, stride, index, cols, tiles, amaxes, ROWS: tl.constexpr, COLS: tl.constexpr):
+    expert, _i, _j, _valued, x = expert_tile(x_ptr, stride, index, cols, tiles, ROWS, COLS)
+    tl.atomic_max(ql.as_bits(amaxes + expert), ql.largest_bits(x), sem="relaxed")
 
 
 @triton.jit
 def expert_quantize_kernel(
-    x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, has_nan,
+    x_ptr, stride, index, cols, tiles, multipliers, codes_ptr, next_amaxes, has_nan,
     E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
-    x = load_tile(x_ptr, stride, i, j, valued)
+    expert, i, j, valued, x = expert_tile(x_ptr, stride, index, cols, tiles, ROWS, COLS)
     if next_amaxes is not None:
         tl.atomic_max(ql.as_bits(next_amaxes + expert), ql.largest_bits(x), sem="relaxed")
     if has_nan is not None:
@@ -86,40 +89,37 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
     tl.store(sums + tl.program_id(0).to(tl.int64) * cols + j, total, mask=j < cols)
 
 
-def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
+def expert_amaxes(x: Tensor, segments: ExpertSegments, index: Tensor | None = None) -> Tensor:
     """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows; NaN wins.
 
-    x: float32, bfloat16 or float16; the same holds for the functions below.
+    x: float32, bfloat16 or float16; the same holds for the functions below. `index`: int64; read x[index] instead of x.
     """
     amaxes, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
         launch_kernel(
             expert_amax_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, amaxes, segments.rows, COLS, num_warps=WARPS,
+            x, x.stride(0), index, x.shape[1], segments.tiles, amaxes, segments.rows, COLS, num_warps=WARPS,
         )  # fmt: skip
     return amaxes
 
 
 def quantize_expert_rows(
-    x: Tensor,
-    segments: ExpertSegments,
-    encoding: Encoding,
-    multipliers: Tensor,
-    next_amaxes: Tensor | None = None,
-    has_nan: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, segments: ExpertSegments, encoding: Encoding, multipliers: Tensor, next_amaxes: Tensor | None = None,
+    has_nan: Tensor | None = None, index: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Quantize x [R, C] to an 8-bit encoding; returns codes, uint8 of the same shape.
 
     Args:
         multipliers: float32 [experts], multiplier of each expert's values.
         next_amaxes: float32 [experts], raised to the amaxes of the experts' rows.
         has_nan: float32 [experts], set to NaN where a value of the expert's rows is not finite.
+        index: see `expert_amaxes`.
     """
-    codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
+    codes, x = torch.empty((segments.values, x.shape[1]), dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
         launch_kernel(
             expert_quantize_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes, next_amaxes, has_nan,
+            x, x.stride(0), index, x.shape[1], segments.tiles, multipliers, codes, next_amaxes, has_nan,
             ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return codes

@@ -27,6 +27,7 @@ from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
+from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, ExpertCodes, RowExchange
 from quantshard.modules.gemms.weight_gradients import WeightGradients, in_two_passes, weight_gradients
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
@@ -105,7 +106,8 @@ class ExpertsLayer(NamedTuple):
     history of each expert (delayed scaling). `record`: whether amaxes are recorded (in training). `amax_group`: ranks
     that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`. `is_stack`:
     the only weight is a stack of all experts' weights, and the only bias, if any, a stack of biases. `is_transposed`:
-    it holds [in_features, out_features] of each.
+    it holds [in_features, out_features] of each. `exchange`: exchange of rows with other ranks, before or after the
+    product.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -120,6 +122,7 @@ class ExpertsLayer(NamedTuple):
     wgrads: WeightGradients | None = None
     is_stack: bool = False
     is_transposed: bool = False
+    exchange: RowExchange = NO_EXCHANGE
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
@@ -145,13 +148,17 @@ class ExpertsLayer(NamedTuple):
         return ExpertSegments.of(self.counts, x.device, unit)
 
     def quantized(
-        self, values: Tensor, role: TensorRole, segments: ExpertSegments, second: bool
+        self, values: Tensor | ExpertCodes, role: TensorRole, segments: ExpertSegments, second: bool
     ) -> tuple[EncodedRows, EncodedRows]:
         """Quantize an input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
 
         A gradient that is not finite sets a scale of its expert to NaN. Codes saturate, so the gradient would otherwise
         come out finite, and the optimizer would not skip the step.
         """
+        if isinstance(values, ExpertCodes):
+            encoding = values.spec.format.copies[Orientation.ROWWISE].codes.encoding
+            codes = EncodedRows(values.codes, values.scales, encoding)
+            return codes, codes
         # a captured step cannot read counts on the device
         if observation.active is not None and not (isinstance(self.counts, Tensor) and kernel_dispatch.is_capturing()):
             self._show(values, role, second)
@@ -268,7 +275,9 @@ class _ExpertsFunction(torch.autograd.Function):
         if layer.call.repeated:
             pending_amaxes.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x)
-        fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
+        rows = layer.exchange.receive(x, TensorRole.INPUT, layer.call)
+        fprop_rows, wgrad_rows = layer.quantized(rows, TensorRole.INPUT, segments, keeps_input)
+        del rows
         biases = ExpertBias.of(layer.biases[0] if layer.is_stack else layer.biases) if layer.biases else None
         y = grouped_matmul.rows_times_weights(
             fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.is_transposed, biases=biases
@@ -277,7 +286,7 @@ class _ExpertsFunction(torch.autograd.Function):
         ctx.x_encoding, ctx.bias_dtype = wgrad_rows.encoding, layer.biases[0].dtype if layer.biases else None
         parts = (wgrad_rows.codes, wgrad_rows.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
         ctx.save_for_backward(*parts, *layer.weights)
-        return y
+        return layer.exchange.send_back(y, TensorRole.INPUT)
 
     @staticmethod
     @in_two_passes
@@ -288,12 +297,14 @@ class _ExpertsFunction(torch.autograd.Function):
         layer: ExpertsLayer = ctx.layer._replace(weights=weights)
         segments, count = ctx.segments, len(weights)
         grad, (needs_x, _, _, *needs) = private_torch.plain(grads[0]), ctx.needs_input_grad
-        dgrad_rows, wgrad_rows = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, any(needs[:count]))
+        rows = layer.exchange.receive(grad, TensorRole.GRAD_OUTPUT, layer.call, any(needs[count:]))
+        dgrad_rows, wgrad_rows = layer.quantized(rows, TensorRole.GRAD_OUTPUT, segments, any(needs[:count]))
         dx = None
         if needs_x:
             dx = grouped_matmul.rows_times_weights(
                 dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.is_transposed
             )
+            dx = layer.exchange.send_back(dx, TensorRole.GRAD_OUTPUT)
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
             x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
@@ -301,7 +312,8 @@ class _ExpertsFunction(torch.autograd.Function):
             compute = partial(grouped_matmul.weight_gradients, *pair, segments)
             param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), weights[0].dtype)
         if any(needs[count:]):
-            sums = grouped_kernel.expert_sums(grad, segments).to(ctx.bias_dtype)
+            assert isinstance(rows, Tensor)
+            sums = grouped_kernel.expert_sums(rows, segments).to(ctx.bias_dtype)
             param_grads[count:] = (sums,) if layer.is_stack else sums.unbind()
         return dx, None, None, *param_grads
 

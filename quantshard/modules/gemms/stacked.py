@@ -19,7 +19,9 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Orientation
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.functional import PreparedLinear, forward_gemms, needs_wgrad
+from quantshard.modules.gemms.linear_operands import GemmOperands, WgradOperand
 from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
+from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, ExpertCodes, RowExchange
 from quantshard.recipe import TensorRole
 from quantshard.sharding import whole
 from quantshard.tensor.observation import STACK_KEY
@@ -32,7 +34,8 @@ class StackedLayer(NamedTuple):
     """The linear layers of a stack of experts, ready to be called.
 
     `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `is_transposed`: the
-    matrices are stored as [in_features, out_features]. `data_group`, `record`: see `LinearState`.
+    matrices are stored as [in_features, out_features]. `data_group`, `record`: see `LinearState`. `exchange`: exchange
+    of rows with other ranks, before or after the product.
     """
 
     weight: QuantizedTensor
@@ -43,6 +46,7 @@ class StackedLayer(NamedTuple):
     data_group: Groups
     plans: LayerPlans
     record: bool
+    exchange: RowExchange = NO_EXCHANGE
 
     def experts(self, role: TensorRole) -> Iterator[PreparedLinear]:
         """Yield the layer of each expert, for the pass that quantizes activations of this role.
@@ -86,6 +90,20 @@ def stacked_linear(x: Tensor, layer: StackedLayer) -> Tensor:
     return out
 
 
+def _split(
+    rows: Tensor | ExpertCodes, counts: Sequence[int], for_wgrad: bool = True
+) -> Iterator[Tensor | GemmOperands]:
+    """Yield the rows of each expert, or operands of their codes, also for wgrad if `for_wgrad`."""
+    if isinstance(rows, Tensor):
+        yield from rows.split(list(counts))
+        return
+    copy = rows.spec.format.copies[Orientation.ROWWISE]
+    for codes, scale in zip(rows.codes.split(list(counts)), rows.scales, strict=True):
+        parts = {copy.codes.name: codes, copy.scale.name: scale.view(1, 1)}
+        operand = QuantizedStorage(rows.spec, whole((codes.shape[0], codes.shape[1])), parts)
+        yield GemmOperands(operand, WgradOperand(operand if for_wgrad else codes.new_empty(0), False))
+
+
 class _StackFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -94,16 +112,21 @@ class _StackFunction(torch.autograd.Function):
         ctx.layer, has_wgrad = arguments
         layer = ctx.layer._replace(bias=bias)
         x, outputs, saved_tensors = private_torch.plain(x), [], []
+        rows = layer.exchange.receive(x, TensorRole.INPUT, layer.call)
         ctx.experts = []  # the layer of each, and how many of the saved tensors belong to it
-        for part, expert in zip(x.split(list(layer.counts)), layer.experts(TensorRole.INPUT), strict=True):
-            (y,), x_wgrad = forward_gemms(part, part.shape, expert, has_wgrad)
-            backward, (_, *tensors) = expert.saved(x_wgrad, part.shape, x.dtype, False)
+        parts, experts = _split(rows, layer.counts, has_wgrad), layer.experts(TensorRole.INPUT)
+        del rows
+        for part, count, expert in zip(parts, layer.counts, experts, strict=True):
+            values, x_operands = (part, None) if isinstance(part, Tensor) else (x, part)
+            shape = (count, x.shape[1])
+            (y,), x_wgrad = forward_gemms(values, shape, expert, has_wgrad, x_operands)
+            backward, (_, *tensors) = expert.saved(x_wgrad, shape, x.dtype, False)
             outputs.append(y)
             saved_tensors += tensors
             ctx.experts.append((backward, len(tensors)))
         ctx.layer = ctx.layer._replace(weight=None)
         ctx.save_for_backward(weight, *saved_tensors)
-        return torch.cat(outputs)
+        return layer.exchange.send_back(torch.cat(outputs), TensorRole.INPUT)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -112,21 +135,25 @@ class _StackFunction(torch.autograd.Function):
         weight, *tensors = ctx.saved_tensors
         layer: StackedLayer = ctx.layer._replace(weight=weight)
         needs_x, _, *needs = ctx.needs_input_grad
-        grad, dx, dweights, dbiases = private_torch.plain(grads[0]), [], [], []
-        experts = layer.experts(TensorRole.GRAD_OUTPUT)
-        for part, expert, (forward, count) in zip(grad.split(list(layer.counts)), experts, ctx.experts, strict=True):
+        dx, dweights, dbiases = [], [], []
+        grad = layer.exchange.receive(private_torch.plain(grads[0]), TensorRole.GRAD_OUTPUT, layer.call, needs[1])
+        parts, experts = _split(grad, layer.counts), layer.experts(TensorRole.GRAD_OUTPUT)
+        for part, expert, (forward, count) in zip(parts, experts, ctx.experts, strict=True):
             saved_tensors, tensors = tensors[:count], tensors[count:]
             backward = forward._replace(state=expert.state).with_saved(
                 [*expert.weights, *saved_tensors], needs_x, needs
             )
-            dx_part, (dweight, dbias) = backward.backward([part])
+            if isinstance(part, Tensor):
+                dx_part, (dweight, dbias) = backward.backward([part])
+            else:
+                dx_part, (dweight, dbias) = backward.gradients(iter([part]))
             dx.append(dx_part)
             dweights.append(dweight)
             dbiases.append(dbias)
         if layer.is_transposed:
             dweights = [None if dweight is None else dweight.t() for dweight in dweights]
         return (
-            torch.cat(dx) if needs_x else None,
+            layer.exchange.send_back(torch.cat(dx), TensorRole.GRAD_OUTPUT) if needs_x else None,
             None,
             torch.stack(dweights) if needs[0] else None,
             torch.stack(dbiases) if needs[1] else None,

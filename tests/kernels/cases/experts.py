@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard import recipe as recipes
+from quantshard.formats import ALL, E4M3
 from quantshard.gemm import operands
 from quantshard.modules import grouped_linear
 from quantshard.modules.contexts.recompute import LinearContext
@@ -151,6 +152,27 @@ def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
     return Bound(torch.stack([part.sum(0) for part in parts]), error)
 
 
+def dispatch_case(x: Tensor) -> KernelCase:
+    """Rows of tokens, each for two of three experts, quantized without a copy in the order of experts."""
+    rows = 2 * len(x)
+    counts, x = (rows // 3, 0, rows - rows // 3), random_like(x, 0)
+    index = torch.arange(rows - 1, -1, -1, device=x.device) // 2
+    multipliers = torch.arange(1.0, 4.0, dtype=torch.float32, device=x.device)
+
+    def launch() -> list[Tensor]:
+        segments = ExpertSegments.of(counts, x.device)
+        codes = grouped.quantize_expert_rows(x, segments, E4M3, multipliers, index=index)
+        return [grouped.expert_amaxes(x, segments, index), codes]
+
+    def oracle() -> list[Expected]:
+        parts = x[index].float().split(counts)
+        amaxes = [numerics.block_amax(part, (ALL, ALL)).view(1) for part in parts]
+        codes = [numerics.encode(part * multiplier, E4M3) for part, multiplier in zip(parts, multipliers, strict=True)]
+        return [torch.cat(amaxes), torch.cat(codes)]
+
+    return KernelCase(launch, oracle, 5 * bytes_of(x))
+
+
 EXPERTS = {
     f"experts at once, {name}": {"recipe": name}
     for name in recipe_names()
@@ -164,5 +186,9 @@ ROWS = (
             "weights_by_blocks_kernel", "sums_kernel", "segments_kernel",
         },
         experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
+    ),
+    KernelRow(
+        {"expert_amax_kernel", "expert_quantize_kernel"}, dispatch_case, {"experts' rows of tokens": {}},
+        ["experts' rows of tokens"], (35, 290),
     ),
 )  # fmt: skip
