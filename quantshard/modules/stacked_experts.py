@@ -46,7 +46,7 @@ class StackedExperts(QuantizedModule):
         vars(self).update({key: value for key, value in empty.items() if key not in vars(self)})
         self._handle = graph_state.handle(self, like.device)
         self._readers: dict[str, grouped.ExpertsReader] = {}
-        self.name, self.num_stacked = name, len(like)
+        self.name, self.num_stacked, self.use_fp8_dispatch = name, len(like), False
         for bias, param in self.named_parameters(recurse=False):
             if param.ndim == 2 and len(param) == len(like):
                 self._vectors[bias], self._cuts[bias] = 0.0, 0
@@ -152,11 +152,15 @@ class StackedExperts(QuantizedModule):
         return shapes + self._formats_repr()
 
 
-def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh, use_fp8_dispatch: bool = False) -> None:
     """Distribute the stacked experts of a converted model over a mesh axis, such as `mesh["ep"]`.
 
     Each rank keeps an equal number of the experts of every layer, and tokens are sent to the experts that the router
     chooses. Call it after `convert` and before `fully_shard`, whose mesh for an experts module has the other axes only.
+
+    Args:
+        use_fp8_dispatch: send tokens and gradients of outputs as FP8 codes and scales also in `mxfp8`, `block` and
+            `rowwise`. Weight gradients are then computed from these codes, on any number of ranks.
 
     Raises:
         ConfigurationError: the model has no such experts, the mesh is not one axis, its size does not divide the
@@ -182,3 +186,4 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
         raise ConfigurationError(f"distribute_experts: {name} {problem}")
     for module in modules.values():
         module.set_device_mesh(ep_mesh)
+        module.use_fp8_dispatch = use_fp8_dispatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -63,15 +64,17 @@ def share(route: str, tokens: int) -> slice:
     return slice(starts[rank], [*starts, tokens][rank + 1])
 
 
-def step(recipe: str, route: str, kernels: bool, biased: bool) -> tuple[dict[str, str], list[int]]:
+def step(
+    recipe: str, route: str, kernels: bool, biased: bool, fp8_dispatch: bool = False
+) -> tuple[dict[str, str], list[int]]:
     """Hashes of what forward and backward return, of all ranks together, and the bytes that this rank sends each time:
     row counts, amaxes of an input, the input, outputs, amaxes of a gradient, the gradient, gradients of inputs."""
     ranks, case = dist.get_world_size(), Case(recipe, 1, 1, experts=EXPERTS, stacked=True)
     torch.manual_seed(5)
     module: Any = (Biased if biased else Stacks)(case)
     conversion.experts.convert_experts(module, "experts", qs.recipe.resolve(recipe), None, True, False)
-    if ranks > 1:
-        qs.distribute_experts(module, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)))
+    if ranks > 1 or fp8_dispatch:
+        qs.distribute_experts(module, init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",)), fp8_dispatch)
     x, chosen, weights, dy = batch(route)
     here = share(route, len(x))
     x, weights = x[here].clone().requires_grad_(), weights[here].clone().requires_grad_()
@@ -145,3 +148,30 @@ def test_bytes_sent() -> None:
     found = run_ranks(2, bytes_sent, list(wanted))
     assert [list(map(sum, zip(*sizes, strict=True))) for sizes in zip(*found, strict=True)] == list(wanted.values())
     assert run_ranks(1, bytes_sent, ["current"]) == [[[]]]
+    scales = one // 32
+    found = run_ranks(2, step, "mxfp8", "uneven", False, False, True)
+    wanted_sizes = [counts, one, scales, 2 * one, one, scales, 2 * one]
+    assert [sum(sizes) for sizes in zip(*(sizes for _, sizes in found), strict=True)] == wanted_sizes
+
+
+ON_REQUEST = ["mxfp8", "block", "rowwise"]
+
+
+def with_and_without(kernels: bool) -> list[Any]:
+    """`step` with and without FP8 dispatch."""
+    return [
+        (recipe, route, *(step(recipe, route, kernels, False, fp8_dispatch)[0] for fp8_dispatch in (True, False)))
+        for recipe, route in product(ON_REQUEST, ROUTES[:2] if kernels else ROUTES)
+    ]
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_fp8_dispatch_changes_weight_gradients_only(kernels: bool) -> None:
+    """1, 2 and 3 ranks: all bits of one process; without the option equal outputs and gradients of inputs."""
+    (alone,) = run_ranks(1, with_and_without, kernels)
+    for ranks in (2, 3):
+        for results in run_ranks(ranks, with_and_without, kernels):
+            for (recipe, route, one, _), (*_, codes, values) in zip(alone, results, strict=True):
+                compared = ["y"] if ranks == 3 else list(codes)
+                assert [name for name in compared if codes[name] != one[name]] == [], (recipe, route)
+                assert [name for name in ("y", "dx", "dweights") if codes[name] != values[name]] == [], (recipe, route)

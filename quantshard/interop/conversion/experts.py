@@ -70,9 +70,10 @@ class ConvertedExperts(PackedLoading, StackedExperts):
         route = experts.route_tokens(inp, top_k_index, self.num_stacked, self.tp_mesh)
         first, second = self._weights
         bias = {name: f"{name}_bias" if module.has_bias else None for name in (first, second)}
-        is_alone, has_norm = len(route.sent) == 1, getattr(module, "has_post_expert_norm", False)
-        before = NO_EXCHANGE if is_alone else RowExchange(route, TensorRole.INPUT)
-        after = NO_EXCHANGE if is_alone or has_norm else RowExchange(route, TensorRole.GRAD_OUTPUT)
+        as_codes, has_norm = self.use_fp8_dispatch, getattr(module, "has_post_expert_norm", False)
+        is_alone = len(route.sent) == 1 and not as_codes
+        before = NO_EXCHANGE if is_alone else RowExchange(route, TensorRole.INPUT, as_codes)
+        after = NO_EXCHANGE if is_alone or has_norm else RowExchange(route, TensorRole.GRAD_OUTPUT, as_codes)
         x = self.multiply(first, route.rows_of(inp) if is_alone else inp, route.m_splits, bias[first], before)
         x = getattr(module, _GATE)(x) if module.has_gate else module.act_fn(x)
         x = self.multiply(second, x, route.m_splits, bias[second], after)

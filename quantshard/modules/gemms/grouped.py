@@ -274,8 +274,9 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
             pending_amaxes.flush_after_backward()
-        x, segments = private_torch.plain(x), layer.segments(x)
+        x = private_torch.plain(x)
         rows = layer.exchange.receive(x, TensorRole.INPUT, layer.call)
+        segments = layer.segments(rows if isinstance(rows, Tensor) else x)
         fprop_rows, wgrad_rows = layer.quantized(rows, TensorRole.INPUT, segments, keeps_input)
         del rows
         biases = ExpertBias.of(layer.biases[0] if layer.is_stack else layer.biases) if layer.biases else None

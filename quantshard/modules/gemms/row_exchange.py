@@ -1,7 +1,7 @@
 """Exchange of rows with the ranks of their experts, before or after a product of experts.
 
 Rows are sent as codes if an expert has one scale for all its rows: the ranks reduce the amaxes of all experts first.
-Other rows are sent in their own dtype.
+On request, rows with scales of their own are sent as codes too. Other rows are sent in their own dtype.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ class ExpertCodes(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """The exchange of rows before or after a product of experts, along a route over several ranks.
+    """The exchange of rows before or after a product of experts, along a route.
 
     `role`: INPUT: the input has the tokens of this rank, which are sent to their experts before the product.
     GRAD_OUTPUT: outputs are sent back after the product, and in backward their gradients to the experts.
+    `as_codes`: whether rows with scales of their own are sent as codes; see `distribute_experts`.
     """
 
     route: TokenRoute | None
     role: TensorRole
+    as_codes: bool = False
 
     def receive(
         self, values: Tensor, role: TensorRole, call: LinearContext, needs_values: bool = False
@@ -59,10 +61,14 @@ class RowExchange(NamedTuple):
         if route is None or role is not self.role:
             return values
         index = route.order // route.choices if role is TensorRole.INPUT else None
-        spec = None if needs_values else _spec_of_codes(call, role)
-        if spec is None:
-            return route.exchange(values / len(route.sent) if index is None else values[index], True)
-        return _exchanged_codes(values / len(route.sent) if index is None else values, index, spec, role, route)
+        values = values / len(route.sent) if index is None else values
+        spec = None if needs_values or len(route.sent) == 1 else _spec_of_codes(call, role)
+        if spec is not None:
+            return _exchanged_codes(values, index, spec, role, route)
+        spec = None if needs_values or not self.as_codes else _spec_of_rows(call, role, values.dtype)
+        if spec is not None:
+            return _rounded_rows(values, index, spec, role, route)
+        return route.exchange(values if index is None else values[index], True)
 
     def send_back(self, values: Tensor, role: TensorRole) -> Tensor:
         """Return the result of the product that reads the operand of this role. A collective call."""
@@ -86,6 +92,30 @@ def _spec_of_codes(call: LinearContext, role: TensorRole) -> QuantSpec | None:
     has_one_scale = copy.block == (ALL, ALL) and copy.codes.encoding.bits == 8 and operands.serves_both(spec, second)
     needs_rows = scaling.history or scaling.stochastic_rounding or scaling.random_hadamard
     return spec if has_one_scale and not needs_rows else None
+
+
+def _spec_of_rows(call: LinearContext, role: TensorRole, dtype: torch.dtype) -> QuantSpec | None:
+    """Return how rows of this role are quantized for their first product if `dtype` represents the result exactly and
+    each row has its own scales; otherwise None."""
+    spec, _ = call.recipe.activations[role]
+    if spec is None or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    copy, scaling = spec.format.copies[Orientation.ROWWISE], spec.scaling
+    has_powers = scaling.power_of_two or copy.scale.encoding.bits == 8
+    fits = copy.block[0] == 1 and copy.amax is None and copy.codes.encoding.bits == 8 and has_powers
+    return spec if fits and not (scaling.stochastic_rounding or scaling.random_hadamard) else None
+
+
+def _rounded_rows(values: Tensor, index: Tensor | None, spec: QuantSpec, role: TensorRole, route: TokenRoute) -> Tensor:
+    """Send the rows `values[index]` as codes and scales, and return the rows that these represent."""
+    copy, parts = spec.format.copies[Orientation.ROWWISE], operands.quantize_operand(values, spec).components
+    if role is TensorRole.GRAD_OUTPUT:
+        # codes saturate, which would hide a gradient that is not finite
+        scales, is_finite = parts[copy.scale.name], values.isfinite().all(1, keepdim=True)
+        parts[copy.scale.name] = scales.masked_fill(~is_finite, torch.nan if scales.is_floating_point() else 255)
+    parts = {name: route.exchange(part if index is None else part[index], True) for name, part in parts.items()}
+    shape = parts[copy.codes.name].shape[0], values.shape[1]
+    return kernel_dispatch.dequantize(copy, parts, shape, dtype=values.dtype)
 
 
 def _exchanged_codes(
