@@ -25,7 +25,7 @@ TABLE = Path(__file__).with_suffix(".json")
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 ATTRIBUTES = {
-    "torch.Tensor": "_version",
+    "torch.Tensor": "_version _post_accumulate_grad_hooks",
     "torch.nn.Module": "_forward_pre_hooks _forward_hooks _parameters _buffers",
     "torch.autograd.Function": "maybe_clear_saved_tensors",
     "torch.autograd.Variable._execution_engine": "queue_callback",

@@ -65,7 +65,7 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 
 def has_gradient_hooks(param: Tensor) -> bool:
     """True if a parameter has hooks on its gradient, or hooks that run after its accumulation."""
-    return has_tensor_hooks(param) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    return has_tensor_hooks(param) or bool(accumulate_grad_hooks(param))
 
 
 def runs_forward_alone(module: nn.Module) -> bool:

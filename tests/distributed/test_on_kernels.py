@@ -83,8 +83,8 @@ def run(cases: list[tuple[type[FusedAdam | Lion], Case]], kernels: bool) -> list
         model.reshard()
         with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
             step(model, optimizer, 2, lambda index, grad: grad)
-        assert bool(optimizer._plan.kernels._plans) == kernels and not (
-            kernels and optimizer._plan.kernels._remaining()
+        assert bool(optimizer._plans[None].kernels._plans) == kernels and not (
+            kernels and optimizer._plans[None].kernels._remaining()
         )
         assert optimizer.skipped_steps == 1
         found.append(bits(model, optimizer))
@@ -113,7 +113,7 @@ def by_muon(axes: dict[str, int], kernels: bool, cases: list[str]) -> list[dict[
         with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
             for number in range(2):
                 muon_case.step(model, optimizer, number)
-        steps = [optimizer._plan.kernels, *(bucket.kernels for bucket in optimizer._plan.buckets)]
+        steps = [optimizer._plans[None].kernels, *(bucket.kernels for bucket in optimizer._plans[None].buckets)]
         assert all(bool(each._plans) == kernels and not (kernels and each._remaining()) for each in steps)
         found.append(bits(model, optimizer))
     return found
@@ -242,7 +242,7 @@ def mixed(late: bool = False) -> dict[str, str]:
             for param, grad in zip(model.parameters(), grads, strict=True):
                 param.decoupled_grad = grad
         optimizer.step()
-        assert bool(optimizer._plan.kernels._remaining()) == (dist.get_rank() == 1)
+        assert bool(optimizer._plans[None].kernels._remaining()) == (dist.get_rank() == 1)
         assert optimizer.skipped_steps == late
     for group in optimizer.param_groups:
         group["skipped_steps"] = 0

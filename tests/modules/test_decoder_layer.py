@@ -260,7 +260,7 @@ def test_checkpointed_mlp_keeps_the_bits_and_less_memory(recipe):
     [
         ({"layer_type": "both"}, "'both'.*encoder, decoder"),
         ({"layer_type": "decoder", "parallel_attention_mlp": True}, "layer_type='decoder' exclude each other"),
-        ({"activation_params": {"limit": 1.0}}, "only 'clamped_swiglu' has some"),
+        ({"activation_params": {"limit": 1.0}}, "only 'clamped_swiglu' has activation_params"),
         ({"softmax_type": "sharp"}, "'sharp'.*learnable"),
         ({"softcap": -1.0}, "must be positive"),
     ],

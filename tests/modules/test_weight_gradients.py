@@ -281,7 +281,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigurationError, match=r"main_grad is torch\.float32 \[3\]; make it float32 \[64, 64\]"):
         forward(module, "current")
     del module.weight.main_grad
-    with pytest.raises(ConfigurationError, match="set it"):
+    with pytest.raises(ConfigurationError, match="set main_grad"):
         forward(module, "current")
     with torch.no_grad():
         forward_only = module(torch.zeros(1, WIDTH, dtype=torch.bfloat16))

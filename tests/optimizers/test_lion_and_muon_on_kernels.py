@@ -67,8 +67,8 @@ BUILDERS: Mapping[str, Callable[..., ElementwiseOptimizer]] = {"lion": lion, "mu
 
 def planned(optimizer: ElementwiseOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
-    kernels = [optimizer._plan.kernels]
-    kernels += [bucket.kernels for bucket in optimizer._plan.buckets] if isinstance(optimizer, Muon) else []
+    kernels = [optimizer._plans[None].kernels]
+    kernels += [bucket.kernels for bucket in optimizer._plans[None].buckets] if isinstance(optimizer, Muon) else []
     assert not any(each._directions or any(item.grad is not None for item in each._work) for each in kernels)
     taken = sum(len(plan.indices) for each in kernels for plan in each._plans)
     assert not taken or not any(each._remaining() for each in kernels)
@@ -164,7 +164,7 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
         param.grad = random(4, 16, seed=2).to(DEVICE)
         with kernels_on(DEVICE):
             optimizer.step()
-        assert bool(optimizer._plan.kernels._plans) == (of is Lion)
+        assert bool(optimizer._plans[None].kernels._plans) == (of is Lion)
         moved.append((before - param.detach()).abs().amax().item())
     assert moved == pytest.approx([0.5, 0.25])
 
@@ -179,7 +179,7 @@ def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
             set_grads(params, number)
             optimizer.step()
             if number == 0:
-                former = optimizer._plan
+                former = optimizer._plans[None]
                 former.buckets[0].kernels._plans[0].launches._captured.append(torch.zeros(1))
                 optimizer.add_param_group(added)
     assert optimizer._captured == [former]
@@ -221,7 +221,7 @@ def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
             set_grads(params, 0)
             optimizer.step()
             assert (
-                len(optimizer._plan.buckets) == 4
+                len(optimizer._plans[None].buckets) == 4
                 and len(starts) == 4 * len(devices)
                 and len(set(starts)) == len(devices)
             )

@@ -100,7 +100,7 @@ def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[st
     """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
     deferred = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
-    is_planned = optimizer._plan is not None and bool(optimizer._plan.kernels._plans)
+    is_planned = None in optimizer._plans and bool(optimizer._plans[None].kernels._plans)
     late = optimizer.skipped_steps if deferred and is_planned else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
@@ -151,9 +151,9 @@ def check(recipe: str, masters: str, moments: str, second: str | None = None, **
     options = {**MASTERS[masters], **dtypes, **options}
     expected, _ = train(recipe, options)
     found, optimizer = train(recipe, options, DEVICE)
-    [planned] = optimizer._plan.kernels._plans
-    assert len(planned.indices) == 8 and not optimizer._plan.kernels._remaining()
-    assert all(item.grad is None for item in optimizer._plan.kernels._work)
+    [planned] = optimizer._plans[None].kernels._plans
+    assert len(planned.indices) == 8 and not optimizer._plans[None].kernels._remaining()
+    assert all(item.grad is None for item in optimizer._plans[None].kernels._work)
     assert not differing(found, expected)
     assert optimizer.skipped_steps == 1
 
@@ -235,7 +235,7 @@ def test_stacks_of_matrices(recipe: str, preset: str | None, kind: Any) -> None:
             for step in range(3):
                 set_grads(params, step)
                 optimizer.step()
-        plan: Any = optimizer._plan
+        plan: Any = optimizer._plans[None]
         kernels = plan.kernels if kind is FusedAdam else plan.buckets[0].kernels
         assert not devices or len(kernels._plans) == 1
         assert params["stack"].shape == (3, 64, 48)
@@ -263,7 +263,7 @@ def test_muons_groups_of_adamw() -> None:
                 optimizer.step()
         results.append(everything(params, optimizer))
         assert optimizer.skipped_steps == 1
-        assert [planned.indices for planned in optimizer._plan.kernels._plans] == [[0, 1, 2, 3]] * len(devices)
+        assert [planned.indices for planned in optimizer._plans[None].kernels._plans] == [[0, 1, 2, 3]] * len(devices)
     assert not differing(*results)
 
 
@@ -290,7 +290,7 @@ def test_decoupled_gradients_of_other_dtypes() -> None:
             with kernels_on(*devices):
                 optimizer.step()
         results.append(everything(params, optimizer))
-        assert optimizer._plan.kernels._remaining() == ([7] if devices else [*range(8)])
+        assert optimizer._plans[None].kernels._remaining() == ([7] if devices else [*range(8)])
     assert not differing(*results)
 
 
@@ -312,7 +312,7 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
                 optimizer.step()
         results.append(everything(params, optimizer))
         assert optimizer.skipped_steps == 1
-        assert [planned.indices for planned in optimizer._plan.kernels._plans] == ([[1]] if devices else [])
+        assert [planned.indices for planned in optimizer._plans[None].kernels._plans] == ([[1]] if devices else [])
     assert not differing(*results)
 
 
@@ -387,7 +387,7 @@ def test_a_plan_that_a_graph_holds_is_kept(plans: list[step_plan.StepLaunchPlan]
             optimizer.step()
             if step == 0:
                 plans[0]._captured.append(torch.zeros(1))
-    assert optimizer._plan.kernels._captured == [plans[0]]
+    assert optimizer._plans[None].kernels._captured == [plans[0]]
 
 
 def test_steps_in_a_row_that_are_skipped_raise() -> None:
