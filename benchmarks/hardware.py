@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness import table_head, table_row
-from quantshard import recipe
 from quantshard.gemm import predictions
+from quantshard.recipe import resolve
 from quantshard.tools.cli.doctor import OK, WRONG, recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def report_row(report: dict[str, Any]) -> list[str]:
     result = f"{states.count(OK)} of {states.count(OK) + len(wrong)} right" if OK in states or wrong else "no kernels"
     result += f"; WRONG: {', '.join(wrong)}" if wrong else ""
     native, emulated = (
-        ", ".join(name for name, path in gemms.items() if path == kind and name != "bf16") or "none"
+        ", ".join(name for name, path in gemms.items() if path == kind and resolve(name).quantized_gemms) or "none"
         for kind in ("native", "emulated")
     )
     return [name, f"{software}, {report['date']}", native, emulated, result]
@@ -92,8 +92,8 @@ def untested_row(hardware: Hardware) -> list[str]:
     """List the recipes with native GEMMs on this hardware, marking GEMMs that have never run anywhere."""
     native, unconfirmed, emulated = [], [], []
     for name in recipe_names():
-        cell = recipe.resolve(name).weight
-        if cell is None:
+        cell = resolve(name).weight
+        if cell is None or not resolve(name).quantized_gemms:
             continue
         gemms = [p for p in predictions.products_of(cell) if hardware.capability and p.is_of(hardware.capability)]
         (emulated if not gemms else native if any(p.seen for p in gemms) else unconfirmed).append(name)

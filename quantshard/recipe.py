@@ -72,6 +72,11 @@ def _table(
     }
 
 
+def _weights_only(weight: QuantSpec) -> Table:
+    """The table of quantization-aware training for serving: inputs and gradients, hence all GEMMs, in high precision."""
+    return {(TensorRole.WEIGHT, Gemm.FPROP): weight, (TensorRole.WEIGHT, Gemm.DGRAD): weight}
+
+
 _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 
 
@@ -288,6 +293,45 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
+@dataclass(frozen=True)
+class Float8Weights(Recipe):
+    """Weights in FP8 with a scale per 128x128 elements, in the layout of DeepSeek-V3 and Qwen3-FP8. GEMMs are in BF16.
+
+    Scales are any float32 numbers, as in those checkpoints. With `use_f32_scales=False` they are powers of two, as
+    DeepSeek-V3.1 and engines on Blackwell GPUs need them.
+    """
+
+    use_f32_scales: bool = True
+
+    name = "fp8-weights"
+
+    @cached_property
+    def table(self) -> Table:
+        return _weights_only(QuantSpec(formats.FP8_128X128, Scaling(power_of_two=not self.use_f32_scales)))
+
+
+@dataclass(frozen=True)
+class MXFP8Weights(Recipe):
+    """Weights in MXFP8 with 1x32 blocks, as engines store them. GEMMs are in BF16."""
+
+    name = "mxfp8-weights"
+
+    @cached_property
+    def table(self) -> Table:
+        return _weights_only(QuantSpec(formats.MXFP8_1X32))
+
+
+@dataclass(frozen=True)
+class NVFP4Weights(Recipe):
+    """Weights in NVFP4 with 1x16 blocks, as engines store them. GEMMs are in BF16."""
+
+    name = "nvfp4-weights"
+
+    @cached_property
+    def table(self) -> Table:
+        return _weights_only(QuantSpec(formats.NVFP4_1X16))
+
+
 NAMES: dict[str, type[Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
@@ -297,6 +341,9 @@ NAMES: dict[str, type[Recipe]] = {
     "rowwise": Float8RowwiseScaling,
     "mxfp8": MXFP8BlockScaling,
     "nvfp4": NVFP4BlockScaling,
+    "fp8-weights": Float8Weights,
+    "mxfp8-weights": MXFP8Weights,
+    "nvfp4-weights": NVFP4Weights,
     "bf16": HighPrecision,
 }
 """Recipe classes by name."""

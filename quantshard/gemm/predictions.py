@@ -28,14 +28,14 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         names.append("no kernels")
     if stored is None:
         return (*names, "quantized each forward") if spec is not None else ()
-    fmt = stored.spec.format
-    if not fmt.serves_columns:
+    fmt, gemms = stored.spec.format, frozenset(Gemm) if recipe is None else recipe.quantized_gemms
+    if not fmt.serves_columns and Gemm.DGRAD in gemms:
         names.append("dgrad dequantizes")
     # FSDP2's shards are gathered before a GEMM, so only cuts by tensor parallelism matter
     is_operand = stored.gathered or stored.mesh is not None
     blocks = zip(stored.shard.origin, fmt.copies[Orientation.ROWWISE].block, strict=True)
     starts_on_blocks = all(cover == ALL or start % cover == 0 for start, cover in blocks)
-    if is_operand and "emulated" not in names and not starts_on_blocks:
+    if is_operand and gemms and "emulated" not in names and not starts_on_blocks:
         names.append("cut blocks")
     if stored.gathered and not stored.has(Orientation.ROWWISE):
         names.append("extra gather")
@@ -46,6 +46,8 @@ def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | Non
     """How a weight's GEMMs run on a device, with `recipe` all of them: ("native" or "emulated", reason)."""
     if spec is None:
         return "native", "high precision"
+    if recipe is not None and recipe.table and not recipe.quantized_gemms:
+        return "native", "high precision, on dequantized weights"
     product = f"{spec.format.copies[Orientation.ROWWISE].codes.encoding.name} matrix product"
     capability = hardware.capability_of(device)
     if capability is None:

@@ -41,8 +41,10 @@ MXFP4_RECIPE = TableRecipe(
     },
 )
 """Of formats that no named recipe uses."""
-OTHERS: dict[str, str | Recipe] = {"mxfp4": MXFP4_RECIPE}
-"""Recipes of a user's, by which a `Case` may be built."""
+OF_WEIGHTS = ("fp8-weights", "mxfp8-weights", "nvfp4-weights")
+"""Recipes that quantize weights only."""
+OTHERS: dict[str, str | Recipe] = {"mxfp4": MXFP4_RECIPE, **{name: name for name in OF_WEIGHTS}}
+"""Recipes by which a `Case` may be built, and which the large tables leave out."""
 
 MESHES = {
     "FSDP2 x1": (1,),

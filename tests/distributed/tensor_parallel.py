@@ -19,7 +19,7 @@ import quantshard as qs
 from quantshard import private_torch
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.distributed import pool
-from tests.distributed.models import RECIPES, sha
+from tests.distributed.models import OTHERS, RECIPES, sha
 
 SEQUENCE, BATCH, HIDDEN, FFN, HEADS = 8, 4, 80, 112, 4
 """Tensor parallelism must divide features, heads and rows; blocks of 32 and 128 are cut all the same."""
@@ -81,7 +81,7 @@ class Case:
 
 
 def recipe_of(case: Case) -> Any:
-    return "bf16" if case.recipe == "bf16" else RECIPES[case.recipe]
+    return {"bf16": "bf16", **RECIPES, **OTHERS}[case.recipe]
 
 
 def build(case: Case, mesh: DeviceMesh | None, seed: int = 3) -> nn.Module:

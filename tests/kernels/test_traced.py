@@ -32,6 +32,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from quantshard.tensor import observation
 from tests.covering import exhaustive
+from tests.distributed.models import OF_WEIGHTS
 from tests.distributed.models import RECIPES as BY_RECIPE
 from tests.modules.test_reduce_overhead import HeldParts, Pair, assert_same, cut_as_on_a_gpu
 from tests.modules.test_reduce_overhead import trained as steps
@@ -108,9 +109,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "recipe", "backend"),
     exhaustive(
-        product(MODULES, RECIPES, ("aot_eager", "inductor")),
+        product(MODULES, (*RECIPES, *OF_WEIGHTS), ("aot_eager", "inductor")),
         [
             *[("linear", recipe, "aot_eager") for recipe in ("block", "nvfp4", "delayed")],
+            ("mlp", "nvfp4-weights", "aot_eager"),
             ("mlp", "current", "aot_eager"),
             ("linear", "current", "inductor"),
             ("mlp", "delayed", "inductor"),

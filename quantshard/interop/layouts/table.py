@@ -171,11 +171,15 @@ def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
     return Verdict(EXACT, " and ".join(["where " + conditions[0], *conditions[1:]]) if conditions else "")
 
 
-def recipe_of(layout: Layout) -> str | None:
-    """Return a recipe with weights that can be copied from a layout, or None."""
+def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
+    """Return a recipe with weights that can be copied from a layout, or None.
+
+    `as_it_is`: from any file of the layout; otherwise from our exports, for a recipe that also quantizes activations.
+    """
     candidates = []
     for name in NAMES:
-        spec = resolve(name).weight
+        recipe = resolve(name)
+        spec = recipe.weight
         if layout.is_plain or spec is None or spec.scaling.history:
             # delayed scaling stores the same weights as another recipe
             continue
@@ -183,7 +187,8 @@ def recipe_of(layout: Layout) -> str | None:
         if verdict.kind == EXACT:
             block = spec.format.copies[Orientation.ROWWISE].block
             area = math.prod(math.inf if size == ALL else size for size in block)
-            candidates.append((bool(verdict.why), block != layout.block, area, name))
+            preference = not (as_it_is or recipe.quantized_gemms)
+            candidates.append((preference, bool(verdict.why), block != layout.block, area, name))
     return min(candidates)[-1] if candidates else None
 
 

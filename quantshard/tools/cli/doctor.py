@@ -84,6 +84,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], bool] | Non
         recipe = recipes.resolve(name)
         if recipe.weight is not None:
             yield f"{name}: quantize", partial(is_quantized_right, recipe, device) if has_kernels else None
+        if recipe.quantized_gemms:
             yield f"{name}: GEMMs", partial(is_multiplied_right, recipe, device)
         yield f"{name}: optimizer step", partial(is_stepped_right, recipe, device) if has_kernels else None
 
@@ -189,7 +190,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     no_kernels = why_no_kernels(device)
     triton = import_module("triton").__version__ if find_spec("triton") else None
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    paths = {name: predictions.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
+    named = {name: recipes.resolve(name) for name in recipe_names()}
+    paths = {name: predictions.gemm_path(recipe.weight, device, recipe) for name, recipe in named.items()}
     return {
         "version": VERSION,
         "quantshard": __version__,

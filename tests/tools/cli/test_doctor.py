@@ -10,6 +10,7 @@ import torch
 from benchmarks import hardware
 from quantshard import kernel_dispatch, kernels
 from quantshard.gemm import backend
+from quantshard.recipe import resolve
 from quantshard.tools import cli
 from quantshard.tools.cli import doctor
 from tests.interpreter import prepared_once
@@ -57,7 +58,8 @@ def test_a_cpu_without_kernels(monkeypatch, capsys):
     assert (
         states(report)["current: quantize"] == states(report)["bf16: optimizer step"] == ("not here", "needs kernels")
     )
-    assert all(states(report)[f"{name}: GEMMs"] == ("ok", "") for name in doctor.recipe_names() if name != "bf16")
+    for name in doctor.recipe_names():
+        assert states(report).get(f"{name}: GEMMs") == (("ok", "") if resolve(name).quantized_gemms else None)
     assert report["recipes"]["nvfp4"] == "emulated" and "E2M1" in report["reasons"]["nvfp4"]
     chapter = section("docs/command-line.md#quantshard-doctor")
     keys = [*report, *report["device"], *report["collectives"], *report["kernels"], *report["checks"][0]]
@@ -165,4 +167,7 @@ def test_the_table_is_put_between_the_marks():
 
 
 def test_names_of_recipes():
-    assert doctor.recipe_names() == ["delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16"]
+    assert doctor.recipe_names() == [
+        "delayed", "current", "block", "rowwise", "mxfp8", "nvfp4",
+        "fp8-weights", "mxfp8-weights", "nvfp4-weights", "bf16",
+    ]  # fmt: skip
