@@ -73,7 +73,7 @@ def _table(
 
 
 def _weights_only(weight: QuantSpec) -> Table:
-    """The table of quantization-aware training for serving: inputs and gradients, hence all GEMMs, in high precision."""
+    """A table for quantization-aware training: activations, and so all GEMMs, are in high precision."""
     return {(TensorRole.WEIGHT, Gemm.FPROP): weight, (TensorRole.WEIGHT, Gemm.DGRAD): weight}
 
 

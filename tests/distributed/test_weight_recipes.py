@@ -41,7 +41,13 @@ def sent_and_stored(names: tuple[str, ...]) -> list[tuple[int, int, tuple[str, .
         model = build(case)
         report = qs.explain(model, recipe=recipe_of(case), strict=True)
         storage = components.storage_of(model[0].weight)
-        found.append((report.rows[0].forward_gather_bytes, sum(part.nbytes for part in storage.components.values()), report.fallbacks))
+        found.append(
+            (
+                report.rows[0].forward_gather_bytes,
+                sum(part.nbytes for part in storage.components.values()),
+                report.fallbacks,
+            )
+        )
     return found
 
 

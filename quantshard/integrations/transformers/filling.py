@@ -96,14 +96,14 @@ class WeightToFill:
         spec = self.storage.spec
         verdict = table.import_verdict(spec.of_matrix, layout)
         if verdict.kind != EXACT:
-            raise CheckpointError(f"it cannot be copied into {spec}: {verdict.why}")
+            raise CheckpointError(f"it cannot be copied into {spec}: {verdict.why}; {table.advice(layout)}")
         self._leave_meta(codes.device)
         storage, scale = self.storage, spec.format.copies[Orientation.ROWWISE].scale
         try:
             resident = storage.shard.resident(scale)
             grid = conversion.our_grid(scales, layout, spec.format, resident, storage.shard.global_shape[1])
         except InexactConversionError as error:
-            raise CheckpointError(f"it cannot be copied into {spec}: {error}") from None
+            raise CheckpointError(f"it cannot be copied into {spec}: {error}; {table.advice(layout)}") from None
         values = {Role.CODES: codes.view(torch.uint8), Role.SCALE: grid}
         if amaxes is not None:
             values[Role.AMAX] = amaxes

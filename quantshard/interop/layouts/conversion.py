@@ -4,7 +4,9 @@ An external weight consists of rows of one of our weights in some order (a fused
 scale of the block that contains it, and a block that contains several must find the same scale in all of them.
 """
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -133,24 +135,31 @@ def _largest(fmt: Format) -> Tensor:
 
 
 def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
-    """Return a weight's second scale, float32: amax / (6 * 448), or its inverse if `divides`; 1 for an amax of 0."""
-    scale = _largest(fmt) / amax.float() if divides else amax.float() / _largest(fmt)
+    """Return the float32 second scale of a weight with this amax: amax / (6 * 448), or its inverse if `divides`.
+
+    It is rounded as compressed-tensors rounds it. An amax of 0, with all-zero codes, gives 1.
+    """
+    scale = amax.float().reciprocal() * _largest(fmt) if divides else amax.float() / _largest(fmt)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
 def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None) -> Tensor:
-    """Return the amax, float32 [1, 1], that has this second scale.
+    """Return an amax, float32 [1, 1], that has this second scale, or the nearest one.
 
-    `noted`: the recorded amax, as `float.hex` writes it. Without it, or if it does not match, the nearest float32.
+    `noted`: the recorded amax, as `float.hex` writes it. It is used if it has this second scale but for its rounding.
     """
     scale = second.float().reshape(())
-    try:
-        amax = None if noted is None else torch.tensor(float.fromhex(noted), dtype=torch.float32, device="cpu")
-    except (ValueError, OverflowError):  # a damaged entry
-        amax = None
-    if amax is not None and torch.equal(second_scale(amax, fmt, divides), scale):
-        return amax.view(1, 1)
-    return (_largest(fmt) / scale if divides else scale * _largest(fmt)).view(1, 1)
+    # a damaged entry is ignored
+    with suppress(ValueError, OverflowError):
+        if noted is not None:
+            amax = torch.tensor(float.fromhex(noted), dtype=torch.float32, device="cpu")
+            if torch.isclose(second_scale(amax, fmt, divides), scale, rtol=2**-22, atol=0):
+                return amax.view(1, 1)
+    nearest = _largest(fmt) / scale if divides else scale * _largest(fmt)
+    # a scale that was computed from an amax is restored by the quotient or by a neighbor of it
+    neighbors = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (0, math.inf))
+    exact = (amax for amax in (nearest, *neighbors) if torch.equal(second_scale(amax, fmt, divides), scale))
+    return next(exact, nearest).view(1, 1)
 
 
 def our_grid(

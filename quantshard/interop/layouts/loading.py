@@ -23,7 +23,7 @@ from quantshard.formats import Orientation, Role
 from quantshard.interop.layouts import conversion, experts, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import SafetensorsFiles
-from quantshard.interop.layouts.names import Names, default_names
+from quantshard.interop.layouts.names import IDENTITY, Names, default_names
 from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.sharding import ceil_div
@@ -100,10 +100,10 @@ def load(
 
 @dataclass
 class _ParameterSlices:
-    """A parameter and the location of its rows: external name -> runs of rows."""
+    """A parameter or buffer and the location of its rows: external name -> runs of rows."""
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     pieces: dict[str, list[RowRun]]
     is_stored_quantized: bool
     grid: Tensor | None = None
@@ -146,6 +146,10 @@ class _LayoutLoader:
         params = dict(model.named_parameters())
         name_map = names or _names(model, params)
         self.items = [self._item(name, param, name_map) for name, param in params.items()]
+        for name, buffer in model.named_buffers():
+            # such as the biases of a router; scales of quantized weights have been taken
+            if name in self.files and name not in self.taken and buffer.is_floating_point() and buffer.ndim:
+                self.items.append(self._item(name, buffer, IDENTITY))
         unknown = sorted(n for n in self.files.tensors if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
@@ -154,7 +158,7 @@ class _LayoutLoader:
                 f"{path}: the model lacks {len(unknown)} tensors (first: {unknown[0]}); pass names= (--names)"
             )
 
-    def _item(self, name: str, param: nn.Parameter, names: Names) -> _ParameterSlices:
+    def _item(self, name: str, param: Tensor, names: Names) -> _ParameterSlices:
         if param.is_meta:
             raise CheckpointError(f"{name} is on the meta device; call reset_parameters() on the modules first")
         pieces = names.theirs(name, _matrix(param)[0], heads_of(self.config))
@@ -170,7 +174,7 @@ class _LayoutLoader:
         uses_embedding = name == f"{HEAD}.weight" and name not in self.files and self.tied
         return "model.embed_tokens.weight" if uses_embedding else name
 
-    def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
+    def _check(self, ours: str, param: Tensor, theirs: str, runs: list[RowRun]) -> bool:
         """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
         rows, layout = sum(run.length for run in runs), self.layout
         expected: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *_matrix(param)[1:]))}
@@ -203,7 +207,7 @@ class _LayoutLoader:
             if not lossy:
                 raise CheckpointError(
                     f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; use a matching recipe, or pass lossy=True (--lossy)"
+                    f"{why}; {table.advice(self.layout)}, or pass lossy=True (--lossy)"
                 )
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
@@ -401,7 +405,7 @@ def _names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Names:
     return experts.FileNames({}, files=rows)
 
 
-def _matrix(param: nn.Parameter) -> tuple[int, ...]:
+def _matrix(param: Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter; a quantized stack of experts counts as one matrix."""
     shape = tuple(param.shape)
     return shape if components.quantized_local(param) is None else experts.matrix_shape(shape)

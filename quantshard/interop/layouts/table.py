@@ -192,6 +192,12 @@ def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
     return min(candidates)[-1] if candidates else None
 
 
+def advice(layout: Layout | None) -> str:
+    """Return what to do about weights of a layout that cannot be copied into a model."""
+    name = None if layout is None else recipe_of(layout, as_it_is=True)
+    return "use another recipe" if name is None else f"use recipe {name!r}"
+
+
 def refines(theirs: int, ours: int) -> bool:
     """Return whether external blocks each lie inside one of our blocks, along one dim."""
     return theirs == ours or (theirs < ours and (ours == ALL or ours % theirs == 0))
