@@ -82,7 +82,8 @@ def report_row(report: dict[str, Any]) -> list[str]:
     result = f"{states.count(OK)} of {states.count(OK) + len(wrong)} right" if OK in states or wrong else "no kernels"
     result += f"; WRONG: {', '.join(wrong)}" if wrong else ""
     native, emulated = (
-        ", ".join(name for name, path in gemms.items() if path == kind and resolve(name).quantized_gemms) or "none"
+        ", ".join(name for name, path in gemms.items() if path == kind and predictions.quantized_gemms(resolve(name)))
+        or "none"
         for kind in ("native", "emulated")
     )
     return [name, f"{software}, {report['date']}", native, emulated, result]
@@ -93,7 +94,7 @@ def untested_row(hardware: Hardware) -> list[str]:
     native, unconfirmed, emulated = [], [], []
     for name in recipe_names():
         cell = resolve(name).weight
-        if cell is None or not resolve(name).quantized_gemms:
+        if cell is None or not predictions.quantized_gemms(resolve(name)):
             continue
         gemms = [p for p in predictions.products_of(cell) if hardware.capability and p.is_of(hardware.capability)]
         (emulated if not gemms else native if any(p.seen for p in gemms) else unconfirmed).append(name)

@@ -16,15 +16,17 @@ The named recipes have the numerics and argument names of TransformerEngine (its
 the operands of some GEMMs from another recipe, and `TableRecipe` accepts any table.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import torch
 
 from quantshard import formats
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
+from quantshard.recipe_table import OPERANDS
 from quantshard.recipe_table import Gemm as Gemm
 from quantshard.recipe_table import QuantSpec as QuantSpec
 from quantshard.recipe_table import Recipe as Recipe
@@ -59,22 +61,10 @@ class MMParams:
     use_split_accumulator: bool = True
 
 
-def _table(
-    weight: QuantSpec, input_fprop: QuantSpec, input_wgrad: QuantSpec, grad_dgrad: QuantSpec, grad_wgrad: QuantSpec
-) -> Table:
-    return {
-        (TensorRole.WEIGHT, Gemm.FPROP): weight,
-        (TensorRole.WEIGHT, Gemm.DGRAD): weight,
-        (TensorRole.INPUT, Gemm.FPROP): input_fprop,
-        (TensorRole.INPUT, Gemm.WGRAD): input_wgrad,
-        (TensorRole.GRAD_OUTPUT, Gemm.DGRAD): grad_dgrad,
-        (TensorRole.GRAD_OUTPUT, Gemm.WGRAD): grad_wgrad,
-    }
-
-
-def _weights_only(weight: QuantSpec) -> Table:
-    """A table for quantization-aware training: activations, and so all GEMMs, are in high precision."""
-    return {(TensorRole.WEIGHT, Gemm.FPROP): weight, (TensorRole.WEIGHT, Gemm.DGRAD): weight}
+def _table(weight: QuantSpec, *activations: QuantSpec) -> Table:
+    """A table of all operands, or of weights only. `activations`: the input for fprop and wgrad, then the gradient."""
+    operands = [(role, gemm) for role in TensorRole for gemm in Gemm if role in OPERANDS[gemm]]
+    return dict(zip(operands, (weight, weight, *activations), strict=False))
 
 
 _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
@@ -293,46 +283,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@dataclass(frozen=True)
-class Float8Weights(Recipe):
-    """Weights in FP8 with a scale per 128x128 elements, in the layout of DeepSeek-V3 and Qwen3-FP8. GEMMs are in BF16.
-
-    Scales are any float32 numbers, as in those checkpoints. With `use_f32_scales=False` they are powers of two, as
-    DeepSeek-V3.1 and engines on Blackwell GPUs need them.
-    """
-
-    use_f32_scales: bool = True
-
-    name = "fp8-weights"
-
-    @cached_property
-    def table(self) -> Table:
-        return _weights_only(QuantSpec(formats.FP8_128X128, Scaling(power_of_two=not self.use_f32_scales)))
-
-
-@dataclass(frozen=True)
-class MXFP8Weights(Recipe):
-    """Weights in MXFP8 with 1x32 blocks, as engines store them. GEMMs are in BF16."""
-
-    name = "mxfp8-weights"
-
-    @cached_property
-    def table(self) -> Table:
-        return _weights_only(QuantSpec(formats.MXFP8_1X32))
-
-
-@dataclass(frozen=True)
-class NVFP4Weights(Recipe):
-    """Weights in NVFP4 with 1x16 blocks, as engines store them. GEMMs are in BF16."""
-
-    name = "nvfp4-weights"
-
-    @cached_property
-    def table(self) -> Table:
-        return _weights_only(QuantSpec(formats.NVFP4_1X16))
-
-
-NAMES: dict[str, type[Recipe]] = {
+NAMES: dict[str, Callable[[], Recipe]] = {
     "delayed": DelayedScaling,
     "current": Float8CurrentScaling,
     "tensorwise": Float8CurrentScaling,
@@ -341,12 +292,13 @@ NAMES: dict[str, type[Recipe]] = {
     "rowwise": Float8RowwiseScaling,
     "mxfp8": MXFP8BlockScaling,
     "nvfp4": NVFP4BlockScaling,
-    "fp8-weights": Float8Weights,
-    "mxfp8-weights": MXFP8Weights,
-    "nvfp4-weights": NVFP4Weights,
+    # for quantization-aware training: weights as engines store them
+    "fp8-weights": partial(TableRecipe, "fp8-weights", _table(QuantSpec(formats.FP8_128X128))),
+    "mxfp8-weights": partial(TableRecipe, "mxfp8-weights", _table(QuantSpec(formats.MXFP8_1X32))),
+    "nvfp4-weights": partial(TableRecipe, "nvfp4-weights", _table(QuantSpec(formats.NVFP4_1X16))),
     "bf16": HighPrecision,
 }
-"""Recipe classes by name."""
+"""Recipes by name; most are classes."""
 
 AUTO = "auto"
 CHOICES = (AUTO, *NAMES)

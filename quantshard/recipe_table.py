@@ -134,11 +134,6 @@ class Recipe:
         return {role: (entry((role, gemm)), entry((role, Gemm.WGRAD))) for role, gemm in first.items()}
 
     @cached_property
-    def quantized_gemms(self) -> frozenset[Gemm]:
-        """GEMMs of two quantized operands. The others run in high precision, on dequantized values."""
-        return frozenset(gemm for gemm, roles in OPERANDS.items() if all((role, gemm) in self.table for role in roles))
-
-    @cached_property
     def histories(self) -> Mapping[TensorRole, int]:
         """Lengths of the amax histories for inputs and output gradients. Roles without a history are left out."""
         lengths = {

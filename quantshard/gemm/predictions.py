@@ -28,7 +28,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
         names.append("no kernels")
     if stored is None:
         return (*names, "quantized each forward") if spec is not None else ()
-    fmt, gemms = stored.spec.format, frozenset(Gemm) if recipe is None else recipe.quantized_gemms
+    fmt, gemms = stored.spec.format, tuple(Gemm) if recipe is None else quantized_gemms(recipe)
     if not fmt.serves_columns and Gemm.DGRAD in gemms:
         names.append("dgrad dequantizes")
     # FSDP2's shards are gathered before a GEMM, so only cuts by tensor parallelism matter
@@ -42,11 +42,16 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     return tuple(names)
 
 
+def quantized_gemms(recipe: Recipe) -> tuple[Gemm, ...]:
+    """GEMMs of two quantized operands. The others run in high precision, on dequantized values."""
+    return tuple(gemm for gemm, roles in OPERANDS.items() if all((role, gemm) in recipe.table for role in roles))
+
+
 def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
     """How a weight's GEMMs run on a device, with `recipe` all of them: ("native" or "emulated", reason)."""
     if spec is None:
         return "native", "high precision"
-    if recipe is not None and recipe.table and not recipe.quantized_gemms:
+    if recipe is not None and recipe.table and not quantized_gemms(recipe):
         return "native", "high precision, on dequantized weights"
     product = f"{spec.format.copies[Orientation.ROWWISE].codes.encoding.name} matrix product"
     capability = hardware.capability_of(device)

@@ -19,6 +19,7 @@ import torch
 
 from quantshard.errors import CheckpointError, ConfigurationError, meant, shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Encoding, Format, Orientation, Scaling
+from quantshard.gemm.predictions import quantized_gemms
 from quantshard.recipe import NAMES, QuantSpec, resolve
 from quantshard.recipe_table import format_of_tag
 
@@ -187,7 +188,7 @@ def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
         if verdict.kind == EXACT:
             block = spec.format.copies[Orientation.ROWWISE].block
             area = math.prod(math.inf if size == ALL else size for size in block)
-            preference = not (as_it_is or recipe.quantized_gemms)
+            preference = not (as_it_is or quantized_gemms(recipe))
             candidates.append((preference, bool(verdict.why), block != layout.block, area, name))
     return min(candidates)[-1] if candidates else None
 

@@ -84,7 +84,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, Callable[[], bool] | Non
         recipe = recipes.resolve(name)
         if recipe.weight is not None:
             yield f"{name}: quantize", partial(is_quantized_right, recipe, device) if has_kernels else None
-        if recipe.quantized_gemms:
+        if predictions.quantized_gemms(recipe):
             yield f"{name}: GEMMs", partial(is_multiplied_right, recipe, device)
         yield f"{name}: optimizer step", partial(is_stepped_right, recipe, device) if has_kernels else None
 

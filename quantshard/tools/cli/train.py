@@ -68,9 +68,7 @@ def train(
             min=1, metavar="N", help="number of processes. Default: that of the mesh or FILE, one per GPU, or 1"
         ),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags take precedence")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML settings; flags take precedence")] = None,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="resume DIR if it exists", show_default=False)
     ] = False,

@@ -216,9 +216,9 @@ def test_predicates_tell_recipes_apart() -> None:
         "rowwise": [],
         "mxfp8": ["mxfp8"],
         "nvfp4": ["nvfp4"],
-        "fp8-weights": [],
-        "mxfp8-weights": [],
-        "nvfp4-weights": [],
+        "fp8-weights": ["custom"],
+        "mxfp8-weights": ["custom"],
+        "nvfp4-weights": ["custom"],
         "bf16": [],
     }
     assert [name for name in recipe.NAMES if recipe.resolve(name).float8_per_tensor_scaling()] == [

@@ -101,12 +101,12 @@ def test_other_blocks_need_lossy(saved, tmp_path):
         assert (own[name] - value).abs().max() <= value.abs().max() / 16
 
 
-def test_blocks_that_the_recipe_does_not_have_are_not_said_to_be_its_own(saved, tmp_path):
-    """Files of MXFP8 have scales of 1x32, of which a model of that recipe has one for 32: no other recipe helps."""
+def test_the_error_names_the_recipe_of_the_blocks(saved, tmp_path):
+    """Files of MXFP8 have scales of 1x32, of which a model of that recipe has one for 32."""
     _, checkpoint = saved("nvfp4")
     export(checkpoint, "compressed-tensors-mxfp8", tmp_path / "out", config=models.CONFIG, lossy=True)
     for recipe in ("mxfp8", "nvfp4"):
-        with pytest.raises(CheckpointError, match=r"; use a matching recipe, or pass lossy=True \(--lossy\)$"):
+        with pytest.raises(CheckpointError, match=r"; use recipe 'mxfp8-weights', or pass lossy=True \(--lossy\)$"):
             load(tmp_path / "out", models.build(recipe))
 
 

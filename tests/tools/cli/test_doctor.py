@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import hardware
 from quantshard import kernel_dispatch, kernels
-from quantshard.gemm import backend
+from quantshard.gemm import backend, predictions
 from quantshard.recipe import resolve
 from quantshard.tools import cli
 from quantshard.tools.cli import doctor
@@ -59,7 +59,9 @@ def test_a_cpu_without_kernels(monkeypatch, capsys):
         states(report)["current: quantize"] == states(report)["bf16: optimizer step"] == ("not here", "needs kernels")
     )
     for name in doctor.recipe_names():
-        assert states(report).get(f"{name}: GEMMs") == (("ok", "") if resolve(name).quantized_gemms else None)
+        assert states(report).get(f"{name}: GEMMs") == (
+            ("ok", "") if predictions.quantized_gemms(resolve(name)) else None
+        )
     assert report["recipes"]["nvfp4"] == "emulated" and "E2M1" in report["reasons"]["nvfp4"]
     chapter = section("docs/command-line.md#quantshard-doctor")
     keys = [*report, *report["device"], *report["collectives"], *report["kernels"], *report["checks"][0]]
