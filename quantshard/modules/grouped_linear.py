@@ -19,6 +19,7 @@ from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import ALL, E4M3, E5M2, Orientation
+from quantshard.gemm import predictions
 from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
@@ -172,10 +173,9 @@ class GroupedLinear(QuantizedModule):
         if layer is not None:
             return grouped.grouped_linear(tokens, layer)
         if isinstance(splits, Tensor):
-            plain = self._plain_together(tokens)
+            plain = self._plain_together(tokens, splits)
             if plain is not None:
-                wgrads = self._weight_gradients(self._weight_names, plain[0])
-                return grouped.plain_grouped_linear(tokens, splits, *plain, wgrads)
+                return grouped.plain_grouped_linear(tokens, plain)
             splits = counts_on_host(splits, self.label(self._weight_names[0]))
             splits = self._fitting_splits(splits, tokens.shape[0])
         outputs = [
@@ -223,16 +223,23 @@ class GroupedLinear(QuantizedModule):
         added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
         return [bias for bias in added if bias is not None]
 
-    def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return high-precision weights and biases if PyTorch can multiply all at once, otherwise None."""
+    def _plain_together(self, tokens: Tensor, splits: Tensor) -> grouped.PlainExperts | None:
+        """Return all experts as one layer if PyTorch can multiply their values at once, otherwise None."""
         if self.tp_size > 1:
             return None
         parameters = private_torch.registered_parameters(self, self._weight_names)
         weights: list[Tensor] = [weight for weight in parameters if weight is not None]
+        is_quantized = isinstance(weights[0], QuantizedTensor)
+        call = recompute.linear_context((id(self), ("experts",)), is_quantized, self.training)
+        if predictions.quantized_gemms(call.recipe) or bool(call.recipe.table) is not is_quantized:
+            return None
         if not grouped.multiplies_plain(tokens, weights):
             return None
-        call = recompute.linear_context((id(self), ("experts",)), False, self.training)
-        return None if call.recipe.table else (weights, self._added_biases())
+        if is_quantized:
+            for name, weight in zip(self._weight_names, self._locals(self._weight_names), strict=True):
+                self._check_weight(name, weight, call, tokens.device)
+        wgrads = self._weight_gradients(self._weight_names, weights)
+        return grouped.PlainExperts(weights, self._added_biases(), splits, wgrads=wgrads)
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
@@ -360,7 +367,7 @@ def block_together(recipe: Recipe) -> int | None:
 
 def joint_fallbacks(recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
     """Return the names in `limits.FALLBACKS` that a recipe causes for several experts."""
-    if recipe is None or not recipe.table or not kernel_dispatch.kernels_on(device):
+    if recipe is None or not predictions.quantized_gemms(recipe) or not kernel_dispatch.kernels_on(device):
         return ()
     return ("one expert at a time",) if block_together(recipe) is None else ()
 

@@ -90,6 +90,9 @@ class StackedExperts(QuantizedModule):
         layer = self._grouped_layer(name, weight, bias_value, x, counts, call, exchange)
         if layer is not None:
             return grouped.grouped_linear(x, layer)
+        if exchange.route is None and self._multiplies_values(x, weight, call):
+            biases = [] if bias_value is None else [bias_value]
+            return grouped.plain_grouped_linear(x, grouped.PlainExperts([weight], biases, counts, self.is_transposed))
         if isinstance(counts, Tensor):
             counts = grouped_linear.counts_on_host(counts, self.label(name))
         group = None if self.tp_mesh is None else self.tp_mesh.get_group()
@@ -97,6 +100,13 @@ class StackedExperts(QuantizedModule):
             weight, bias_value, counts, self.is_transposed, call, group, self.gemm_plans, call.record, exchange
         )
         return stacked.stacked_linear(x, stack)
+
+    def _multiplies_values(self, x: Tensor, weight: QuantizedTensor, call: LinearContext) -> bool:
+        """Return whether one product in high precision multiplies all experts, as the recipe asks for."""
+        is_asked = bool(call.recipe.table) and not predictions.quantized_gemms(call.recipe)
+        return (
+            is_asked and len(x) > 0 and kernel_dispatch.has_float_kernels(x) and grouped.multiplies_plain(x, [weight])
+        )
 
     def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
         storage, spec = weight.quantized_storage, call.recipe.weight

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import quantshard as qs
 from quantshard.interop.conversion import experts
@@ -133,6 +134,38 @@ def test_in_kernels(recipe: str, is_transposed: bool, kernels_on_cpu: None, laun
     names = [name for name, _ in launches]
     weights = "weights_kernel" if recipe == "current" else "weights_by_blocks_kernel"
     assert names.count("rows_kernel") == 8 and names.count(weights) == 4
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "is_transposed"), [("fp8-weights", True), ("mxfp8-weights", False), ("nvfp4-weights", False)]
+)
+def test_recipes_of_weights_multiply_all_experts_at_once(
+    recipe: str, is_transposed: bool, is_list: bool, kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In BF16, without waiting for counts; products of single experts sum in another order, so to BF16's rounding."""
+    products: list[Tensor] = []
+    real = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *given, **options: products.append(y := real(*given, **options)) or y)
+    stack, single = both(recipe, is_transposed, (OUT, IN))
+    counts = [7, 0, 30]
+    x, dy = draw(2, sum(counts), IN), draw(9, sum(counts), OUT)
+    found = []
+    for module in (stack, single):
+        a = x.clone().requires_grad_()
+        with qs.autocast(recipe=recipe, strict=True):
+            rows = counts if is_list else torch.tensor(counts)
+            y = module(a, rows) if module is single else stack.multiply("gate_up_proj", a, rows, "gate_up_proj_bias")
+        y.backward(dy)
+        found.append([y.detach(), a.grad])
+    weights = torch.stack([getattr(single, f"weight{index}").grad for index in range(EXPERTS)])
+    biases = torch.stack([getattr(single, f"bias{index}").grad for index in range(EXPERTS)])
+    found[0] += [stack.gate_up_proj.grad.mT if is_transposed else stack.gate_up_proj.grad, stack.gate_up_proj_bias.grad]
+    for one, other in zip(found[0], [*found[1], weights, biases], strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert (one.float() - other.float()).norm() <= 2**-8 * other.float().norm()
+    # a list of `GroupedLinear` goes one by one, as in BF16
+    assert len(products) == (3 if is_list else 6)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "nvfp4"])

@@ -142,10 +142,7 @@ class ExpertsLayer(NamedTuple):
 
     def segments(self, x: Tensor) -> ExpertSegments:
         """Map rows of x to experts."""
-        unit = MANY_ROWS if self.block else 1
-        if isinstance(self.counts, Tensor):
-            return ExpertSegments.of_tensor(self.counts, x.shape[0], unit)
-        return ExpertSegments.of(self.counts, x.device, unit)
+        return _segments(self.counts, x, MANY_ROWS if self.block else 1)
 
     def quantized(
         self, values: Tensor | ExpertCodes, role: TensorRole, segments: ExpertSegments, second: bool
@@ -231,6 +228,12 @@ class ExpertsLayer(NamedTuple):
         weights = self.reader.read(self.weights, self.call.recipe.weight)
         assert weights is not None, "`are_readable` said so"
         return weights
+
+
+def _segments(counts: Sequence[int] | Tensor, x: Tensor, unit: int) -> ExpertSegments:
+    if isinstance(counts, Tensor):
+        return ExpertSegments.of_tensor(counts, x.shape[0], unit)
+    return ExpertSegments.of(counts, x.device, unit)
 
 
 def are_readable(
@@ -323,59 +326,80 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def multiplies_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether the grouped product supports x [tokens, in_features] and these weights.
+    """Return whether the grouped product supports x [tokens, in_features] and the values of these weights.
 
-    All must be plain bfloat16 tensors on one device, with rows of a multiple of 16 bytes.
+    All must be in bfloat16 (nominally, if quantized) on one device, with rows of a multiple of 16 bytes.
     """
-    kinds = {(isinstance(matrix, QuantizedTensor), matrix.dtype, matrix.device) for matrix in (x, *weights)}
-    return kinds == {(False, torch.bfloat16, x.device)} and not any(size * x.itemsize % 16 for size in weights[0].shape)
+    kinds = {(matrix.dtype, matrix.device) for matrix in (x, *weights)}
+    return kinds == {(torch.bfloat16, x.device)} and not any(size * x.itemsize % 16 for size in weights[0].shape[-2:])
 
 
-def plain_grouped_linear(
-    x: Tensor,
-    counts: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    wgrads: WeightGradients | None = None,
-) -> Tensor:
+class PlainExperts(NamedTuple):
+    """Experts in high precision. `weights`, `biases`: one each, or a stack of all, [experts, ...]; biases can be empty.
+
+    The other fields are those of `ExpertsLayer`.
+    """
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    counts: Sequence[int] | Tensor
+    is_transposed: bool = False
+    wgrads: WeightGradients | None = None
+
+
+def plain_grouped_linear(x: Tensor, layer: PlainExperts) -> Tensor:
     """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
 
-    `counts`: number of rows of each expert, integer [experts] on the device of x. `wgrads`: see `LinearState`.
+    Quantized weights are dequantized in each pass.
     """
-    out: Tensor = _PlainExpertsFunction.apply(x, counts, (len(weights), wgrads), *weights, *biases)
+    out: Tensor = _PlainExpertsFunction.apply(x, layer, *layer.weights, *layer.biases)
     return out
+
+
+def _stack(parts: Sequence[Tensor], ndim: int) -> Tensor:
+    """The values of all experts as one tensor of `ndim` dims."""
+    values = [
+        part.quantized_storage.dequantize(dtype=part.dtype).view(part.shape)
+        if isinstance(part, QuantizedTensor)
+        else part
+        for part in parts
+    ]
+    return values[0] if values[0].ndim == ndim else torch.stack(values)
 
 
 class _PlainExpertsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, counts: Tensor, others: tuple[int, WeightGradients | None], *tensors: Tensor
-    ) -> Tensor:
-        experts, ctx.wgrads = others
-        ctx.num_inputs = 2
-        x, weights, biases = private_torch.plain(x), tensors[:experts], tensors[experts:]
-        segments = ExpertSegments.of_tensor(counts, x.shape[0])
-        ctx.segments, ctx.bias_dtype = segments, biases[0].dtype if biases else None
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, x: Tensor, layer: PlainExperts, *tensors: Tensor) -> Tensor:
+        ctx.layer = layer._replace(weights=(), biases=())
+        x, biases = private_torch.plain(x), layer.biases
+        ctx.segments = segments = _segments(layer.counts, x, 1)
+        ctx.bias_dtype = biases[0].dtype if biases else None
+        ctx.save_for_backward(x, *layer.weights)
         ctx.ends = ends = segments.spans[:, 2].to(torch.int32)
-        y = F.grouped_mm(x, torch.stack(weights).mT, offs=ends)
+        values = _stack(layer.weights, 3)
+        y = F.grouped_mm(x, values if layer.is_transposed else values.mT, offs=ends)
         if not biases:
             return y
         rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-        y_biases = torch.stack(biases)[torch.searchsorted(ends, rows, right=True)].to(y.dtype)
+        y_biases = _stack(biases, 2)[torch.searchsorted(ends, rows, right=True)].to(y.dtype)
         return y + y_biases
 
     @staticmethod
     @in_two_passes
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *weights), ends = ctx.saved_tensors, ctx.ends
-        dy, needs, experts = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad[3:], len(weights)
-        dx = F.grouped_mm(dy, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        (x, *weights), ends, layer = ctx.saved_tensors, ctx.ends, ctx.layer
+        dy, (needs_x, _, *needs), count = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad, len(weights)
+        dx = None
+        if needs_x:
+            values = _stack(weights, 3)
+            dx = F.grouped_mm(dy, values.mT if layer.is_transposed else values, offs=ends)
         param_grads: list[Tensor | None] = [None] * len(needs)
-        if any(needs[:experts]):
+        if any(needs[:count]):
+            left, right = (x, dy) if layer.is_transposed else (dy, x)
             # always in bfloat16
-            compute = lambda _: F.grouped_mm(dy.mT, x, offs=ends)  # noqa: E731
-            param_grads[:experts] = weight_gradients(compute, ctx.wgrads, range(experts), dy.dtype)
-        if any(needs[experts:]):
-            param_grads[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
-        return dx, None, None, *param_grads
+            compute = lambda _: F.grouped_mm(left.mT, right, offs=ends)  # noqa: E731
+            param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), dy.dtype)
+        if any(needs[count:]):
+            sums = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype)
+            param_grads[count:] = (sums,) if len(needs) == 2 and weights[0].ndim == 3 else sums.unbind()
+        return dx, None, *param_grads
