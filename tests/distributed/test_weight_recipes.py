@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import quantshard as qs
+from quantshard.checkpoints import compare
 from quantshard.tensor import components
+from tests.distributed.commands import quantshard
 from tests.distributed.models import MESHES, OF_WEIGHTS, Case, build, recipe_of
 from tests.distributed.pool import run_ranks
 from tests.distributed.tensor_parallel import Case as TensorParallelCase
@@ -70,3 +73,23 @@ def test_tensor_parallel_modules_are_those_of_one_process(show: Callable[[str], 
         (unequal, worst, where), *_ = results
         show(f"{case.module} {case.recipe} {worst}")
         assert not unequal and worst <= ORDER_OF_SUMS, (case, unequal, worst, where)
+
+
+def test_a_run_is_resumed_exported_and_imported(tmp_path: Path) -> None:
+    """`quantshard train` on 2 processes; nothing is a fallback."""
+    (tmp_path / "text.txt").write_text("weights as engines store them, " * 200)
+    run, copy, served = tmp_path / "run", tmp_path / "copy", tmp_path / "served"
+    sizes = "--hidden 64 --heads 2 --ffn 128 --layers 1 --seq-length 32 --global-batch 4 --eval-sequences 2".split()
+    options = ["--recipe", "nvfp4-weights", "--data", tmp_path / "text.txt", "--nproc-per-node", 2, *sizes]
+    result = quantshard("train", "--run", run, "--steps", 4, "--save-every", 2, *options)
+    assert result.returncode == 0, result.stderr
+    assert "nvfp4_1x16" in result.stdout and "fallback" not in result.stdout + result.stderr
+    last = run / "checkpoints" / "step-000004"
+    shutil.move(last, copy)
+    result = quantshard("resume", run)
+    assert result.returncode == 0 and "resumed after step 2" in result.stdout, result.stderr
+    assert compare(last, copy).equal
+    result = quantshard("export", last, "--layout", "compressed-tensors", "--out", served)
+    assert result.returncode == 0 and "7 weights exact, 0 requantized" in result.stdout, result.stderr
+    result = quantshard("import", served, "--out", tmp_path / "imported", "--recipe", "nvfp4-weights")
+    assert result.returncode == 0 and "0 weights quantized, 0 requantized" in result.stdout, result.stderr

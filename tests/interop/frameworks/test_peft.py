@@ -103,11 +103,12 @@ def base_bits(model: nn.Module) -> dict[str, str]:
         ("mxfp8", {"target_modules": BY_NAME}),
         ("current", {"use_dora": True}),
         ("nvfp4", {}),
+        ("nvfp4-weights", {}),
         pytest.param("mxfp8", {"use_dora": True, "lora_dropout": 0.1}, marks=pytest.mark.exhaustive),
         pytest.param("current", {}, marks=pytest.mark.exhaustive),
         pytest.param("nvfp4", {"use_dora": True, "target_modules": BY_NAME}, marks=pytest.mark.exhaustive),
     ],
-    ids=["LoRA-by-name", "DoRA", "LoRA", "DoRA-dropout", "LoRA-current", "DoRA-by-name"],
+    ids=["LoRA-by-name", "DoRA", "LoRA", "LoRA-weights", "DoRA-dropout", "LoRA-current", "DoRA-by-name"],
 )
 def test_adapters_train_merge_unmerge_and_are_saved(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The base keeps its bits through training, merging and unmerging."""
@@ -130,7 +131,7 @@ def test_adapters_train_merge_unmerge_and_are_saved(recipe: str, options: dict[s
     model.merge_adapter(safe_merge=True)
     merged = base_bits(model)
     assert sum(merged[name] != value for name, value in base.items()) >= len(layers)
-    coarse = {"mxfp8": 0.1, "current": 0.1, "nvfp4": 0.6}[recipe]  # of what merging rounds again
+    coarse = {"mxfp8": 0.1, "current": 0.1, "nvfp4": 0.6, "nvfp4-weights": 0.6}[recipe]  # of what merging rounds again
     assert (logits(model) - before).norm() <= coarse * before.norm()
     model.unmerge_adapter()
     assert base_bits(model) == base and torch.equal(logits(model), before)

@@ -43,6 +43,9 @@ RECIPES: dict[str, recipe.Recipe] = {
     "mxfp8-1d": recipe.MXFP8BlockScaling(enable_2d_quantization=False),
     "nvfp4": recipe.NVFP4BlockScaling(),
     "nvfp4-1d": recipe.NVFP4BlockScaling(disable_2d_quantization=True),
+    "fp8-weights": recipe.resolve("fp8-weights"),
+    "mxfp8-weights": recipe.resolve("mxfp8-weights"),
+    "nvfp4-weights": recipe.resolve("nvfp4-weights"),
     "bf16": recipe.HighPrecision(),
 }
 
