@@ -14,7 +14,7 @@ from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.interop.layouts.conversion import shapes
-from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
+from quantshard.interop.layouts.table import LAYOUTS, Layout, Verdict, import_verdict, said, verdict
 from quantshard.private_torch import lookup
 from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor.arithmetic import IN_PLACE
@@ -116,13 +116,13 @@ These are accepted with TransformerEngine's default or None; other values raise.
 |---|---|---|"""
 
 
-RECIPES = {kind.__name__ for kind in recipe.NAMES.values()}
+RECIPES = {kind.__name__: kind for kind in recipe.NAMES.values() if isinstance(kind, type)}
 
 
 def argument_rows(is_hint: bool) -> list[str]:
     """Return a row for each set of classes and methods: the arguments that only TransformerEngine's versions have."""
     owners: dict[tuple[str, str], list[str]] = {}
-    for owner in sorted(ARGUMENTS.keys() - RECIPES):
+    for owner in sorted(ARGUMENTS.keys() - RECIPES.keys()):
         for name, argument in ARGUMENTS[owner].items():
             if argument.hint is is_hint:
                 owners.setdefault((name, argument.instead), []).append(f"`{owner}`")
@@ -144,7 +144,7 @@ def rendered() -> str:
         "| class | name | arguments | accepted with TransformerEngine's default only |",
         "|---|---|---|---|",
     ]
-    for kind in dict.fromkeys(recipe.NAMES.values()):
+    for kind in RECIPES.values():
         called = ", ".join(f'"{name}"' for name, other in recipe.NAMES.items() if other is kind)
         fixed = ", ".join(ARGUMENTS.get(kind.__name__, {}))
         free = ", ".join(inspect.signature(kind).parameters)
@@ -246,7 +246,8 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
   Llama and Qwen3 in transformers; fused qkv weights are split.
 - Embeddings, norms and the output head are not quantized; a tied head is written once.
 - Masters are found by name: `FusedAdam(model.named_parameters(), ...)`.
-- NVFP4 is exported weight-only. Values agree to 5 half-ulps of float32; importing the export restores every bit.
+- NVFP4 is exported weight-only. Values agree to 5 half-ulps of float32; importing the export restores every bit. Second
+  scales of other programs are restored too, except for the last bit of some of ModelOpt's.
 - `hf-fp8` is transformers' layout for one scale per tensor, `vllm-fp8` that of vLLM and SGLang.
 - Exports of norms with `zero_centered_gamma` add 1 to gamma and imports subtract 1, except for Gemma, Nemotron and
   Qwen3-Next files. Sums that were rounded are reported.
@@ -276,27 +277,31 @@ VARIANTS = {
     "current, powers of two": recipe.Float8CurrentScaling(use_power_2_scales=True),
     "delayed": recipe.DelayedScaling(),
     "block": recipe.Float8BlockScaling(),
-    "block, float32 scales": recipe.Float8BlockScaling(use_f32_scales=True),
+    "block, float32 scales; fp8-weights": recipe.Float8BlockScaling(use_f32_scales=True),
     "rowwise": recipe.Float8RowwiseScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
+    "mxfp8-weights": recipe.resolve("mxfp8-weights"),
     "mxfp8, two copies": recipe.MXFP8BlockScaling(enable_2d_quantization=False),
     "nvfp4": recipe.NVFP4BlockScaling(),
+    "nvfp4-weights": recipe.resolve("nvfp4-weights"),
     "nvfp4, two copies": recipe.NVFP4BlockScaling(disable_2d_quantization=True),
     "bf16": recipe.HighPrecision(),
 }
 
 
 def matrix(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -> list[str]:
-    """A row a layout, a column a recipe; what there is to say of a cell stands below, by number."""
+    """A row for layouts with equal cells, a column for each recipe; notes stand below, by number."""
     notes: dict[str, int] = {}
-    lines = ["| layout | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
+    rows: dict[str, list[str]] = {}
     for layout in LAYOUTS.values():
         cells = []
         for kind in VARIANTS.values():
             found = judge(kind.weight, layout)
             note = f" ({notes.setdefault(found.why, len(notes) + 1)})" if found.why else ""
-            cells.append({UNDEFINED: "not defined"}.get(found.kind, found.kind) + note)
-        lines.append(f"| `{layout.name}` | " + " | ".join(cells) + " |")
+            cells.append(found.kind + note)
+        rows.setdefault(" | ".join(cells), []).append(f"`{layout.name}`")
+    lines = ["| layout | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return [*lines, "", *(f"{number}. {why}" for why, number in notes.items())]
 
 

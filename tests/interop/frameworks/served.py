@@ -27,9 +27,10 @@ MIXTURE = DeepseekV3Config(
     qk_rope_head_dim=32, qk_nope_head_dim=64,
 )  # fmt: skip
 COMPRESSED = {
-    "FP8_DYNAMIC": "float-quantized", "FP8_BLOCK": "float-quantized", "NVFP4A16": "nvfp4-pack-quantized",
-    "NVFP4": "nvfp4-pack-quantized", "MXFP8": "mxfp8-quantized",
-}  # fmt: skip
+    **dict.fromkeys(("FP8", "FP8_DYNAMIC", "FP8_BLOCK"), "float-quantized"),
+    **dict.fromkeys(("NVFP4A16", "NVFP4"), "nvfp4-pack-quantized"),
+    "MXFP8": "mxfp8-quantized",
+}
 """Schemes of compressed-tensors, and their formats."""
 
 
@@ -48,6 +49,8 @@ def _ranges(weight: Tensor, scheme: Any) -> Tensor:
     kind, size = scheme.weights.strategy, scheme.weights.group_size
     if kind == "block":
         return weight.view(rows // 128, 128, cols // 128, 128).abs().amax((1, 3))
+    if kind == "tensor":
+        return weight.abs().max()
     groups = weight.view(rows, -1, cols if kind == "channel" else size)
     return groups.abs().amax(-1)
 
@@ -62,8 +65,9 @@ def compressed(weight: Tensor, preset: str, together: Tensor) -> dict[str, Tenso
         second = state["weight_global_scale"] = generate_gparam(together.min(), together.max())
     state["weight_scale"], _ = calculate_qparams(-largest, largest, scheme.weights, second)
     result: dict[str, Tensor] = BaseCompressor.get_value_from_registry(COMPRESSED[preset]).compress(state, scheme)
-    if preset == "NVFP4":
-        result["input_global_scale"] = torch.tensor([300.0])
+    calibrated = {"NVFP4": "input_global_scale", "FP8": "input_scale"}
+    if preset in calibrated:
+        result[calibrated[preset]] = torch.tensor([300.0])
     return result
 
 

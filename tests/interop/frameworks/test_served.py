@@ -18,6 +18,7 @@ from quantshard.errors import CheckpointError
 from quantshard.integrations.transformers import training_config
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from tests.pages import snippets
 
 pytest.importorskip("compressed_tensors")
 from tests.interop.frameworks import served
@@ -33,6 +34,7 @@ transformers.utils.logging.disable_progress_bar()
 STYLES = {
     "deepseek": ("fp8-weights", "hf-fp8-block"),
     "FP8_BLOCK": ("fp8-weights", "compressed-tensors-fp8-block"),
+    "FP8": ("current", "compressed-tensors-fp8"),
     "FP8_DYNAMIC": ("rowwise", "compressed-tensors-fp8-channel"),
     "NVFP4A16": ("nvfp4-weights", "compressed-tensors-nvfp4"),
     "NVFP4": ("nvfp4-weights", "compressed-tensors-nvfp4"),
@@ -45,7 +47,7 @@ CASES = [
     (served.DENSE, "deepseek"), (served.DENSE, "FP8_DYNAMIC"), (served.DENSE, "NVFP4A16"), (served.DENSE, "NVFP4"),
     (served.MIXTURE, "deepseek"),
     *[pytest.param(kind, style, marks=pytest.mark.exhaustive) for kind, style in (
-        (served.DENSE, "FP8_BLOCK"), (served.DENSE, "MXFP8"), (served.MIXTURE, "FP8_DYNAMIC"),
+        (served.DENSE, "FP8"), (served.DENSE, "FP8_BLOCK"), (served.DENSE, "MXFP8"), (served.MIXTURE, "FP8_DYNAMIC"),
         (served.MIXTURE, "NVFP4A16"), (served.MIXTURE, "MXFP8"),
     )],
 ]  # fmt: skip
@@ -56,15 +58,17 @@ def load(folder: Path, recipe: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, config=training_config(str(folder), recipe))
 
 
+def step(model: Any, optimizer: FusedAdam) -> float:
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
 def train(model: Any, steps: int, lr: float = 1e-3) -> list[float]:
-    optimizer, losses = FusedAdam(model.named_parameters(), lr=lr), []
-    for _ in range(steps):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = FusedAdam(model.named_parameters(), lr=lr)
+    return [step(model, optimizer) for _ in range(steps)]
 
 
 def values(model: Any) -> dict[str, Tensor]:
@@ -87,8 +91,8 @@ def differing(files: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
 def test_codes_are_kept_trained_and_written_back(kind: Any, style: str, tmp_path: Path) -> None:
     recipe, layout = STYLES[style]
     files = served.publish(tmp_path / "served", style, kind)
-    # calibrated for activations
-    weights = {name: value for name, value in files.items() if not name.endswith("input_global_scale")}
+    # without scales that were calibrated for activations
+    weights = {name: value for name, value in files.items() if not name.endswith(("input_scale", "input_global_scale"))}
     model = load(tmp_path / "served", recipe)
     model.save_pretrained(tmp_path / "same", layout=layout)
     assert not differing(weights, load_file(tmp_path / "same" / served.FILE))
@@ -124,6 +128,15 @@ def check_values_read_by_transformers(folder: Path, style: str, expected: dict[s
     bound = 2**-8 + 2**-20 if style == "NVFP4A16" else 0.0
     for name, value in expected.items():
         assert ((plain.get_parameter(name).float() - value).abs() <= bound * value.abs()).all(), name
+
+
+def test_the_snippet_of_the_page(tmp_path: Path) -> None:
+    (snippet, *_) = snippets("docs/existing-models.md", "py")
+    files = served.publish(tmp_path / "served", "deepseek")
+    names: dict[str, Any] = {"served": tmp_path / "served", "tuned": tmp_path / "tuned"}
+    exec(snippet, names | {"train": step})
+    assert load_file(tmp_path / "tuned" / served.FILE).keys() == files.keys()
+    assert len(snippet.splitlines()) <= 8
 
 
 @pytest.mark.parametrize("style", ["deepseek", "NVFP4A16"])
