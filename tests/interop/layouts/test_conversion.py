@@ -9,7 +9,7 @@ import torch
 
 from quantshard import numerics, sharding
 from quantshard.errors import ConfigurationError
-from quantshard.formats import FORMATS, Orientation
+from quantshard.formats import FORMATS, NVFP4_1X16, Orientation
 from quantshard.interop.layouts import LAYOUTS, Layout, conversion, names, table
 from quantshard.interop.layouts.conversion import InexactConversionError
 from quantshard.interop.layouts.names import HeadCounts, Names, fused_runs
@@ -178,6 +178,16 @@ def test_a_wrong_map_is_refused(tmp_path, text, match):
     (tmp_path / "names.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=match):
         names.read_names(tmp_path / "names.toml")
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_second_scales_of_other_writers_are_restored(divides):
+    """As they compute them from an amax: compressed-tensors by `2688 / amax`, a scalar divided by a tensor."""
+    amaxes = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 10 + 1e-3
+    for amax in (*amaxes, torch.tensor(0.0859375)):
+        scale = 6.0 * 448.0 / amax if divides else amax / (6.0 * 448.0)
+        found = conversion.amax_of(scale.reshape(1), NVFP4_1X16, divides)
+        assert torch.equal(conversion.second_scale(found, NVFP4_1X16, divides).view(()), scale), amax
 
 
 def test_two_weights_of_one_name_are_refused():
