@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import quantshard as qs
@@ -18,6 +22,7 @@ from quantshard.errors import CheckpointError
 from quantshard.integrations.transformers import training_config
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from tests.distributed.pool import run_ranks
 from tests.pages import snippets
 
 pytest.importorskip("compressed_tensors")
@@ -128,6 +133,30 @@ def check_values_read_by_transformers(folder: Path, style: str, expected: dict[s
     bound = 2**-8 + 2**-20 if style == "NVFP4A16" else 0.0
     for name, value in expected.items():
         assert ((plain.get_parameter(name).float() - value).abs() <= bound * value.abs()).all(), name
+
+
+def loaded_shards(folder: str) -> dict[str, Tensor]:
+    """Converted, sharded, then loaded; codes and scales gathered from all ranks, and buffers."""
+    model = AutoModelForCausalLM.from_config(served.MIXTURE, dtype=torch.bfloat16)
+    qs.convert(model, "nvfp4-weights")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    done = qs.layouts.load(folder, model)
+    assert not done.requantized and not done.quantized
+    state = model.state_dict().items()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state}
+
+
+@pytest.mark.distributed
+def test_shards_are_those_of_the_files(tmp_path: Path) -> None:
+    """3 ranks, with uneven shards of blocks of 1x16 and of stacked experts."""
+    served.publish(tmp_path, "NVFP4A16", served.MIXTURE)
+    whole = load(tmp_path, "nvfp4-weights").state_dict()
+    for shards in run_ranks(3, loaded_shards, str(tmp_path)):
+        assert [name for name, value in shards.items() if not torch.equal(value, whole[name])] == []
+        assert shards.keys() == whole.keys()
 
 
 def test_the_snippet_of_the_page(tmp_path: Path) -> None:
