@@ -27,6 +27,9 @@ KEYS = {  # of a [48, 40] weight, by hand from the specification: X and X_scale_
     "mxfp8": {"": (48, 40), "_scale_inv": (2, 2)},
     "mxfp8 twice": {"": (48, 40), "_scale_inv": (48, 2), "_columnwise": (48, 40), "_columnwise_scale_inv": (2, 40)},
     "nvfp4": {"": (48, 20), "_scale_inv": (3, 3), "_amax": (1, 1)},
+    "fp8-weights": {"": (48, 40), "_scale_inv": (1, 1)},
+    "mxfp8-weights": {"": (48, 40), "_scale_inv": (48, 2)},
+    "nvfp4-weights": {"": (48, 20), "_scale_inv": (48, 3), "_amax": (1, 1)},
     "nvfp4 twice": {
         "": (48, 20),
         "_scale_inv": (48, 3),
@@ -37,7 +40,7 @@ KEYS = {  # of a [48, 40] weight, by hand from the specification: X and X_scale_
 }
 EVERY_WEIGHT = {"_key": (1,), "_draws": (1,), "_format": (16,)}
 FLOAT32 = {"_amax_history", "_amax"}
-FLOAT32_SCALES = {"current", "current pow2", "delayed", "delayed newest", "block", "rowwise"}
+FLOAT32_SCALES = {"current", "current pow2", "delayed", "delayed newest", "block", "rowwise", "fp8-weights"}
 
 
 def linear(recipe, seed=0, **options):
