@@ -395,9 +395,9 @@ class _PlainExpertsFunction(torch.autograd.Function):
             dx = F.grouped_mm(dy, values.mT if layer.is_transposed else values, offs=ends)
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
-            left, right = (x, dy) if layer.is_transposed else (dy, x)
+            a, b = (x, dy) if layer.is_transposed else (dy, x)
             # always in bfloat16
-            compute = lambda _: F.grouped_mm(left.mT, right, offs=ends)  # noqa: E731
+            compute = lambda _: F.grouped_mm(a.mT, b, offs=ends)  # noqa: E731
             param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), dy.dtype)
         if any(needs[count:]):
             sums = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype)
