@@ -97,6 +97,7 @@ def loaded(name: str, recipe: str, ep: int, folder: str, kind: str) -> dict[str,
         ("gpt-oss", "mxfp8", 2, "Adam"),
         ("gpt-oss", "current", 1, "Muon"),
         ("Qwen3-MoE", "nvfp4", 1, "Adam"),
+        ("Qwen3-MoE", "nvfp4-weights", 2, "Adam"),
     ],
 )
 def test_five_steps_on_two_processes(name: str, recipe: str, ep: int, kind: str, tmp_path: Path) -> None:
