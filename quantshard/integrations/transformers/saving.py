@@ -23,9 +23,9 @@ from quantshard.interop.conversion.forward import ENTERS, RECIPE
 from quantshard.interop.conversion.fusion import is_fused
 from quantshard.interop.conversion.linear import pack
 from quantshard.interop.conversion.selection import ADAPTERS
-from quantshard.interop.layouts import conversion, experts, table
+from quantshard.interop.layouts import conversion, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.experts import is_stack
+from quantshard.interop.layouts.names import file_rows, is_stack
 from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
 from quantshard.recipe import Recipe, resolve, stock_name
@@ -221,7 +221,7 @@ def _file_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, 
     """Return the names of the weights in files, with the rows that each has, or None for all."""
     if not _has_stacks(weights):
         return {name: {name: None} for name in weights}
-    return experts.file_rows(model, {name: tuple(param.shape) for name, param in weights.items()})
+    return file_rows(model, {name: tuple(param.shape) for name, param in weights.items()})
 
 
 def check_layout(layout: str) -> None:

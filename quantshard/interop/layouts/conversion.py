@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.errors import ConfigurationError
-from quantshard.formats import E8M0, FP32, Encoding, Format, Orientation
+from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation
 from quantshard.interop.layouts.table import Layout, ScaleShape, said
 from quantshard.sharding import ceil_div
 
@@ -96,6 +96,15 @@ def layout_scales(
             raise InexactConversionError("its matrices have different second scales")
         scales[layout.second.key] = second_scale(amaxes[0], fmt, divides=layout.second.divides)
     return scales
+
+
+def is_always_exact(layout: Layout, fmt: Format, runs: list[RowRun]) -> bool:
+    """Return whether `layout_scales` succeeds for any values, given that `table.verdict` is exact."""
+    copy, height = fmt.copies[Orientation.ROWWISE], layout.block[0]
+    is_aligned = height in (1, ALL) or all(run.ours % height == run.theirs % height == 0 for run in runs)
+    # a stack has an amax for each matrix, and can have one scale for each
+    ends = {row // fmt.matrix_rows for run in runs for row in (run.ours, run.ours + run.length - 1) if fmt.matrix_rows}
+    return copy.scale.encoding == layout.scale and is_aligned and len(ends) < 2
 
 
 def regrid(by_row: Tensor, source: tuple[int, int], target: tuple[int, int], cols: int) -> Tensor:

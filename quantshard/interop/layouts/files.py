@@ -19,12 +19,23 @@ from torch import Tensor
 
 from quantshard import foreign
 from quantshard.checkpoints.disk.manifest import is_shape
-from quantshard.checkpoints.disk.store import expect_transfer, is_inside, regular_size, report_transfer, why
+from quantshard.checkpoints.disk.store import expect_transfer, is_inside, local, regular_size, report_transfer, why
 from quantshard.errors import CheckpointError
-from quantshard.foreign import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, FieldReader
+from quantshard.interop.layouts.names import HeadCounts
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
+
+CONFIGURATION: Final = "config.json"
+MOST, MOST_HEADS = 1 << 30, 1 << 16
+"""Largest size and largest number of heads accepted in a configuration, which is untrusted input."""
+
+_CENTERED_FAMILIES: Final = frozenset(
+    "gemma gemma2 gemma3 gemma3_text nemotron qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next "
+    "recurrent_gemma vaultgemma".split()
+)
+"""Families (model_type) of transformers with norms that multiply by 1 + weight."""
 
 DTYPES: Final = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8,
@@ -98,6 +109,31 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = local(config, "a configuration")
+    return read_layout_json(path / CONFIGURATION if path.is_dir() else path)
+
+
+def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
+    fields = FieldReader(config, CONFIGURATION)
+    queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
+    groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
+    return None if queries is None or groups is None else HeadCounts(queries, groups)
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
+
+
+def files_center_gamma(config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face configuration belongs to a family that stores norm weights as gamma - 1."""
+    return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
 
 
 class SafetensorsFiles:

@@ -20,12 +20,12 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import expect_transfer, local
 from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation, Role
-from quantshard.interop.layouts import conversion, experts, files, table
+from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.files import SafetensorsFiles
-from quantshard.interop.layouts.names import IDENTITY, Names, default_names
+from quantshard.interop.layouts.files import CONFIGURATION, SafetensorsFiles, files_center_gamma, heads_of, is_tied
+from quantshard.interop.layouts.names import IDENTITY, FileNames, Names, default_names, file_rows, matrix_shape
 from quantshard.interop.layouts.table import EXACT, Layout
-from quantshard.interop.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
+from quantshard.interop.layouts.writing import HEAD, NOTED_AMAX
 from quantshard.sharding import ceil_div
 from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.storage import QuantizedStorage
@@ -397,18 +397,18 @@ def _names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Names:
     stacks = {n for n, param in params.items() if param.ndim == 3 and components.quantized_local(param) is not None}
     if not stacks:
         return default_names(params)
-    rows = experts.file_rows(model, {name: tuple(param.shape) for name, param in params.items()})
+    rows = file_rows(model, {name: tuple(param.shape) for name, param in params.items()})
     for name, param in params.items():
         is_split = any(not theirs.endswith(name.rpartition(".")[2]) for theirs in rows[name])
         if param.ndim == 3 and is_split != (name in stacks):
             raise CheckpointError(f"{name}: these experts cannot be loaded; use from_pretrained")
-    return experts.FileNames({}, files=rows)
+    return FileNames({}, files=rows)
 
 
 def _matrix(param: Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter; a quantized stack of experts counts as one matrix."""
     shape = tuple(param.shape)
-    return shape if components.quantized_local(param) is None else experts.matrix_shape(shape)
+    return shape if components.quantized_local(param) is None else matrix_shape(shape)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

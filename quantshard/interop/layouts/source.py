@@ -14,11 +14,12 @@ from quantshard.checkpoints import inspection
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Role, stacked
-from quantshard.interop.layouts.experts import is_stack, matrix_shape
+from quantshard.interop.layouts.names import is_stack, matrix_shape
 from quantshard.interop.layouts.table import spec_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import make_state
+from quantshard.recipe import QuantSpec
 from quantshard.state_storage import STATE_QUANT_SPECS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX
@@ -30,13 +31,18 @@ _INPUT_HISTORY: Final = f"input_{AMAX_HISTORY}"
 
 
 @dataclass(frozen=True)
-class CheckpointWeight:
-    """A weight of a checkpoint: name in the model, shape, format tag (None: high precision) and stored dtype."""
+class ModelWeight:
+    """A weight of a model: name, shape, format and scaling (None: high precision), and stored dtype."""
 
     name: str
     shape: tuple[int, ...]
-    tag: str | None
+    spec: QuantSpec | None
     dtype: torch.dtype
+
+    @property
+    def tag(self) -> str | None:
+        """The format's name in checkpoints, or None."""
+        return None if self.spec is None else self.spec.tag
 
     @property
     def rows(self) -> int:
@@ -54,12 +60,53 @@ class CheckpointWeight:
 
     @property
     def format(self) -> Format:
-        assert self.tag is not None
-        fmt = spec_of_tag(self.tag).format
-        return stacked(fmt, self.shape[1]) if self.is_stack else fmt
+        assert self.spec is not None
+        return stacked(self.spec.format, self.shape[1]) if self.is_stack else self.spec.format
 
 
-class CheckpointModel:
+class ModelSource:
+    """Where an export reads a model's weights, one at a time. This base class has neither masters nor averages."""
+
+    path: str | os.PathLike[str]
+    weights: Mapping[str, ModelWeight]
+
+    def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
+        """Return a weight's tensors by component name ("" in high precision)."""
+        raise NotImplementedError
+
+    def scales(self, weight: ModelWeight) -> Mapping[str, Tensor]:
+        """Return the components that are not codes."""
+        raise NotImplementedError
+
+    def values(self, weight: ModelWeight) -> Tensor:
+        """Return a weight's values: float32 if quantized, otherwise in its stored dtype."""
+        if weight.tag is None:
+            return self.parts(weight)[""]
+        shape = (weight.rows, weight.shape[-1])
+        return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
+
+    def is_same(self, weight: ModelWeight, other: ModelWeight) -> bool:
+        """Return whether two weights have equal values."""
+        return torch.equal(self.values(weight).clone(), self.values(other))
+
+    def has_master(self, name: str) -> bool:
+        return False
+
+    def has_average(self, name: str) -> bool:
+        return False
+
+    def master(self, weight: ModelWeight) -> Tensor:
+        raise NotImplementedError
+
+    def average(self, weight: ModelWeight) -> Tensor:
+        raise NotImplementedError
+
+    def input_amax(self, name: str) -> float | None:
+        """Return the largest amax in delayed scaling's history for the input of a weight's layer, or None."""
+        raise NotImplementedError
+
+
+class CheckpointModel(ModelSource):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self._reader = SafeReader(path)
@@ -81,7 +128,7 @@ class CheckpointModel:
         }
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
-    def _weights(self) -> dict[str, CheckpointWeight]:
+    def _weights(self) -> dict[str, ModelWeight]:
         weights = {}
         groups = {group.name: group for group in inspection.groups(self._reader)}
         for name, entry in self._entries.items():
@@ -93,9 +140,10 @@ class CheckpointModel:
                 raise CheckpointError(f"{self.path} is damaged: {problem}")
             dtype = entry.properties.dtype
             if group.format is not None and group.shape is not None:
-                weights[name] = CheckpointWeight(name, group.shape, group.tag, dtype)
-            elif not name.endswith(_STATES) or (dtype != torch.int64 and not name.endswith(AMAX_HISTORY)):
-                weights[name] = CheckpointWeight(name, tuple(entry.size), None, dtype)
+                assert group.tag is not None
+                weights[name] = ModelWeight(name, group.shape, spec_of_tag(group.tag), dtype)
+            elif not is_state(name, dtype):
+                weights[name] = ModelWeight(name, tuple(entry.size), None, dtype)
         return weights
 
     def has_master(self, name: str) -> bool:
@@ -104,8 +152,7 @@ class CheckpointModel:
     def has_average(self, name: str) -> bool:
         return self._states.get(name, "") + AVERAGE in self._stored
 
-    def parts(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
-        """Return a weight's tensors by component name ("" in high precision). Those of the last weight stay cached."""
+    def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         if self._last is None or self._last[0] != weight.name:
             # free the last weight before reading the next, so that only one is in memory
             self._last = None
@@ -114,18 +161,11 @@ class CheckpointModel:
             self._last = (weight.name, {part: reader(weight.name + end) for part, end in suffixes.items()})
         return self._last[1]
 
-    def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
+    def scales(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         parts = [c for c in weight.format.components if c.role is not Role.CODES]
         return {c.name: self._part(weight.name + c.key_suffix) for c in parts}
 
-    def values(self, weight: CheckpointWeight) -> Tensor:
-        """Return a weight's values: float32 if quantized, otherwise in its stored dtype."""
-        if weight.tag is None:
-            return self.parts(weight)[""]
-        shape = (weight.rows, weight.shape[-1])
-        return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
-
-    def master(self, weight: CheckpointWeight) -> Tensor:
+    def master(self, weight: ModelWeight) -> Tensor:
         start = self._masters[weight.name]
         if start not in self._stored and weight.tag is not None:
             # the weight's codes are the high bytes
@@ -148,14 +188,11 @@ class CheckpointModel:
             tensor.copy_(self._expected(key, shape, tensor.dtype).reshape(tensor.shape))
         return state.read().float()
 
-    def average(self, weight: CheckpointWeight) -> Tensor:
+    def average(self, weight: ModelWeight) -> Tensor:
         return self._expected(self._states[weight.name] + AVERAGE, weight.shape).float()
 
     def input_amax(self, name: str) -> float | None:
-        """Return the largest amax in delayed scaling's history for the input of a weight's layer, or None."""
-        module, _, weight = name.rpartition(".")
-        layer = weight.split("_")[0] + "_" if weight.startswith("fc") else ""
-        key = f"{module}.{layer}{_INPUT_HISTORY}" if module else f"{layer}{_INPUT_HISTORY}"
+        key = input_history(name)
         if key not in self._entries:
             return None
         history = self._tensor(key)
@@ -183,6 +220,18 @@ class CheckpointModel:
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
         tensor: Tensor = self._reader.value(key)
         return tensor
+
+
+def is_state(name: str, dtype: torch.dtype) -> bool:
+    """Return whether a state dict entry is a random key, a draw count or an amax history, and no weight."""
+    return name.endswith(_STATES) and (dtype == torch.int64 or name.endswith(AMAX_HISTORY))
+
+
+def input_history(weight: str) -> str:
+    """Return the state dict key of the amax history of the input of a weight's layer, under delayed scaling."""
+    module, _, name = weight.rpartition(".")
+    layer = name.split("_")[0] + "_" if name.startswith("fc") else ""
+    return f"{module}.{layer}{_INPUT_HISTORY}" if module else f"{layer}{_INPUT_HISTORY}"
 
 
 def optimizer_parameters(reader: SafeReader) -> list[tuple[int | str, str, str]]:

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,14 +23,28 @@ from quantshard import numerics
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import local, open_regular, why
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.foreign import FieldReader
 from quantshard.formats import ALL, Orientation
-from quantshard.interop.layouts import conversion, experts, files, table
+from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.experts import FileNames, is_stack
-from quantshard.interop.layouts.files import TensorBatch
-from quantshard.interop.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
-from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
+from quantshard.interop.layouts.files import (
+    CONFIGURATION,
+    TensorBatch,
+    files_center_gamma,
+    heads_of,
+    is_tied,
+    read_config,
+)
+from quantshard.interop.layouts.names import (
+    IDENTITY,
+    FileNames,
+    Names,
+    check_distinct,
+    default_names,
+    empty_model,
+    file_rows,
+    is_stack,
+)
+from quantshard.interop.layouts.source import CheckpointModel, ModelSource, ModelWeight
 from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
@@ -42,16 +57,7 @@ NOTED_AMAX: Final = "quantshard.amax."
 with the recorded amax, importing our own export restores every bit (`conversion.amax_of`)."""
 
 HEAD: Final = "lm_head"
-CONFIGURATION: Final = "config.json"
-MOST, MOST_HEADS = 1 << 30, 1 << 16
-"""Largest size and largest number of heads accepted in a configuration, which is untrusted input."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
-
-_CENTERED_FAMILIES: Final = frozenset(
-    "gemma gemma2 gemma3 gemma3_text nemotron qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next "
-    "recurrent_gemma vaultgemma".split()
-)
-"""Families (model_type) of transformers with norms that multiply by 1 + weight."""
 
 _GAMMA: Final = re.compile(r"norm\d*[._]weight$")
 
@@ -63,10 +69,11 @@ class Export:
     `exact`: names of the weights copied as codes and scales. `requantized`: name -> reason. `high_precision`: name ->
     shape of the tensors written in their own dtype or a plain layout's dtype. `rounded`: names of the tensors for which
     1 + weight does not fit their dtype. `masters`, `averages`: number of tensors with values from masters or from
-    averages of the weights.
+    averages of the weights. `errors`: for an engine, the relative error of the requantized weights (norm of the
+    difference / norm).
     """
 
-    path: Path
+    path: str | os.PathLike[str]
     layout: Layout
     exact: list[str] = field(default_factory=list)
     requantized: dict[str, str] = field(default_factory=dict)
@@ -74,6 +81,7 @@ class Export:
     rounded: list[str] = field(default_factory=list)
     masters: int = 0
     averages: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -84,6 +92,9 @@ class Export:
             f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
         ]
         lines += table.lossy_lines(self.requantized)
+        if self.errors:
+            worst = max(self.errors, key=lambda name: self.errors[name])
+            lines.append(f"relative error of requantized weights: at most {self.errors[worst]:.2g} ({worst})")
         if self.rounded:
             lines.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
         if self.masters:
@@ -131,11 +142,11 @@ def export(
     source = CheckpointModel(checkpoint)
     if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
         config = checkpoint
-    model_config = _config(config)
+    model_config = read_config(config)
     name_map = names or _names(source, model_config)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
     row = table.find(layout, tags)
-    plan = _ExportPlan(
+    plan = ExportPlan(
         source, row, name_map, model_config, values, lossy, Export(target, row),
         set() if files_center_gamma(model_config) else _zero_centered(source, zero_centered_gamma),
     )  # fmt: skip
@@ -162,33 +173,8 @@ def _names(source: CheckpointModel, config: Mapping[str, Any]) -> Names:
         return names
     if not config:
         raise ConfigurationError(f"{source.path} has no model configuration; pass a folder with config.json (--config)")
-    model = experts.empty_model(config, most_layers=len(weights))
-    return FileNames({}, files=experts.file_rows(model, {weight.name: weight.shape for weight in weights}))
-
-
-def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return dict(config)
-    path = local(config, "a configuration")
-    return files.read_layout_json(path / CONFIGURATION if path.is_dir() else path)
-
-
-def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
-    fields = FieldReader(config, CONFIGURATION)
-    queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
-    groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
-    return None if queries is None or groups is None else HeadCounts(queries, groups)
-
-
-def is_tied(config: Mapping[str, Any]) -> bool:
-    return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
-
-
-def files_center_gamma(config: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face configuration belongs to a family that stores norm weights as gamma - 1."""
-    return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
+    model = empty_model(config, most_layers=len(weights))
+    return FileNames({}, files=file_rows(model, {weight.name: weight.shape for weight in weights}))
 
 
 def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
@@ -207,7 +193,7 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
     return {weight.name for weight in gammas} if is_centered else set()
 
 
-def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
+def _write_configuration(folder: Path, plan: ExportPlan, beside: str | os.PathLike[str] | None) -> None:
     layout, ignore = plan.report.layout, plan.ignored()
     # the given quantization_config may describe other weights
     config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
@@ -226,9 +212,30 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
     plan.report.notes += files.copied_lines(companion_paths)
 
 
+_FUSED: Final = re.compile(r"(?<=\.)([qkv]_proj|(gate|up)_proj|w[13])(?=\.weight$)")
+"""The name of a weight that engines compute in one product with others."""
+
+
 @dataclass
-class _ExportPlan:
-    source: CheckpointModel
+class _FusedPart:
+    """A weight that an engine fuses with others. `scale`: its amax or only scale; None: it is requantized."""
+
+    key: str
+    weight: ModelWeight
+    name: str
+    scale: float | None
+    read: Callable[[], Tensor] = field(init=False)
+
+
+@dataclass
+class ExportPlan:
+    """What to write of a model, or to send to an inference engine (`for_engine`), and how to compute it.
+
+    An engine computes q, k, v and gate, up in one product, with one scale per tensor, or one second scale, for all of
+    them. Layouts with such scales are then exact only if the scales are equal.
+    """
+
+    source: ModelSource
     layout: Layout
     names: Names
     config: dict[str, Any]
@@ -236,10 +243,14 @@ class _ExportPlan:
     lossy: bool
     report: Export
     zero_centered: set[str]
+    for_engine: bool = False
     noted: dict[str, str] = field(default_factory=dict)
     is_quantized: bool = False
+    _fused: dict[str, list[_FusedPart]] = field(default_factory=dict)
 
     def groups(self) -> list[TensorBatch]:
+        """Check that the layout is exact for all weights, and return the tensors to compute. Can be a collective call,
+        which all ranks then complete before one of them raises."""
         if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
             raise ConfigurationError(f"{self.source.path} holds no averages of its weights; train with --ema")
         self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
@@ -248,15 +259,22 @@ class _ExportPlan:
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if missing:
             raise ConfigurationError(f"{self.source.path}: {missing[0]} has no external name; pass a map (--names)")
+        problem: ConfigurationError | None = None
         for weight in weights:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
-                batches.append(self._group(weight, name, runs))
+                try:
+                    batches.append(self._group(weight, name, runs))
+                except ConfigurationError as error:
+                    problem = problem or error
+        if problem is not None:
+            raise problem
+        self._check_fused()
         check_distinct(name for group in batches for name in group.tensors)
         shapes = {name: shape for group in batches for name, (_, shape) in group.tensors.items()}
         self._add_notes(shapes)
         return batches
 
-    def _untied(self) -> list[CheckpointWeight]:
+    def _untied(self) -> list[ModelWeight]:
         """Return the weights, without an output head that the configuration ties to the embedding."""
         weights = list(self.source.weights.values())
         if not is_tied(self.config):
@@ -266,11 +284,11 @@ class _ExportPlan:
         if len(ends) < 2:
             return weights
         head, table_ = ends[f"{HEAD}.weight"], ends[_EMBEDDING]
-        if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
+        if not self.source.is_same(head, table_):
             raise ConfigurationError(f"{head.name} and {table_.name} differ; set tie_word_embeddings to false")
         return [weight for weight in weights if weight is not head]
 
-    def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
+    def _group(self, weight: ModelWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
         # a matrix of a stack is named "weight", and can be the only one
         is_split = weight.is_stack and name.endswith(".weight")
@@ -287,7 +305,7 @@ class _ExportPlan:
                 why = "files have its experts in one tensor; choose plain-bf16"
             raise ConfigurationError(f"{weight.name} is quantized, but {why}")
         shape = (rows, weight.matrix[1])
-        make = self._quantized(weight, name, row_index)
+        make = self._quantized(weight, name, runs, row_index)
         tensors = {stem + key: spec for key, spec in conversion.shapes(self.layout, *shape).items()}
         input_scale: dict[str, Tensor] = {}
         if self.layout.input_scale is not None:
@@ -298,9 +316,7 @@ class _ExportPlan:
         tensors |= {key: (scale.dtype, ()) for key, scale in input_scale.items()}
         return TensorBatch(tensors, lambda: {**{stem + key: part for key, part in make().items()}, **input_scale})
 
-    def _plain_group(
-        self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
-    ) -> TensorBatch:
+    def _plain_group(self, weight: ModelWeight, name: str, shape: tuple[int, ...], rows: Tensor | None) -> TensorBatch:
         plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast: the check below raises
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
         if dtype not in files.DTYPES.values():
@@ -320,39 +336,96 @@ class _ExportPlan:
         return TensorBatch({name: (dtype, shape)}, make)
 
     def _quantized(
-        self, weight: CheckpointWeight, name: str, rows: Tensor | None
+        self, weight: ModelWeight, name: str, runs: list[RowRun], rows: Tensor | None
     ) -> Callable[[], Mapping[str, Tensor]]:
         shape = (weight.rows, weight.matrix[1])
-        why = self._why_not(weight, rows)
+        why = self._why_not(weight, runs, rows)
+        part = self._fused_part(weight, name, rows, is_exact=why is None)
         if self._is_averaged(weight):
             why = "quantized from its average"
         elif why is None:
             fmt = weight.format
             self.report.exact.append(name)
             amax = fmt.copies[Orientation.ROWWISE].amax
-            if amax is not None:
+            if amax is not None and not self.for_engine:
                 first = 0 if rows is None else int(rows[0]) // amax.block_shape[0]
                 self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name].flatten()[first]).hex()
-            return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
+            exact = partial(conversion.to_layout, self.layout, fmt, shape=shape, rows=rows)
+            if part is None:
+                return lambda: exact(self.source.parts(weight))
+            requantized = self._requantized(weight, name, rows, part)
+            return lambda: requantized() if name in self.report.requantized else exact(self.source.parts(weight))
         elif not self.lossy:
             raise ConfigurationError(
                 f"{weight.name} {list(shape)}, {weight.tag or 'in high precision'}, is not exact in {self.layout.name}"
                 f": {why}; choose another layout, or pass lossy=True (--lossy)"
             )
         self.report.requantized[name] = why
+        return self._requantized(weight, name, rows, part)
+
+    def _requantized(
+        self, weight: ModelWeight, name: str, rows: Tensor | None, part: _FusedPart | None
+    ) -> Callable[[], Mapping[str, Tensor]]:
         read_values, fmt = self._reading(weight, True), self.layout.row()
 
-        def make() -> Mapping[str, Tensor]:
+        def read() -> Tensor:
             values = read_values(weight).reshape(weight.matrix)
-            values = values.float() if rows is None else values[rows].float()
-            return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
+            return values.float() if rows is None else values[rows].float()
 
+        def make() -> Mapping[str, Tensor]:
+            values = read()
+            shape = (len(values), values.shape[1])
+            if part is not None and (others := self._fused[part.key])[1:]:
+                # a row with the amax of all parts gives them one scale
+                amax = max(float(other.read().abs().max()) for other in others)
+                values = torch.cat([values, values.new_full((1, shape[1]), amax)])
+            parts = numerics.quantize(values, fmt)
+            parts = {key: grid[: len(grid) - len(values) + shape[0]] if len(grid) > 1 else grid
+                     for key, grid in parts.items()}  # fmt: skip
+            if self.for_engine:
+                rounded = numerics.dequantize(fmt.copies[Orientation.ROWWISE], parts, shape)
+                norm = values[: shape[0]].norm()
+                self.report.errors[name] = float((rounded - values[: shape[0]]).norm() / norm) if norm else 0.0
+            return conversion.to_layout(self.layout, fmt, parts, shape)
+
+        if part is not None:
+            part.read = read
         return make
 
-    def _is_averaged(self, weight: CheckpointWeight) -> bool:
+    def _fused_part(self, weight: ModelWeight, name: str, rows: Tensor | None, is_exact: bool) -> _FusedPart | None:
+        """Record a weight that an engine fuses with others under one scale. Returns None for any other weight."""
+        key = _FUSED.sub("fused", name)
+        if not self.for_engine or key == name or not (self.layout.second or self.layout.block == (ALL, ALL)):
+            return None
+        scale = None
+        if is_exact:
+            copy = weight.format.copies[Orientation.ROWWISE]
+            component = copy.amax or copy.scale
+            first = 0 if rows is None else int(rows[0]) // component.block_shape[0]
+            scale = float(self.source.scales(weight)[component.name].flatten()[first])
+        part = _FusedPart(key, weight, name, scale)
+        self._fused.setdefault(key, []).append(part)
+        return part
+
+    def _check_fused(self) -> None:
+        for parts in self._fused.values():
+            if all(part.scale == parts[0].scale is not None for part in parts):
+                continue
+            why = f"an engine fuses {parts[0].name} with {len(parts) - 1} more under one scale"
+            if not self.lossy:
+                raise ConfigurationError(
+                    f"{why}, and theirs differ ({self.layout.name}); convert(modules='fused'), choose another layout, "
+                    "or pass lossy=True"
+                )
+            for part in parts:
+                if part.name in self.report.exact:
+                    self.report.exact.remove(part.name)
+                self.report.requantized.setdefault(part.name, why)
+
+    def _is_averaged(self, weight: ModelWeight) -> bool:
         return self.values == AVERAGES and self.source.has_average(weight.name)
 
-    def _reading(self, weight: CheckpointWeight, is_converted: bool) -> Callable[[CheckpointWeight], Tensor]:
+    def _reading(self, weight: ModelWeight, is_converted: bool) -> Callable[[ModelWeight], Tensor]:
         """Choose the function that reads a weight's values. `is_converted`: to another dtype or format."""
         if self._is_averaged(weight):
             self.report.averages += 1
@@ -362,15 +435,17 @@ class _ExportPlan:
             return self.source.master
         return self.source.values
 
-    def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
+    def _why_not(self, weight: ModelWeight, runs: list[RowRun], rows: Tensor | None) -> str | None:
         """Return why a weight cannot be written exactly, or None. Reads only scales, because codes are large."""
-        spec = None if weight.tag is None else table.spec_of_tag(weight.tag)
+        spec = weight.spec
         verdict = table.verdict(spec, self.layout, self.source.input_amax(weight.name) is not None)
         if verdict.kind == UNDEFINED:
             raise ConfigurationError(f"{weight.name}: {self.layout.name} is not defined: {verdict.why}")
         if verdict.kind != EXACT:
             return verdict.why
         assert spec is not None
+        if self.for_engine and conversion.is_always_exact(self.layout, weight.format, runs):
+            return None
         try:
             shape = (weight.rows, weight.matrix[1])
             conversion.layout_scales(self.layout, weight.format, self.source.scales(weight), shape, rows)

@@ -34,8 +34,7 @@ from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import json_object, read_json, read_regular
-from quantshard.interop.layouts.files import read_layout_json
-from quantshard.interop.layouts.writing import CONFIGURATION
+from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.settings.config import (
     COUNT,

@@ -29,8 +29,7 @@ from quantshard.interop.conversion import attention
 from quantshard.interop.conversion.convert import ConversionReport, convert
 from quantshard.interop.conversion.head_loss import ChunkedLoss
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.layouts.files import read_layout_json
-from quantshard.interop.layouts.writing import CONFIGURATION
+from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import outputs

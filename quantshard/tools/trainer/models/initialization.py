@@ -16,9 +16,16 @@ from quantshard.errors import ConfigurationError, meant, shown
 from quantshard.foreign import FieldReader
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
-from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
+from quantshard.interop.layouts.files import (
+    CONFIGURATION,
+    MOST,
+    MOST_HEADS,
+    SUFFIX,
+    SafetensorsFiles,
+    is_tied,
+    read_layout_json,
+)
 from quantshard.interop.layouts.source import CheckpointModel
-from quantshard.interop.layouts.writing import CONFIGURATION, MOST, MOST_HEADS, is_tied
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, tokenizer_contents, tokenizer_digest
 from quantshard.tools.trainer.models import huggingface
