@@ -16,6 +16,14 @@ from quantshard.optimizers.state import OptimizerState, make_weight
 from quantshard.tensor import requantize
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY
 
+_averaged: set[int] = set()
+"""Ids of the parameters that have their averages' values now."""
+
+
+def has_averages(model: nn.Module) -> bool:
+    """Return whether the call is inside `averaged_weights` of this model."""
+    return any(id(param) in _averaged for param in model.parameters())
+
 
 @contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -41,10 +49,12 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     try:
         owner._averages_swapped_in = True
         _write_averages(copies, owner)
+        _averaged.update(id(copy.param) for copy in copies)
         versions = {copy.param: weight_version(copy.param) for copy in copies}
         yield
         succeeded = True
     finally:
+        _averaged.difference_update(id(copy.param) for copy in copies)
         overwritten = [owner._names[param] for param, version in versions.items() if weight_version(param) != version]
         with torch.no_grad():
             for copy in copies:

@@ -112,12 +112,12 @@ def as_matrix(tensor: Tensor, like: QuantizedStorage | None) -> Tensor:
 
 
 def shard_of(param: Tensor) -> Shard:
-    """The rectangle of the global tensor that a parameter's local tensor holds: a matrix, or a stack of matrices."""
+    """The rectangle of the global tensor that a parameter's local tensor holds; a vector is one column."""
     storage = quantized_storage(param)
     if storage is not None:
         return storage.shard
     rows = param.shape[1] if param.ndim == 3 else 1  # a stack is cut between its matrices
-    shard = sharding.whole((param.shape[0] * rows, param.shape[-1]))
+    shard = sharding.whole((param.shape[0] * rows, param.shape[-1] if param.ndim > 1 else 1))
     if isinstance(param, DTensor):
         mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
         assert coordinate is not None

@@ -50,8 +50,12 @@ _COMPANIONS: Final = (
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Tensors of one file that are computed together: their dtypes and shapes, and the function that computes them."""
+    """Tensors of one file that are computed together: their dtypes and shapes, and the function that computes them.
 
+    weight: our name of the weight that they are computed from.
+    """
+
+    weight: str
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     make: Callable[[], Mapping[str, Tensor]]
 

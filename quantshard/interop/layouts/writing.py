@@ -85,6 +85,21 @@ class Export:
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def ignored(self) -> list[str]:
+        """Return the modules with weights in high precision, including the output head even if it is tied."""
+        unquantized = self.high_precision.items()
+        matrices = [name.removesuffix(".weight") for name, shape in unquantized if len(shape) == 2]
+        stacks = [name.rpartition(".")[0] for name, shape in unquantized if is_stack(name, shape)]
+        return sorted({HEAD, *matrices, *stacks})
+
+    def configuration(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json for readers of these weights: `config` with the layout's description."""
+        # the given quantization_config may describe other weights
+        result = {key: value for key, value in config.items() if key != "quantization_config"}
+        if not self.layout.is_plain:
+            result["quantization_config"] = self.layout.config(self.ignored())
+        return result
+
     def lines(self) -> list[str]:
         """Format the report, one string per line."""
         lines = [
@@ -194,16 +209,12 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
 
 
 def _write_configuration(folder: Path, plan: ExportPlan, beside: str | os.PathLike[str] | None) -> None:
-    layout, ignore = plan.report.layout, plan.ignored()
-    # the given quantization_config may describe other weights
-    config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
-    if not config:
+    layout = plan.report.layout
+    if not plan.config.keys() - {"quantization_config"}:
         plan.report.notes.append("config.json does not describe the architecture; pass the model's configuration")
-    if not layout.is_plain:
-        config["quantization_config"] = layout.config(ignore)
-    files.write_json(folder / CONFIGURATION, config)
+    files.write_json(folder / CONFIGURATION, plan.report.configuration(plan.config))
     if layout.producer is not None:
-        files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
+        files.write_json(folder / "hf_quant_config.json", layout.producer(plan.report.ignored()))
     companion_paths = [] if beside is None or not Path(beside).is_dir() else files.companions(Path(beside))
     for path in companion_paths:
         # the folder is untrusted: do not follow links or block on pipes
@@ -314,7 +325,9 @@ class ExportPlan:
             scale = torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
             input_scale[stem + self.layout.input_scale] = scale
         tensors |= {key: (scale.dtype, ()) for key, scale in input_scale.items()}
-        return TensorBatch(tensors, lambda: {**{stem + key: part for key, part in make().items()}, **input_scale})
+        return TensorBatch(
+            weight.name, tensors, lambda: {**{stem + key: part for key, part in make().items()}, **input_scale}
+        )
 
     def _plain_group(self, weight: ModelWeight, name: str, shape: tuple[int, ...], rows: Tensor | None) -> TensorBatch:
         plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast: the check below raises
@@ -333,7 +346,7 @@ class ExportPlan:
             values = values if rows is None else values.reshape(weight.matrix)[rows]
             return {name: values.to(dtype).reshape(shape)}
 
-        return TensorBatch({name: (dtype, shape)}, make)
+        return TensorBatch(weight.name, {name: (dtype, shape)}, make)
 
     def _quantized(
         self, weight: ModelWeight, name: str, runs: list[RowRun], rows: Tensor | None
@@ -452,13 +465,6 @@ class ExportPlan:
         except InexactConversionError as error:
             return str(error)
         return None
-
-    def ignored(self) -> list[str]:
-        """Return the modules with weights in high precision, including the output head even if it is tied."""
-        unquantized = self.report.high_precision.items()
-        matrices = [name.removesuffix(".weight") for name, shape in unquantized if len(shape) == 2]
-        stacks = [name.rpartition(".")[0] for name, shape in unquantized if is_stack(name, shape)]
-        return sorted({HEAD, *matrices, *stacks})
 
     def _add_notes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout

@@ -1,0 +1,268 @@
+"""Reads a model's weights from the model itself, in training, one bucket of weights at a time.
+
+The interface is that of `source.CheckpointModel`, so an export and a transfer to an inference engine share one plan.
+Every cut of a weight (by tensor parallelism, then by FSDP2) is undone by an all-gather over the axis that made it, in
+the reverse order. Codes and scales are gathered as bytes, and nothing is dequantized. A bucket holds the weights of one
+decoder layer or a part of it, and is freed when the next one is gathered; weights that are not sharded are not copied.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from quantshard import private_torch, sharding
+from quantshard.collectives import process_groups
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Component, Orientation, Role
+from quantshard.interop.layouts.conversion import RowRun
+from quantshard.interop.layouts.names import FileNames, Names
+from quantshard.interop.layouts.source import ModelSource, ModelWeight, input_history, is_state
+from quantshard.modules.stacked_experts import StackedExperts
+from quantshard.sharding import Shard
+from quantshard.tensor import components
+
+_BUCKET_BYTES, _ALONE_BYTES = 32 << 20, 1 << 20
+"""Largest bucket of several weights; largest gathered tensor that shares a collective with others."""
+
+
+@dataclass(eq=False)  # tensors have no truth value
+class _Piece:
+    """This rank's piece of a component (None: of a plain tensor), as a matrix, and the groups to gather it from.
+
+    `groups`: the group of each cut, the last cut first.
+    """
+
+    tensor: Tensor
+    shard: Shard
+    component: Component | None
+    groups: list[dist.ProcessGroup]
+
+    def shape_in(self, shard: Shard) -> tuple[int, int]:
+        return shard.shape if self.component is None else shard.component_shape(self.component)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether undoing the last cut needs nothing from other ranks."""
+        return self.groups[0].size() == 1 or (self.component is not None and not self.shard.gathers(self.component))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and `torch.compile`."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+class LiveModel(ModelSource):
+    """A model in training. Reads are collective calls, which all ranks make in the same order.
+
+    `held_only`: do not gather experts that are on other ranks; the weights are then those of this rank's experts.
+    """
+
+    def __init__(self, model: nn.Module, held_only: bool) -> None:
+        self.path = type(model).__name__
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._expert_ranks, self._held_only = _expert_ranks(model), held_only
+        self.tensors = dict(_entries(model))
+        self._buffers = dict(model.named_buffers())
+        self.weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
+        self._buckets = {name: bucket for bucket in self._in_buckets() for name in bucket}
+        self._gathered: dict[str, dict[str, Tensor]] = {}
+
+    def _weight(self, name: str, tensor: Tensor) -> ModelWeight:
+        if tensor.is_meta:
+            raise ConfigurationError(f"{name} is on the meta device; load the model, or call reset_parameters()")
+        shape = tuple(tensor.shape)
+        if self.is_held_only(name):
+            shape = (shape[0] // self._expert_ranks[_module(name)].size(), *shape[1:])
+        local = components.quantized_local(tensor)
+        spec = None if local is None else local.quantized_storage.spec.of_matrix
+        return ModelWeight(name, shape, spec, tensor.dtype if local is None else torch.uint8)
+
+    def is_held_only(self, name: str) -> bool:
+        """Return whether this rank reads only its own experts of a parameter."""
+        return self._held_only and _module(name) in self._expert_ranks
+
+    def held_rows(self, names: Names) -> Names:
+        """Return a map with only the rows that this rank reads, by their numbers in what it reads."""
+        held = [name for name in self.weights if self.is_held_only(name)]
+        if not held:
+            return names
+        if not isinstance(names, FileNames):
+            raise ConfigurationError("held_only needs the default names; omit names=")
+        files = dict(names.files)
+        for name in held:
+            rows = self.weights[name].rows
+            first = self._expert_ranks[_module(name)].get_local_rank() * rows
+            inside = {
+                file: [RowRun(run.ours - first, run.theirs, run.length) for run in runs]
+                for file, runs in files[name].items()
+                if all(first <= run.ours and run.ours + run.length <= first + rows for run in runs)
+            }
+            if sum(run.length for runs in inside.values() for run in runs) != rows:
+                raise ConfigurationError(f"{name}: engines read its experts in one tensor; omit held_only")
+            files[name] = inside
+        return FileNames({}, files=files)
+
+    def _in_buckets(self) -> Iterator[list[str]]:
+        for _, names in groupby(self.weights, _layer):
+            bucket: list[str] = []
+            size = 0
+            for name in names:
+                nbytes = self.tensors[name].numel() * self.weights[name].dtype.itemsize
+                if bucket and size + nbytes > _BUCKET_BYTES:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(name)
+                size += nbytes
+            yield bucket
+
+    def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
+        if weight.name not in self._gathered:
+            self._gathered = {}
+            self._gathered = self._gather(self._buckets[weight.name], frozenset(Role))
+        return self._gathered[weight.name]
+
+    def scales(self, weight: ModelWeight) -> Mapping[str, Tensor]:
+        return self._gather([weight.name], frozenset(Role) - {Role.CODES})[weight.name]
+
+    def input_amax(self, name: str) -> float | None:
+        history = self._buffers.get(input_history(name))
+        return None if history is None or not history.numel() else float(history.max()) or None
+
+    def is_same(self, weight: ModelWeight, other: ModelWeight) -> bool:
+        return self.tensors[weight.name] is self.tensors[other.name] or super().is_same(weight, other)
+
+    @torch.no_grad()
+    def _gather(self, names: Iterable[str], roles: frozenset[Role]) -> dict[str, dict[str, Tensor]]:
+        pieces = {name: self._pieces(name, roles) for name in names}
+        _undo_cuts([piece for by_part in pieces.values() for piece in by_part.values()])
+        result = {}
+        for name, by_part in pieces.items():
+            result[name] = {part: piece.tensor for part, piece in by_part.items()}
+            if "" in by_part:
+                result[name][""] = by_part[""].tensor.view(self.weights[name].shape)
+        return result
+
+    def _pieces(self, name: str, roles: frozenset[Role]) -> dict[str, _Piece]:
+        tensor, groups = self.tensors[name], list[dist.ProcessGroup]()
+        local = components.quantized_local(tensor)
+        if isinstance(tensor, DTensor):
+            dims = private_torch.cut_dims(tensor.placements, tensor.ndim)
+            groups = [tensor.device_mesh.get_group(axis) for axis, dim in enumerate(dims) if dim is not None]
+        if self.is_held_only(name):
+            groups.pop()
+        if local is None:
+            return {"": _plain_piece(tensor, groups)}
+        storage = local.quantized_storage
+        copy = storage.spec.format.copies[Orientation.ROWWISE]
+        parts = (part for part in (copy.codes, copy.scale, copy.amax) if part is not None and part.role in roles)
+        return {part.name: _Piece(storage.components[part.name], storage.shard, part, list(groups)) for part in parts}
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and saved buffers by name, in the order of the state dict; a tied one under all of its names."""
+    params = components.named_parameters(model)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for key in model.state_dict():
+        name = components.canonical_name(key)
+        if name in params:
+            yield name, params[name]
+        elif name in buffers and not is_state(name, buffers[name].dtype):
+            yield name, buffers[name]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
+    """Return the mesh axis over which each module of stacked experts is spread, by the module's name."""
+    ranks = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StackedExperts) and module.tp_mesh is not None:
+            ranks[components.canonical_name(name)] = module.tp_mesh
+        elif process_groups.expert_axis(module) is not None:
+            raise ConfigurationError(
+                f"{name}: a GroupedLinear with experts on several ranks cannot be sent; use distribute_experts"
+            )
+    return ranks
+
+
+def _layer(name: str) -> str:
+    """Return a name up to its first number: the decoder layer of a parameter."""
+    parts = name.split(".")
+    ends = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: ends[0] + 1]) if ends else ""
+
+
+def _plain_piece(tensor: Tensor, groups: list[dist.ProcessGroup]) -> _Piece:
+    """Return this rank's piece of a plain tensor, as a matrix."""
+    values = private_torch.local_tensor(tensor).detach()
+    if tensor.ndim in (1, 2):
+        shard = components.shard_of(tensor)
+    elif not isinstance(tensor, DTensor):
+        shard = sharding.whole((tensor.numel(), 1))
+    else:
+        values = tensor.full_tensor()
+        shard, groups = sharding.whole((values.numel(), 1)), []
+    return _Piece(values.reshape(shard.shape), shard, None, groups)
+
+
+def _undo_cuts(pieces: list[_Piece]) -> None:
+    """Replace pieces by the whole tensors. A collective call over the groups of the pieces."""
+    while waiting := [piece for piece in pieces if piece.groups]:
+        by_group: dict[dist.ProcessGroup, list[_Piece]] = {}
+        for piece in waiting:
+            if not piece.is_replicated:
+                by_group.setdefault(piece.groups[0], []).append(piece)
+        for group, members in by_group.items():
+            small = [piece for piece in members if piece.tensor.nbytes * group.size() <= _ALONE_BYTES]
+            for batch in [small, *([piece] for piece in members if piece not in small)]:
+                if batch:
+                    _all_gather(batch, group)
+        for piece in waiting:
+            piece.groups.pop(0)
+            piece.shard = piece.shard.before_cut()
+
+
+def _all_gather(pieces: list[_Piece], group: dist.ProcessGroup) -> None:
+    """Undo the last cut of each piece, in one collective."""
+    size, device = group.size(), process_groups.collective_device(group)
+    shapes, lengths = [], []
+    for piece in pieces:
+        cut, parent = piece.shard.cut, piece.shard.before_cut()
+        assert cut is not None
+        shapes.append([piece.shape_in(parent.piece(cut.dim, i * cut.chunk, cut.chunk)) for i in range(size)])
+        longest = max(map(prod, shapes[-1])) * piece.tensor.itemsize
+        lengths.append(longest if len(pieces) == 1 else sharding.ceil_div(longest, 16) * 16)
+    own = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+    for piece, part in zip(pieces, own.split(lengths), strict=True):
+        part[: piece.tensor.nbytes] = piece.tensor.contiguous().view(-1).view(torch.uint8)
+    gathered = own.new_empty((size, len(own)))
+    private_torch.all_gather_single(gathered.view(-1), own, group=group)
+    for piece, by_rank, of_all in zip(pieces, shapes, gathered.split(lengths, 1), strict=True):
+        dtype, cut, whole_shape = piece.tensor.dtype, piece.shard.cut, piece.shape_in(piece.shard.before_cut())
+        assert cut is not None
+        if len(pieces) == 1 and cut.dim == 0:
+            # only the last pieces can be shorter, so the rows are in their places already
+            whole = of_all.view(-1)[: prod(whole_shape) * dtype.itemsize].view(dtype).view(whole_shape)
+        else:
+            parts = zip(by_rank, of_all, strict=True)
+            whole = torch.cat(
+                [part[: prod(shape) * dtype.itemsize].view(dtype).view(shape) for shape, part in parts], cut.dim
+            )
+        piece.tensor = whole.to(piece.tensor.device)

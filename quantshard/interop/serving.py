@@ -1,0 +1,138 @@
+"""Sends the weights of a model in training to an inference engine, in a layout that the engine loads.
+
+`LiveWeights` decides what to send. `weight_source` gives it to vLLM's own transfer over NCCL or CUDA IPC, and `publish`
+writes it into shared memory, where the engine's process reads it (`VLLMReceiver`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantshard.checkpoints.disk import agreement
+from quantshard.errors import ConfigurationError
+from quantshard.interop.layouts import files, table, writing
+from quantshard.interop.layouts.files import TensorBatch
+from quantshard.interop.layouts.live import LiveModel, unwrapped
+from quantshard.interop.layouts.names import FileNames, Names, default_names, file_rows
+from quantshard.interop.layouts.writing import Export, ExportPlan
+from quantshard.optimizers import averaging
+from quantshard.tensor import components
+
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor that is sent."""
+
+
+class LiveWeights:
+    """The weights of a model in training, as named tensors of a layout: bit for bit those of `layouts.export`.
+
+        weights = LiveWeights(model, "hf-fp8-block")
+        for name, tensor in weights:  # on every rank
+            ...
+
+    Every iteration reads the present weights: codes and scales, or in a plain layout the values. It first checks on all
+    ranks that the layout is exact for them. A rank holds one decoder layer, or 32 MiB of it, in addition to its shards;
+    a tensor is valid until the next one is requested, and until the model changes. All calls are collective.
+
+    Attributes:
+        report: what the last iteration sent, as `layouts.export` reports it, with the errors of requantized weights.
+
+    Args:
+        model: plain, or under DDP, FSDP2, HSDP, tensor or expert parallelism; converted, or of our modules.
+        layout: a name or family in `layouts.LAYOUTS`.
+        config: Hugging Face configuration, or its directory. Default: the model's own `config`.
+        names: map from the model's names to the engine's. Default: as in `layouts.export`.
+        lossy: requantize weights that the layout cannot represent exactly, or that the engine fuses under one scale.
+        held_only: yield None for experts that are on other ranks, instead of gathering them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: str,
+        *,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        names: Names | None = None,
+        lossy: bool = False,
+        held_only: bool = False,
+    ) -> None:
+        self.model, self.lossy, self.held_only = unwrapped(model), lossy, held_only
+        own = getattr(self.model, "config", None)
+        to_dict = getattr(own, "to_dict", dict[str, Any])
+        self.config = {**to_dict(), **files.read_config(config)}
+        self._names = names
+        source = agreement.run_on_all_ranks(self._source)
+        tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
+        self.layout = table.find(layout, tags)
+        self._metadata: list[TensorSpec] = []
+        self._held: set[str] = set()
+        self.report = self._plan(source)[0].report
+
+    def metadata(self) -> list[TensorSpec]:
+        """Return name, dtype and shape of every tensor of the whole model, in the order of iteration."""
+        return list(self._metadata)
+
+    def held_names(self) -> set[str] | None:
+        """Return the names of the tensors that this rank yields; None for all."""
+        return set(self._held) if self.held_only else None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        plan, batches = self._plan(agreement.run_on_all_ranks(self._source))
+        own = (entry for batch in batches for entry in _tensors(batch, plan.report))
+        for name, _, _ in self._metadata:
+            yield next(own) if name in self._held else (name, None)
+        self.report = plan.report
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the content of config.json for an engine that loads these weights."""
+        return self.report.configuration(self.config)
+
+    def _source(self) -> LiveModel:
+        adapters = [name for name, _ in self.model.named_parameters() if ".base_layer." in name or ".lora_" in name]
+        if adapters:
+            raise ConfigurationError(f"{adapters[0]} belongs to a PEFT adapter; merge the adapters before a transfer")
+        return LiveModel(self.model, self.held_only)
+
+    def _plan(self, source: LiveModel) -> tuple[ExportPlan, list[TensorBatch]]:
+        """Check every weight, on all ranks, and plan what this rank yields."""
+        centered = components.zero_centered_gammas(self.model)
+        report = Export(source.path, self.layout)
+        plan = ExportPlan(
+            source, self.layout, self._names_of(source), self.config, writing.WEIGHTS, self.lossy, report,
+            set() if files.files_center_gamma(self.config) else set(centered), for_engine=True,
+        )  # fmt: skip
+        order = {name: number for number, name in enumerate(source.weights)}
+
+        def summarize(batches: Sequence[TensorBatch]) -> list[tuple[int, TensorSpec]]:
+            # of several ranks only if they send different tensors
+            sent = batches if self.held_only or agreement.rank() == 0 else []
+            return [(order[batch.weight], (name, *spec)) for batch in sent for name, spec in batch.tensors.items()]
+
+        batches, by_rank = agreement.exchange_results(plan.groups, summarize)
+        self._held = {name for batch in batches for name in batch.tensors}
+        # ranks with other experts send other names: order them by parameter, then by rank
+        merged = sorted((entry for specs in by_rank for entry in specs), key=lambda entry: entry[0])
+        self._metadata = list(dict.fromkeys(spec for _, spec in merged))
+        if averaging.has_averages(self.model):
+            report.averages = len(source.weights)
+        return plan, batches
+
+    def _names_of(self, source: LiveModel) -> Names:
+        weights = source.weights.values()
+        if self._names is None:
+            self._names = default_names(source.weights)
+            if any(weight.spec is not None and weight.is_stack for weight in weights):
+                shapes = {name: tuple(tensor.shape) for name, tensor in source.tensors.items()}
+                self._names = FileNames({}, files=file_rows(self.model, shapes))
+        return source.held_rows(self._names)
+
+
+def _tensors(batch: TensorBatch, report: Export) -> Iterator[tuple[str, Tensor]]:
+    tensors = batch.make()
+    report.bytes += batch.nbytes
+    for name in batch.tensors:
+        yield name, tensors[name]
