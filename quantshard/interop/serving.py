@@ -17,7 +17,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.errors import ConfigurationError
 from quantshard.interop.layouts import files, table, writing
 from quantshard.interop.layouts.files import TensorBatch
-from quantshard.interop.layouts.live import LiveModel, unwrapped
+from quantshard.interop.layouts.live import LiveModel, class_name, unwrapped
 from quantshard.interop.layouts.names import FileNames, Names, default_names, file_rows
 from quantshard.interop.layouts.writing import Export, ExportPlan
 from quantshard.optimizers import averaging
@@ -61,9 +61,11 @@ class LiveWeights:
         held_only: bool = False,
     ) -> None:
         self.model, self.lossy, self.held_only = unwrapped(model), lossy, held_only
-        own = getattr(self.model, "config", None)
-        to_dict = getattr(own, "to_dict", dict[str, Any])
+        model_config = getattr(self.model, "config", None)
+        to_dict = getattr(model_config, "to_dict", dict[str, Any])
         self.config = {**to_dict(), **files.read_config(config)}
+        if model_config is not None and not self.config.get("architectures"):
+            self.config["architectures"] = [class_name(self.model)]
         self._names = names
         source = agreement.run_on_all_ranks(self._source)
         tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
@@ -82,9 +84,9 @@ class LiveWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         plan, batches = self._plan(agreement.run_on_all_ranks(self._source))
-        own = (entry for batch in batches for entry in _tensors(batch, plan.report))
+        tensors = (entry for batch in batches for entry in _tensors(batch, plan.report))
         for name, _, _ in self._metadata:
-            yield next(own) if name in self._held else (name, None)
+            yield next(tensors) if name in self._held else (name, None)
         self.report = plan.report
 
     def configuration(self) -> dict[str, Any]:

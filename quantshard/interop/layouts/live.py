@@ -2,8 +2,9 @@
 
 The interface is that of `source.CheckpointModel`, so an export and a transfer to an inference engine share one plan.
 Every cut of a weight (by tensor parallelism, then by FSDP2) is undone by an all-gather over the axis that made it, in
-the reverse order. Codes and scales are gathered as bytes, and nothing is dequantized. A bucket holds the weights of one
-decoder layer or a part of it, and is freed when the next one is gathered; weights that are not sharded are not copied.
+the reverse order. Codes and scales are gathered as bytes, and nothing is dequantized. A bucket holds the weights of
+attention or MLP of one decoder layer, or a part of them, and is freed when the next one is gathered. Weights that are
+not sharded are not copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Component, Orientation, Role
 from quantshard.interop.layouts.conversion import RowRun
 from quantshard.interop.layouts.names import FileNames, Names
-from quantshard.interop.layouts.source import ModelSource, ModelWeight, input_history, is_state
+from quantshard.interop.layouts.source import ModelWeight, WeightReader, input_history, is_state
 from quantshard.modules.stacked_experts import StackedExperts
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -38,13 +39,22 @@ _BUCKET_BYTES, _ALONE_BYTES = 32 << 20, 1 << 20
 class _Piece:
     """This rank's piece of a component (None: of a plain tensor), as a matrix, and the groups to gather it from.
 
-    `groups`: the group of each cut, the last cut first.
+    tensors: what the piece consists of, along dim `dim`: one tensor, or those of the ranks of a gather.
+    groups: the group of each cut, the last cut first.
     """
 
-    tensor: Tensor
+    tensors: list[Tensor]
     shard: Shard
     component: Component | None
     groups: list[dist.ProcessGroup]
+    dim: int = 0
+
+    def joined(self) -> Tensor:
+        return self.tensors[0] if len(self.tensors) == 1 else torch.cat(self.tensors, self.dim)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def shape_in(self, shard: Shard) -> tuple[int, int]:
         return shard.shape if self.component is None else shard.component_shape(self.component)
@@ -57,30 +67,34 @@ class _Piece:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DDP and `torch.compile`."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    while isinstance(model, DistributedDataParallel) or type(model).__name__ == "OptimizedModule":
+        model = next(model.children())
+    return model
 
 
-class LiveModel(ModelSource):
+def class_name(model: nn.Module) -> str:
+    """Return the name of a model's class before `fully_shard` replaced it."""
+    return type(model).__name__.removeprefix("FSDP" if isinstance(model, FSDPModule) else "")
+
+
+class LiveModel(WeightReader):
     """A model in training. Reads are collective calls, which all ranks make in the same order.
 
     `held_only`: do not gather experts that are on other ranks; the weights are then those of this rank's experts.
     """
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:
-        self.path = type(model).__name__
+        self.path = class_name(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._expert_ranks, self._held_only = _expert_ranks(model), held_only
         self.tensors = dict(_entries(model))
-        self._buffers = dict(model.named_buffers())
+        self._history_buffers = dict(model.named_buffers())
         self.weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
         self._buckets = {name: bucket for bucket in self._in_buckets() for name in bucket}
-        self._gathered: dict[str, dict[str, Tensor]] = {}
+        self._gathered: dict[str, dict[str, _Piece]] = {}
+        self._last: tuple[str, Mapping[str, Tensor]] = "", {}
 
     def _weight(self, name: str, tensor: Tensor) -> ModelWeight:
         if tensor.is_meta:
@@ -98,13 +112,13 @@ class LiveModel(ModelSource):
 
     def held_rows(self, names: Names) -> Names:
         """Return a map with only the rows that this rank reads, by their numbers in what it reads."""
-        held = [name for name in self.weights if self.is_held_only(name)]
-        if not held:
+        experts = [name for name in self.weights if self.is_held_only(name)]
+        if not experts:
             return names
         if not isinstance(names, FileNames):
             raise ConfigurationError("held_only needs the default names; omit names=")
         files = dict(names.files)
-        for name in held:
+        for name in experts:
             rows = self.weights[name].rows
             first = self._expert_ranks[_module(name)].get_local_rank() * rows
             inside = {
@@ -118,7 +132,7 @@ class LiveModel(ModelSource):
         return FileNames({}, files=files)
 
     def _in_buckets(self) -> Iterator[list[str]]:
-        for _, names in groupby(self.weights, _layer):
+        for _, names in groupby(self.weights, _block):
             bucket: list[str] = []
             size = 0
             for name in names:
@@ -131,31 +145,34 @@ class LiveModel(ModelSource):
             yield bucket
 
     def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
-        if weight.name not in self._gathered:
-            self._gathered = {}
-            self._gathered = self._gather(self._buckets[weight.name], frozenset(Role))
-        return self._gathered[weight.name]
+        if self._last[0] != weight.name:
+            # free what is not needed any more before the next allocation
+            self._last = "", {}
+            if weight.name not in self._gathered:
+                self._gathered = {}
+                self._gathered = self._gather(self._buckets[weight.name], frozenset(Role))
+            self._last = weight.name, self._joined(weight, self._gathered[weight.name])
+        return self._last[1]
 
     def scales(self, weight: ModelWeight) -> Mapping[str, Tensor]:
-        return self._gather([weight.name], frozenset(Role) - {Role.CODES})[weight.name]
+        return self._joined(weight, self._gather([weight.name], frozenset(Role) - {Role.CODES})[weight.name])
+
+    @staticmethod
+    def _joined(weight: ModelWeight, pieces: Mapping[str, _Piece]) -> dict[str, Tensor]:
+        return {part: piece.joined() if part else piece.joined().view(weight.shape) for part, piece in pieces.items()}
 
     def input_amax(self, name: str) -> float | None:
-        history = self._buffers.get(input_history(name))
+        history = self._history_buffers.get(input_history(name))
         return None if history is None or not history.numel() else float(history.max()) or None
 
     def is_same(self, weight: ModelWeight, other: ModelWeight) -> bool:
         return self.tensors[weight.name] is self.tensors[other.name] or super().is_same(weight, other)
 
     @torch.no_grad()
-    def _gather(self, names: Iterable[str], roles: frozenset[Role]) -> dict[str, dict[str, Tensor]]:
+    def _gather(self, names: Iterable[str], roles: frozenset[Role]) -> dict[str, dict[str, _Piece]]:
         pieces = {name: self._pieces(name, roles) for name in names}
         _undo_cuts([piece for by_part in pieces.values() for piece in by_part.values()])
-        result = {}
-        for name, by_part in pieces.items():
-            result[name] = {part: piece.tensor for part, piece in by_part.items()}
-            if "" in by_part:
-                result[name][""] = by_part[""].tensor.view(self.weights[name].shape)
-        return result
+        return pieces
 
     def _pieces(self, name: str, roles: frozenset[Role]) -> dict[str, _Piece]:
         tensor, groups = self.tensors[name], list[dist.ProcessGroup]()
@@ -170,7 +187,7 @@ class LiveModel(ModelSource):
         storage = local.quantized_storage
         copy = storage.spec.format.copies[Orientation.ROWWISE]
         parts = (part for part in (copy.codes, copy.scale, copy.amax) if part is not None and part.role in roles)
-        return {part.name: _Piece(storage.components[part.name], storage.shard, part, list(groups)) for part in parts}
+        return {part.name: _Piece([storage.components[part.name]], storage.shard, part, list(groups)) for part in parts}
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,11 +219,11 @@ def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
     return ranks
 
 
-def _layer(name: str) -> str:
-    """Return a name up to its first number: the decoder layer of a parameter."""
+def _block(name: str) -> str:
+    """Return a name up to the part after its first number: attention or MLP of a decoder layer."""
     parts = name.split(".")
-    ends = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: ends[0] + 1]) if ends else ""
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), -2)
+    return ".".join(parts[: number + 2])
 
 
 def _plain_piece(tensor: Tensor, groups: list[dist.ProcessGroup]) -> _Piece:
@@ -219,7 +236,7 @@ def _plain_piece(tensor: Tensor, groups: list[dist.ProcessGroup]) -> _Piece:
     else:
         values = tensor.full_tensor()
         shard, groups = sharding.whole((values.numel(), 1)), []
-    return _Piece(values.reshape(shard.shape), shard, None, groups)
+    return _Piece([values.reshape(shard.shape)], shard, None, groups)
 
 
 def _undo_cuts(pieces: list[_Piece]) -> None:
@@ -227,10 +244,11 @@ def _undo_cuts(pieces: list[_Piece]) -> None:
     while waiting := [piece for piece in pieces if piece.groups]:
         by_group: dict[dist.ProcessGroup, list[_Piece]] = {}
         for piece in waiting:
+            piece.tensors = [piece.joined()]
             if not piece.is_replicated:
                 by_group.setdefault(piece.groups[0], []).append(piece)
         for group, members in by_group.items():
-            small = [piece for piece in members if piece.tensor.nbytes * group.size() <= _ALONE_BYTES]
+            small = [piece for piece in members if piece.nbytes * group.size() <= _ALONE_BYTES]
             for batch in [small, *([piece] for piece in members if piece not in small)]:
                 if batch:
                     _all_gather(batch, group)
@@ -241,28 +259,30 @@ def _undo_cuts(pieces: list[_Piece]) -> None:
 
 def _all_gather(pieces: list[_Piece], group: dist.ProcessGroup) -> None:
     """Undo the last cut of each piece, in one collective."""
-    size, device = group.size(), process_groups.collective_device(group)
+    size, device, alone = group.size(), process_groups.collective_device(group), len(pieces) == 1
     shapes, lengths = [], []
     for piece in pieces:
         cut, parent = piece.shard.cut, piece.shard.before_cut()
         assert cut is not None
+        piece.dim = cut.dim
         shapes.append([piece.shape_in(parent.piece(cut.dim, i * cut.chunk, cut.chunk)) for i in range(size)])
-        longest = max(map(prod, shapes[-1])) * piece.tensor.itemsize
-        lengths.append(longest if len(pieces) == 1 else sharding.ceil_div(longest, 16) * 16)
-    own = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
-    for piece, part in zip(pieces, own.split(lengths), strict=True):
-        part[: piece.tensor.nbytes] = piece.tensor.contiguous().view(-1).view(torch.uint8)
-    gathered = own.new_empty((size, len(own)))
-    private_torch.all_gather_single(gathered.view(-1), own, group=group)
-    for piece, by_rank, of_all in zip(pieces, shapes, gathered.split(lengths, 1), strict=True):
-        dtype, cut, whole_shape = piece.tensor.dtype, piece.shard.cut, piece.shape_in(piece.shard.before_cut())
-        assert cut is not None
-        if len(pieces) == 1 and cut.dim == 0:
+        longest = max(map(prod, shapes[-1])) * piece.tensors[0].itemsize
+        lengths.append(longest if alone else sharding.ceil_div(longest, 16) * 16)
+    as_bytes = [piece.tensors[0].contiguous().view(-1).view(torch.uint8) for piece in pieces]
+    if alone and as_bytes[0].device == device and len(as_bytes[0]) == lengths[0]:
+        sent = as_bytes[0]
+    else:
+        sent = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        for part, content in zip(sent.split(lengths), as_bytes, strict=True):
+            part[: len(content)] = content
+    gathered = sent.new_empty((size, len(sent)))
+    private_torch.all_gather_single(gathered.view(-1), sent, group=group)
+    for piece, by_rank, parts in zip(pieces, shapes, gathered.split(lengths, 1), strict=True):
+        local = piece.tensors[0]
+        if alone and piece.dim == 0:
             # only the last pieces can be shorter, so the rows are in their places already
-            whole = of_all.view(-1)[: prod(whole_shape) * dtype.itemsize].view(dtype).view(whole_shape)
-        else:
-            parts = zip(by_rank, of_all, strict=True)
-            whole = torch.cat(
-                [part[: prod(shape) * dtype.itemsize].view(dtype).view(shape) for shape, part in parts], cut.dim
-            )
-        piece.tensor = whole.to(piece.tensor.device)
+            by_rank, parts = [piece.shape_in(piece.shard.before_cut())], parts.reshape(1, -1)
+        piece.tensors = [
+            part[: prod(shape) * local.itemsize].view(local.dtype).view(shape).to(local.device)
+            for shape, part in zip(by_rank, parts, strict=True)
+        ]

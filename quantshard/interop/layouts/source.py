@@ -64,7 +64,7 @@ class ModelWeight:
         return stacked(self.spec.format, self.shape[1]) if self.is_stack else self.spec.format
 
 
-class ModelSource:
+class WeightReader:
     """Where an export reads a model's weights, one at a time. This base class has neither masters nor averages."""
 
     path: str | os.PathLike[str]
@@ -106,7 +106,7 @@ class ModelSource:
         raise NotImplementedError
 
 
-class CheckpointModel(ModelSource):
+class CheckpointModel(WeightReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self._reader = SafeReader(path)

@@ -44,7 +44,7 @@ from quantshard.interop.layouts.names import (
     file_rows,
     is_stack,
 )
-from quantshard.interop.layouts.source import CheckpointModel, ModelSource, ModelWeight
+from quantshard.interop.layouts.source import CheckpointModel, ModelWeight, WeightReader
 from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
@@ -246,7 +246,7 @@ class ExportPlan:
     them. Layouts with such scales are then exact only if the scales are equal.
     """
 
-    source: ModelSource
+    source: WeightReader
     layout: Layout
     names: Names
     config: dict[str, Any]
@@ -388,9 +388,9 @@ class ExportPlan:
         def make() -> Mapping[str, Tensor]:
             values = read()
             shape = (len(values), values.shape[1])
-            if part is not None and (others := self._fused[part.key])[1:]:
+            if part is not None and len(self._fused[part.key]) > 1:
                 # a row with the amax of all parts gives them one scale
-                amax = max(float(other.read().abs().max()) for other in others)
+                amax = max(float(fused.read().abs().max()) for fused in self._fused[part.key])
                 values = torch.cat([values, values.new_full((1, shape[1]), amax)])
             parts = numerics.quantize(values, fmt)
             parts = {key: grid[: len(grid) - len(values) + shape[0]] if len(grid) > 1 else grid
@@ -427,8 +427,8 @@ class ExportPlan:
             why = f"an engine fuses {parts[0].name} with {len(parts) - 1} more under one scale"
             if not self.lossy:
                 raise ConfigurationError(
-                    f"{why}, and theirs differ ({self.layout.name}); convert(modules='fused'), choose another layout, "
-                    "or pass lossy=True"
+                    f"{why}, and theirs differ ({self.layout.name}); choose a layout with finer scales, or pass "
+                    "lossy=True"
                 )
             for part in parts:
                 if part.name in self.report.exact:

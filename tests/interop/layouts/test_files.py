@@ -107,7 +107,7 @@ def test_no_files(tmp_path):
 def test_write_keeps_a_group_in_one_file(tmp_path):
     def group(number: int) -> TensorBatch:
         made = {f"{number}.a": torch.full((3,), number, dtype=torch.uint8), f"{number}.b": torch.tensor(1.5)}
-        return TensorBatch({f"{number}.a": (torch.uint8, (3,)), f"{number}.b": (torch.float32, ())}, lambda: made)
+        return TensorBatch("", {f"{number}.a": (torch.uint8, (3,)), f"{number}.b": (torch.float32, ())}, lambda: made)
 
     assert write_safetensors(tmp_path, [group(n) for n in range(5)], 15, {"note": "x"}) == 35
     files = SafetensorsFiles(tmp_path)
