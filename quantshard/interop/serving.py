@@ -1,27 +1,40 @@
 """Sends the weights of a model in training to an inference engine, in a layout that the engine loads.
 
-`LiveWeights` decides what to send. `weight_source` gives it to vLLM's own transfer over NCCL or CUDA IPC, and `publish`
-writes it into shared memory, where the engine's process reads it (`VLLMReceiver`).
+| question | answer |
+|---|---|
+| what to send | `LiveWeights` |
+| how, over NCCL or CUDA IPC | vLLM's own trainer engines, which get `weight_source(weights)` |
+| how, through files in shared memory | `publish` in the trainer, `VLLMReceiver.update` in the engine's process |
+| whether the engine may serve | `VLLMReceiver.generate`: not between the first and the last stamp of a transfer |
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from quantshard.checkpoints.disk import agreement
-from quantshard.errors import ConfigurationError
+from quantshard.checkpoints.disk.store import why
+from quantshard.errors import CheckpointError, ConfigurationError, shown
 from quantshard.interop.layouts import files, table, writing
-from quantshard.interop.layouts.files import TensorBatch
+from quantshard.interop.layouts.files import CONFIGURATION, TensorBatch
 from quantshard.interop.layouts.live import LiveModel, class_name, unwrapped
 from quantshard.interop.layouts.names import FileNames, Names, default_names, file_rows
 from quantshard.interop.layouts.writing import Export, ExportPlan
 from quantshard.optimizers import averaging
 from quantshard.tensor import components
+
+INCOMPLETE: Final = "incomplete"
+"""vLLM's weight version while weights are being replaced."""
+
+_FILE_BYTES: Final = 256 << 20
 
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that is sent."""
@@ -138,3 +151,124 @@ def _tensors(batch: TensorBatch, report: Export) -> Iterator[tuple[str, Tensor]]
     report.bytes += batch.nbytes
     for name in batch.tensors:
         yield name, tensors[name]
+
+
+def weight_source(weights: LiveWeights) -> Any:
+    """Wrap weights as a `WeightSource` for vLLM's trainer engines ("nccl", "ipc", ...). vLLM must be installed."""
+    base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
+
+    class LiveWeightSource(base.WeightSource):  # type: ignore[misc]  # vLLM is not installed
+        def metadata(self) -> list[Any]:
+            return [base.ParamMeta(*spec) for spec in weights.metadata()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+            return iter(weights)
+
+        def held_names(self) -> set[str] | None:
+            return weights.held_names()
+
+    return LiveWeightSource()
+
+
+def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, *, keep: int = 2) -> Path:
+    """Write the present weights to `folder/version` as a model that engines load, and return this path.
+
+    A collective call; rank 0 writes. The path appears when all files are complete, so a trainer that dies leaves the
+    versions before. Use a folder in memory, as in /dev/shm. Versions older than the newest `keep` are removed.
+    """
+    target = Path(folder) / str(version)
+    tensors = iter(weights)
+
+    def following() -> dict[str, Tensor]:
+        name, tensor = next(tensors)
+        assert tensor is not None, "publish needs held_only=False"
+        return {name: tensor}
+
+    def write() -> None:
+        partial_folder = target.with_name(f".{version}.partial")
+        try:
+            for stale in target.parent.glob(".*.partial"):
+                shutil.rmtree(stale)
+            partial_folder.mkdir(parents=True)
+            groups = [TensorBatch(name, {name: (dtype, shape)}, following) for name, dtype, shape in weights.metadata()]
+            files.write_safetensors(partial_folder, groups, _FILE_BYTES, {})
+            files.write_json(partial_folder / CONFIGURATION, weights.configuration())
+            os.rename(partial_folder, target)
+            for old in published(folder)[:-keep]:
+                shutil.rmtree(old)
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {why(error)}") from None
+        finally:
+            # the other ranks wait for the rest
+            for _ in tensors:
+                pass
+
+    agreement.run_on_all_ranks(write if agreement.rank() == 0 else lambda: [None for _ in tensors])
+    return target
+
+
+def published(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the complete versions in a folder, oldest first."""
+    versions = [path for path in Path(folder).glob("*") if path.name.isdecimal()]
+    return sorted(versions, key=lambda path: int(path.name))
+
+
+class VLLMReceiver:
+    """Replaces the weights of a vLLM `LLM` in this process, and generates only from complete weights.
+
+    It is a client for vLLM's trainer engines (`VLLMWeightSyncClient`) where trainer and engine share a process, and
+    `update` reads what `publish` wrote. vLLM's weight version, which every output has, is the version of the trainer.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._config = files.read_config(llm.llm_engine.vllm_config.model_config.model)
+
+    @property
+    def version(self) -> str:
+        return str(self.llm.get_weight_version())
+
+    def update(self, folder: str | os.PathLike[str]) -> str:
+        """Load the newest published version, unless the engine has it, and return its name."""
+        versions = published(folder)
+        if not versions:
+            raise CheckpointError(f"{os.fspath(folder)} holds no complete version; publish one first")
+        newest = versions[-1]
+        if newest.name != self.version:
+            self._check(newest)
+            self.llm.update_weight_version(INCOMPLETE)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(newest)})
+            self._complete(newest.name)
+        return self.version
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `LLM.generate`, or raise if a transfer has not completed."""
+        if self.version == INCOMPLETE:
+            raise ConfigurationError("the engine holds parts of two versions of the weights; complete a transfer first")
+        return self.llm.generate(*args, **kwargs)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.update_weight_version(INCOMPLETE)
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update()
+        self._complete(weight_version or "default")
+
+    def _complete(self, version: str) -> None:
+        self.llm.reset_prefix_cache()  # it has keys and values of the weights before
+        self.llm.update_weight_version(version)
+
+    def _check(self, path: Path) -> None:
+        config = files.read_config(path)
+        changed = [key for key in self._config.keys() | config.keys() if self._config.get(key) != config.get(key)]
+        if changed:
+            key = min(changed)
+            values = f"{key} is {shown(config.get(key))}, the engine's {shown(self._config.get(key))}"
+            raise ConfigurationError(f"{path} is of another model: {values}; start another engine")

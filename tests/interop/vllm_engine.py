@@ -1,0 +1,122 @@
+"""A vLLM engine in its own process and virtual environment, driven by lines of JSON; see tests/interop/test_vllm.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.update({
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+})  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+# virtual machines can report AMX tiles and trap their use
+torch.cpu._is_amx_tile_supported = lambda: False
+
+import safetensors.torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.weight_transfer import base, factory
+
+from quantshard import serving
+
+FOLDER = sys.argv[1]
+
+
+class MemoryInitInfo(base.WeightTransferInitInfo):
+    pass
+
+
+class MemoryUpdateInfo(base.WeightTransferUpdateInfo):
+    def __init__(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.weights = weights
+
+
+class MemoryEngine(base.WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
+    """What vLLM's IPC engine does in the worker, for tensors of the same process, which a CPU can do."""
+
+    init_info_cls, update_info_cls = MemoryInitInfo, MemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: MemoryInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: MemoryUpdateInfo) -> None:
+        self.model.load_weights(update_info.weights)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def shutdown(self) -> None:
+        pass
+
+
+factory.WeightTransferEngineFactory.register_engine("memory", MemoryEngine)
+llm = LLM(
+    str(serving.published(FOLDER)[-1]), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=4,
+    dtype="bfloat16", weight_transfer_config={"backend": "memory"},
+)  # fmt: skip
+receiver = serving.VLLMReceiver(llm)
+
+
+def logprobs(tokens: list[int]) -> dict[str, Any]:
+    """Log-probabilities of a prompt's tokens, and the version of the weights that computed them."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    (out,) = receiver.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    values = [entry[token].logprob for token, entry in zip(tokens[1:], out.prompt_logprobs[1:], strict=True)]
+    return {"logprobs": values, "version": receiver.version}
+
+
+def parameters() -> dict[str, list[Any]]:
+    """dtype, shape and a hash of the bytes of each parameter, as the engine computes with it."""
+    named = llm.apply_model(lambda model: {name: param.data.clone() for name, param in model.named_parameters()})[0]
+    return {
+        name: [str(value.dtype), list(value.shape), _sha(value)] for name, value in named.items() if value.numel()
+    }
+
+
+def _sha(value: torch.Tensor) -> str:
+    # FP8 weights are stored transposed
+    value = value.t() if value.ndim == 2 and value.dtype == torch.float8_e4m3fn else value
+    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def transfer(version: str, count: int | None) -> None:
+    """vLLM's protocol with the tensors of a published version; with `count`, the trainer dies after so many."""
+    (file,) = (Path(FOLDER) / version).glob("*.safetensors")
+    weights = list(safetensors.torch.load_file(file).items())
+    receiver.init_weight_transfer_engine({})
+    receiver.start_weight_update()
+    receiver.update_weights({"weights": weights[:count]})
+    if count is None:
+        receiver.finish_weight_update(version)
+
+
+CALLS = {
+    "logprobs": logprobs, "parameters": parameters, "transfer": transfer, "update": lambda: receiver.update(FOLDER),
+}  # fmt: skip
+
+replies = os.fdopen(int(sys.argv[2]), "w")
+print(json.dumps("ready"), file=replies, flush=True)
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    try:
+        reply = {"result": CALLS[name](*arguments)}
+    except Exception as error:
+        reply = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    print(json.dumps(reply), file=replies, flush=True)
