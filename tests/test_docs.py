@@ -13,8 +13,9 @@ import quantshard
 from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
+from quantshard.formats import ALL
 from quantshard.interop.layouts.conversion import shapes
-from quantshard.interop.layouts.table import LAYOUTS, Layout, Verdict, import_verdict, said, verdict
+from quantshard.interop.layouts.table import EXACT, LAYOUTS, Layout, Verdict, import_verdict, said, verdict
 from quantshard.private_torch import lookup
 from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor.arithmetic import IN_PLACE
@@ -255,13 +256,13 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
 
 ## Limits of other programs
 
-- vLLM fuses q, k, v and gate, up with the largest of their second scales, which is wrong for NVFP4 weights whose scales
-  differ. It also requires multiples of 128 per tensor-parallel shard for 128x128 blocks.
+- vLLM fuses q, k, v and gate, up [under one scale per tensor](serving.md). It also requires multiples of 128 per
+  tensor-parallel shard for 128x128 blocks.
 - transformers 5 dequantizes `hf-fp8-block` wrongly if a side of a weight is not a multiple of 128.
 
 These readers were tested on a CPU: transformers (`plain`, `hf-fp8-block`, `hf-fp8`, channel, MXFP8 and NVFP4 of
-compressed-tensors), compressed-tensors (all layouts), and PyTorch's `QuantizedHuggingFaceStorageReader`
-(`hf-fp8-block`). vLLM, SGLang and TensorRT-LLM have not yet been run.
+compressed-tensors), compressed-tensors (all layouts), PyTorch's `QuantizedHuggingFaceStorageReader` (`hf-fp8-block`)
+and [vLLM](serving.md). SGLang and TensorRT-LLM have not yet been run.
 
 ## Export
 """
@@ -325,6 +326,75 @@ def layouts_page() -> str:
     return "\n".join([*lines, IMPORT_HEAD, *matrix(import_verdict)]) + "\n"
 
 
+SERVING_HEAD = """# Serving: send the weights of a model in training to an inference engine
+
+The engine computes with the codes and scales that the trainer holds; nothing is quantized again. The model can be plain
+or under DDP, FSDP2, HSDP, tensor or expert parallelism.
+
+```python
+import quantshard as qs
+
+weights = qs.serving.LiveWeights(model, "hf-fp8-block")  # on every rank; raises if the layout is not exact
+qs.serving.publish(weights, "/dev/shm/policy", version=step)  # after each step
+```
+
+In the process of the engine:
+
+```python
+receiver = qs.serving.VLLMReceiver(LLM(str(qs.serving.published("/dev/shm/policy")[-1])))
+receiver.update("/dev/shm/policy")  # loads the newest complete version
+outputs = receiver.generate(prompts, sampling)
+```
+
+| question | object |
+|---|---|
+| what is sent | `LiveWeights`: names and tensors, equal bit for bit to `layouts.export` of a checkpoint |
+| through vLLM's NCCL or CUDA IPC | `weight_source(weights)`; `VLLMReceiver`, a client for an `LLM` of the process |
+| through memory files | `publish`, `VLLMReceiver.update` |
+| through SGLang | `engine.update_weights_from_tensor(list(weights))` (not run) |
+
+| option of `LiveWeights` | effect |
+|---|---|
+| `lossy=True` | requantize what is not exact; `report.errors` has the relative error of each weight |
+| `held_only=True` | yield None for experts of other ranks instead of gathering them |
+| `config=`, `names=` | as in [export](layouts.md); by default the model's own |
+
+## Exact layouts
+
+vLLM computes q, k, v and gate, up in one product with one scale per tensor (FP8) or one second scale (NVFP4). Ours have
+one each, so layouts with such scales need `lossy=True`, unless the scales are equal. All others are copied:
+
+"""
+
+SERVING_TAIL = """
+Results also agree if both quantize activations in the same way. In vLLM, channel layouts scale each token by a float32
+number, as `Float8RowwiseScaling(use_power_2_scales=False)` does: on a CPU, 99.9 % of a layer's outputs have equal bits.
+`current` scales a whole tensor, so its weights are exact and its activations coarser than the engine's.
+
+## Details
+
+- A rank holds, next to its shards, at most the attention or MLP weights of one layer, or one weight.
+- Inside `averaged_weights` the averages are sent, and the report says so.
+- A version appears in `publish`'s folder when it is complete. If the trainer dies, the engine keeps its weights; if it
+  dies within vLLM's own protocol, `receiver.generate` raises until a transfer completes.
+- GPUs have not run this yet. On a CPU, vLLM 0.32 computed `plain-bf16` and the channel layouts. Of block, MXFP8 and
+  NVFP4 layouts, its loader took every byte, but the CPU has no kernels for them (`make test-serving`).
+"""
+
+
+def serving_page() -> str:
+    rows: dict[str, list[str]] = {}
+    for name, kind in VARIANTS.items():
+        exact = [
+            f"`{layout.name}`" for layout in LAYOUTS.values()
+            if verdict(kind.weight, layout).kind == EXACT and layout.second is None and layout.block != (ALL, ALL)
+        ] or [f"`{layout.name}`" for layout in LAYOUTS.values()
+              if layout.is_plain and verdict(kind.weight, layout).kind == EXACT]  # fmt: skip
+        rows.setdefault(", ".join(exact), []).append(name)
+    lines = ["| recipe | exact |", "|---|---|", *(f"| {'; '.join(names)} | {exact} |" for exact, names in rows.items())]
+    return SERVING_HEAD + "\n".join(lines) + "\n" + SERVING_TAIL
+
+
 MADE = "<!-- made from private_torch by python -m tests.test_docs -->\n"
 
 
@@ -344,6 +414,7 @@ PAGES = {
     "transformer-engine.md": rendered,
     "limits.md": limits_page,
     "layouts.md": layouts_page,
+    "serving.md": serving_page,
     "compatibility.md": compatibility_page,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ import transformers
 
 from tests.distributed.test_mixtures import built
 from tests.interop.layouts.models import CONFIG
+from tests.pages import snippets
 from tests.tools.planning.counted import StorageCounter, plain_tensors
 
 pytestmark = pytest.mark.distributed
@@ -291,3 +293,46 @@ def test_bad_input_is_one_line_on_all_ranks() -> None:
     assert "fuses model.layers.0.self_attn.q_proj.weight with 2 more under one scale, and theirs differ" in fused
     assert "its readers need a scale of the activations" in undefined
     assert meta == "on rank 1: weight is on the meta device; load the model, or call reset_parameters()"
+
+
+class RecordingLLM:
+    """The methods of vLLM's `LLM` that a receiver calls; `calls` has those that replace weights."""
+
+    def __init__(self, model: str) -> None:
+        config = SimpleNamespace(model_config=SimpleNamespace(model=model))
+        self.llm_engine, self.version, self.calls = SimpleNamespace(vllm_config=config), "default", []
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+    def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        # vLLM must not seem complete while it loads
+        self.calls.append((method, Path(kwargs["weights_path"]).name, self.version))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
+    def generate(self, prompts: list[str], sampling: None) -> list[str]:
+        return prompts
+
+
+def test_the_page_on_serving(tmp_path: Path) -> None:
+    """The snippets of docs/serving.md, with a stand-in for vLLM."""
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    names: dict[str, Any] = {"model": model, "step": 0, "LLM": RecordingLLM, "prompts": ["a"], "sampling": None}
+    send, receive = (text.replace("/dev/shm/policy", str(tmp_path)) for text in snippets("docs/serving.md"))
+    for names["step"] in range(3):
+        exec(send, names)
+    assert [path.name for path in serving.published(tmp_path)] == ["1", "2"]
+    exec(receive, names)
+    assert names["outputs"] == ["a"] and names["receiver"].version == "2"
+    assert names["receiver"].llm.calls == [("reload_weights", "2", "incomplete"), "reset"]
+    names["receiver"].llm.update_weight_version(serving.INCOMPLETE)
+    with pytest.raises(qs.errors.ConfigurationError, match="parts of two versions"):
+        names["receiver"].generate([], None)
+    with pytest.raises(qs.errors.CheckpointError, match="holds no complete version"):
+        names["receiver"].update(tmp_path / "nothing")

@@ -44,6 +44,7 @@ RUN_BY = {
     "docs/layouts.md": "tests/tools/cli/test_exchange.py",
     "docs/frameworks.md#lightning-and-torchtitan": f"{INTEROP}frameworks/test_lightning.py",
     "docs/optimizers.md": HERE,
+    "docs/serving.md": f"{DOCS}serving.py",
     "docs/recipes.md": "tests/modules/test_recipes_by_name.py",
     "docs/checkpoints.md": f"{DOCS}saving_doc.py",
     "docs/distributed.md": HERE,

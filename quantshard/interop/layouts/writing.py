@@ -81,9 +81,9 @@ class Export:
     rounded: list[str] = field(default_factory=list)
     masters: int = 0
     averages: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
 
     def ignored(self) -> list[str]:
         """Return the modules with weights in high precision, including the output head even if it is tied."""
