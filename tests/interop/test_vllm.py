@@ -255,3 +255,25 @@ def test_the_loader_takes_every_layout(tmp_path: Path) -> None:
         (file,) = Path(folder).glob("*.safetensors")
         wanted, loaded = fused(load_file(file)), by_folder[folder]
         assert {name for name, value in wanted.items() if loaded.get(name) != value} == set(), folder
+
+
+@pytest.mark.slow
+def test_the_grpo_example(tmp_path: Path) -> None:
+    """2 ranks and an engine: every parameter changes within three steps, and log-probabilities stay those of FP8."""
+    # virtual machines can report AMX tiles and trap their use
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.cpu._is_amx_tile_supported = lambda: False\n")
+    env = os.environ | {
+        "PYTHONPATH": f"{tmp_path}:{ROOT}", "VLLM_PYTHON": str(PYTHON), "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/grpo_vllm.py"]
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "policy")], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"reward (\S+), (\d+) of 23 parameters changed .* differ by (\S+)$", done.stdout, re.M)
+    print(done.stdout)
+    assert len(lines) == 4 and float(lines[3][0]) > float(lines[0][0])
+    assert int(lines[0][1]) == 0 and all(int(changed) >= 16 for _, changed, _ in lines[1:])
+    assert all(float(difference) < 0.1 for *_, difference in lines)

@@ -86,8 +86,10 @@ def layout_scales(
     if copy.codes.encoding != layout.element:
         raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
     row_index = torch.arange(shape[0], device="cpu") if rows is None else rows
-    by_row = parts[copy.scale.name][row_index // copy.block[0]]
-    grid = regrid(by_row, copy.block, layout.block, shape[1])
+    if rows is None and copy.block == layout.block:
+        grid = parts[copy.scale.name]
+    else:
+        grid = regrid(parts[copy.scale.name][row_index // copy.block[0]], copy.block, layout.block, shape[1])
     scales = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
         assert copy.amax is not None
