@@ -232,7 +232,6 @@ class _FusedPart:
     """A weight that an engine fuses with others. `scale`: its amax or only scale; None: it is requantized."""
 
     key: str
-    weight: ModelWeight
     name: str
     scale: float | None
     read: Callable[[], Tensor] = field(init=False)
@@ -416,7 +415,7 @@ class ExportPlan:
             component = copy.amax or copy.scale
             first = 0 if rows is None else int(rows[0]) // component.block_shape[0]
             scale = float(self.source.scales(weight)[component.name].flatten()[first])
-        part = _FusedPart(key, weight, name, scale)
+        part = _FusedPart(key, name, scale)
         self._fused.setdefault(key, []).append(part)
         return part
 
