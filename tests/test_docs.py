@@ -367,9 +367,19 @@ one each, so layouts with such scales need `lossy=True`, unless the scales are e
 """
 
 SERVING_TAIL = """
-Results also agree if both quantize activations in the same way. In vLLM, channel layouts scale each token by a float32
-number, as `Float8RowwiseScaling(use_power_2_scales=False)` does: on a CPU, 99.9 % of a layer's outputs have equal bits.
-`current` scales a whole tensor, so its weights are exact and its activations coarser than the engine's.
+Results also agree if both quantize activations in the same way. vLLM's reference functions, compared with the recipes'
+formulas:
+
+| activations in vLLM | recipe | codes and scales |
+|---|---|---|
+| 1x128, E8M0 | `block` | equal bits |
+| MXFP8 | `mxfp8` | equal bits |
+| 1x128, float32 | `block` with float32 scales | scales within one ulp, fewer than 0.1 % of codes differ |
+| per token (channel layouts) | `Float8RowwiseScaling(use_power_2_scales=False)` | the same; 99.9 % of outputs equal |
+| per tensor | `current` | the same, but channel layouts scale each token |
+| NVFP4 | `nvfp4` | fewer than 2 % of block scales differ by one step; vLLM's input scale is fixed |
+
+vLLM has a smallest scale, so amaxes below 2^-9 differ.
 
 ## Details
 

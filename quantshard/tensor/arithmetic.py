@@ -112,7 +112,7 @@ def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dic
     target.check_filled("in-place arithmetic")
     if target.quantized_storage.gathered:
         raise UnsupportedOperationError(
-            f"a change of {target!r}, which FSDP gathered, would be lost; change the sharded parameter"
+            f"a change of {target!r}, which FSDP gathered, would be lost; call reshard(), and change the shard"
         )
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)

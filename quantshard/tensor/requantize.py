@@ -104,7 +104,7 @@ def _matrix(weight: Tensor, values: Tensor) -> Tensor:
     """Check new values of a weight, and return them in the shape of its storage's rectangle."""
     storage, name = _storage_of(weight), repr(private_torch.local_tensor(weight))
     if storage.gathered:
-        raise UnsupportedOperationError(f"requantize_: {name} is gathered by FSDP; reshard(), and write to the shard")
+        raise UnsupportedOperationError(f"requantize_: FSDP gathered {name}; call reshard(), and write to the shard")
     if values.shape not in (storage.shape, storage.shard.shape):
         raise ConfigurationError(f"requantize_: values of {name} are {tuple(values.shape)}, not {storage.shape}")
     return values.reshape(storage.shard.shape)
@@ -115,7 +115,8 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
         if is_bad:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
             problem = non_finite(values, _storage_of(weight).shard.origin)
-            raise ConfigurationError(f"requantize_: {name}: {problem or 'not finite on a rank'}; nothing was written")
+            problem = problem or "infinite or NaN on other ranks"
+            raise ConfigurationError(f"requantize_: {name}: {problem}; nothing was written")
 
 
 def non_finite(values: Tensor, origin: Sequence[int]) -> str:

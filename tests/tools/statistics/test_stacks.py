@@ -54,8 +54,8 @@ def record_operands(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[Any, Any]
     calls: dict[str, dict[Any, Any]] = {}
     real = ConvertedExperts.multiply
 
-    def multiply(self: Any, name: str, x: Tensor, counts: Any, bias: str | None = None) -> Tensor:
-        y = real(self, name, x, counts, bias)
+    def multiply(self: Any, name: str, x: Tensor, counts: Any, *others: Any) -> Tensor:
+        y = real(self, name, x, counts, *others)
         call = calls[f"{self.name}.{name}"] = {TensorRole.INPUT: x.detach().clone(), "counts": counts}
         y.register_hook(lambda grad: call.update({TensorRole.GRAD_OUTPUT: grad.clone()}))
         return y
