@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from quantshard import numerics
 from quantshard.recipe import MXFP8BlockScaling
-from quantshard.tensor import components
+from quantshard.tensor import components, parameter_state
 
 WEIGHTS, SIZE = 10, 3072
 BYTES_PER_ELEMENT = {"sglang-mxfp8": 5, "plain-bf16": 14}
@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory):
     for number in range(WEIGHTS):
         name = f"layers.{number}.layernorm_mlp.fc1_up_weight"
         state.update({name + c.key_suffix: parts[c.name].clone() for c in cell.format.components})
+        state.update({f"{name}_{key}": value for key, value in parameter_state.weight_state(cell, "cpu").items()})
         state[name + components.FORMAT_SUFFIX] = components.format_tag(cell.tag)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
