@@ -56,8 +56,8 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
             formula must not synchronize either.
         master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
-        use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay, release_gradients, max_grad_norm,
-            max_grad_value: see `FusedAdam`.
+        use_decoupled_grad, store_param_remainders, max_skipped_in_a_row, ema_decay: see `FusedAdam`.
+        release_gradients, max_grad_norm, max_grad_value: see `FusedAdam`.
     """
 
     states: ClassVar[tuple[StateSpec, ...]] = ()
