@@ -36,6 +36,9 @@ INCOMPLETE: Final = "incomplete"
 
 _FILE_BYTES: Final = 256 << 20
 
+_MARK: Final = ".published"
+"""File in every folder that `publish` wrote; it removes no others."""
+
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that is sent."""
 
@@ -174,25 +177,34 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
     """Write the present weights to `folder/version` as a model that engines load, and return this path.
 
     A collective call; rank 0 writes. The path appears when all files are complete, so a trainer that dies leaves the
-    versions before. Use a folder in memory, as in /dev/shm. Versions older than the newest `keep` are removed.
+    versions before. Use a folder in memory, as in /dev/shm.
+
+    Args:
+        version: an integer above all published versions.
+        keep: number of newest versions to keep, at least 1. An engine can read a version until it is removed.
     """
     target = Path(folder) / str(version)
+    if not isinstance(weights, LiveWeights) or weights.held_only:
+        raise ConfigurationError("publish: pass LiveWeights of all experts, without held_only")
+    agreement.run_on_all_ranks(lambda: _check_version(folder, version, keep))
     tensors = iter(weights)
 
     def following() -> dict[str, Tensor]:
         name, tensor = next(tensors)
-        assert tensor is not None, "publish needs held_only=False"
+        assert tensor is not None
         return {name: tensor}
 
     def write() -> None:
         partial_folder = target.with_name(f".{version}.partial")
         try:
             for stale in target.parent.glob(".*.partial"):
-                shutil.rmtree(stale)
+                if stale.name[1:].partition(".")[0].isdecimal():
+                    shutil.rmtree(stale)
             partial_folder.mkdir(parents=True)
             groups = [TensorBatch(name, {name: (dtype, shape)}, following) for name, dtype, shape in weights.metadata()]
             files.write_safetensors(partial_folder, groups, _FILE_BYTES, {})
             files.write_json(partial_folder / CONFIGURATION, weights.configuration())
+            (partial_folder / _MARK).touch()
             os.rename(partial_folder, target)
             for old in published(folder)[:-keep]:
                 shutil.rmtree(old)
@@ -207,9 +219,20 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
     return target
 
 
+def _check_version(folder: str | os.PathLike[str], version: int, keep: int) -> None:
+    for name, value, least in (("version", version, 0), ("keep", keep, 1)):
+        if type(value) is not int or value < least:
+            raise ConfigurationError(f"publish({name}={value!r}): use an integer of at least {least}")
+    newest = max((int(path.name) for path in published(folder)), default=-1)
+    if version <= newest:
+        raise ConfigurationError(
+            f"publish(version={version}): {os.fspath(folder)} has version {newest}; use a new folder"
+        )
+
+
 def published(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete versions in a folder, oldest first."""
-    versions = [path for path in Path(folder).glob("*") if path.name.isdecimal()]
+    """Return the complete versions that `publish` wrote to a folder, oldest first."""
+    versions = [path for path in Path(folder).glob("*") if path.name.isdecimal() and (path / _MARK).exists()]
     return sorted(versions, key=lambda path: int(path.name))
 
 

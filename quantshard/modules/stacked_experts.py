@@ -181,7 +181,9 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh, use_fp8_dispatch: 
         raise ConfigurationError('distribute_experts needs one axis of a device mesh, such as mesh["ep"]')
     modules = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
     if not modules:
-        raise ConfigurationError("distribute_experts: this model has no stacked experts that convert has quantized")
+        raise ConfigurationError(
+            "distribute_experts: this model has no quantized stacks of experts; convert it, and see its report"
+        )
     for name, module in modules.items():
         params = dict(module.named_parameters())
         replicated = next((param for param in params if module._cuts.get(param) is None), None)

@@ -37,6 +37,9 @@ def clip_grad_norm_(
         raise ConfigurationError(f"clip_grad_norm_(model={type(model).__name__}): pass the model, not its parameters")
     if not (norm_type > 0 and max_norm >= 0):
         raise ConfigurationError(f"clip_grad_norm_({max_norm=}, {norm_type=}): use max_norm >= 0 and norm_type > 0")
+    hooks = [hook for param in model.parameters() for hook in private_torch.accumulate_grad_hooks(param)]
+    if any(getattr(hook, "releases_gradients", False) for hook in hooks):
+        raise ConfigurationError("clip_grad_norm_: an optimizer has released gradients; use its max_grad_norm instead")
     norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads: list[Tensor] = []
     for name, param, groups in _with_groups(model):
@@ -51,10 +54,6 @@ def clip_grad_norm_(
     total = total_norm(norms_by_groups, norm_type, grads[0].device if grads else torch.device("cpu"))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
-    if not grads and any(map(private_torch.accumulate_grad_hooks, model.parameters())):
-        raise ConfigurationError(
-            "clip_grad_norm_: there are no gradients; an optimizer that releases them clips by itself (max_grad_norm)"
-        )
     scale = scale_to(total, max_norm)
     for local_grad in grads:
         local_grad.mul_(scale.to(local_grad.device))

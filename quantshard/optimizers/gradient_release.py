@@ -26,7 +26,7 @@ from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import clipping
 from quantshard.optimizers.base import GRAD_NORM, ParameterOptimizer
-from quantshard.optimizers.guards import GradientFlags
+from quantshard.optimizers.guards import MAIN_GRAD, GradientFlags, gradient_of, gradient_parts
 from quantshard.optimizers.kernel_step import ParameterStep, StepPlan
 from quantshard.optimizers.state import OptimizerState
 
@@ -39,13 +39,14 @@ class GradientRelease:
 
     Args:
         name: the optimizer's, for messages.
-        step_unit: updates some parameters that have gradients, and returns the flags of these.
-        max_norm: the largest norm of all gradients that is not scaled down; 0: any.
+        step_unit: updates some parameters that have gradients, and returns their flags.
+        max_norm: the largest norm of all gradients that is not scaled down; 0: gradients are not scaled.
         max_value: gradients are clamped to [-max_value, max_value]; 0: they are not.
 
     Attributes:
-        flags: of the units of this backward.
+        flags: the flags of each unit of this backward.
         stepped: the parameters of these units.
+        is_measuring: whether gradients are only measured (`measure_grad_norm`).
     """
 
     def __init__(
@@ -54,33 +55,41 @@ class GradientRelease:
         self.name, self.max_norm, self.max_value = name, max_norm, max_value
         self.flags: list[GradientFlags] = []
         self.stepped: dict[Tensor, None] = {}
+        self.is_measuring = False
         self._step_unit = weakref.WeakMethod(step_unit)
         self._hooks: list[Any] = []
         self._pending: dict[Tensor, None] = {}
-        self._norms: dict[Tensor, Tensor] = {}
-        self._is_measuring = False
+        self._norms: dict[Tensor, Tensor | None] = {}
 
     def watch(self, param: Tensor, name: str) -> None:
         """Release the gradients of a parameter from now on."""
-        if self._is_watched(param):
+        hooks = _live_hooks(param)
+        if any(isinstance(hook, ReleaseHook) and hook.release() is self for hook in hooks):
             return
-        if _live_hooks(param):
+        if hooks:
             gc.collect()  # an optimizer that is no longer used lives until then
-        if hooks := _live_hooks(param):
-            raise ConfigurationError(
-                f"{self.name}(release_gradients=True): {name} has another hook after its gradient "
-                f"({hooks[0]!r:.60}); remove it"
+        for hook in _live_hooks(param):
+            release = hook.release() if isinstance(hook, ReleaseHook) else None
+            problem = (
+                f"another {release.name} releases it" if release else f"{hook!r:.60} runs after it; remove this hook"
             )
-        self._hooks.append(param.register_post_accumulate_grad_hook(_Hook(self)))
-
-    def _is_watched(self, param: Tensor) -> bool:
-        return any(isinstance(hook, _Hook) and hook.release() is self for hook in _live_hooks(param))
+            raise ConfigurationError(f"{self.name}(release_gradients=True): the gradient of {name}: {problem}")
+        self._hooks.append(param.register_post_accumulate_grad_hook(ReleaseHook(self)))
 
     def forget(self) -> None:
         """Release no gradients of the parameters so far."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def reset(self) -> None:
+        """Forget an unfinished backward."""
+        self.flags, self.stepped, self._pending, self._norms = [], {}, {}, {}
+
+    def check_ended(self) -> None:
+        """Raise if a backward has updated parameters and no step has followed."""
+        if self.stepped or self._pending:
+            raise ConfigurationError(f"{self.name}: backward has updated a part of the parameters; call step() first")
 
     def add(self, param: Tensor) -> None:
         """Take a parameter whose gradient is complete."""
@@ -99,43 +108,52 @@ class GradientRelease:
         step_unit = self._step_unit()
         if not params or step_unit is None:
             return
-        if self._is_measuring:
-            self.scale(params, 0.0)
+        if self.is_measuring:
+            self.measure(params)
         else:
             self.flags.append(step_unit(params))
         self.stepped |= dict.fromkeys(params)
         for param in params:
             param.grad = None
 
-    def scale(self, params: Iterable[Tensor], norm: float | Tensor) -> None:
-        """Add the norms of gradients, and scale them by the norm of the backward before, or clamp them."""
+    def measure(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if param.grad is None:
-                continue
-            grad = private_torch.local_tensor(param.grad)
+            grad = gradient_of(param, decoupled=False)
+            if grad is not None:
+                local = private_torch.local_tensor(grad)
+                norm = torch.linalg.vector_norm(local, 2, dtype=torch.float64) if local.numel() else None
+                self._norms[param] = norm
+
+    def clip(self, params: Sequence[Tensor], norm: float | Tensor) -> None:
+        """Measure gradients, scale them by the `norm` of the backward before (0: unknown), and clamp them."""
+        if self.max_norm:
+            self.measure(params)
+        parts = [
+            private_torch.local_tensor(part) for param in params for part in gradient_parts(param, decoupled=False)
+        ]
+        for part in parts:
             if self.max_norm:
-                if grad.numel():
-                    self._norms[param] = torch.linalg.vector_norm(grad, 2, dtype=torch.float64)
-                previous_norm = torch.as_tensor(norm, dtype=torch.float64, device=grad.device)
-                if not self._is_measuring:
-                    grad.mul_(torch.where(previous_norm > 0, clipping.scale_to(previous_norm, self.max_norm), 1.0))
+                previous = torch.as_tensor(norm, dtype=torch.float64, device=part.device)
+                part.mul_(torch.where(previous > 0, clipping.scale_to(previous, self.max_norm), 1.0))
             if self.max_value:
-                grad.clamp_(-self.max_value, self.max_value)
+                part.clamp_(-self.max_value, self.max_value)
 
     def update_norm(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
         """Put the norm of all gradients since the last call into the groups, float32, unless it is not finite.
 
         `params`: all parameters, in an order that is the same on all ranks. A collective call if they are sharded.
         """
+        if not self._norms:
+            return
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for param in params:
             norms = by_groups.setdefault(process_groups.summed_over(param), [])
-            norms += [self._norms[param]] if param in self._norms else []
+            norms += [norm] if (norm := self._norms.get(param)) is not None else []
         norm = clipping.total_norm(by_groups, 2.0, private_torch.local_tensor(params[0]).device).float()
         self._norms = {}
         for group in groups:
-            previous_norm = torch.as_tensor(group[GRAD_NORM], dtype=norm.dtype, device=norm.device)
-            norm = torch.where(norm.isfinite(), norm, previous_norm)
+            previous = torch.as_tensor(group[GRAD_NORM], dtype=norm.dtype, device=norm.device)
+            norm = torch.where(norm.isfinite(), norm, previous)
             if isinstance(group[GRAD_NORM], Tensor):  # a captured step reads its address
                 group[GRAD_NORM].copy_(norm)
             else:
@@ -144,24 +162,30 @@ class GradientRelease:
     @contextmanager
     def measuring(self, params: Iterable[Tensor]) -> Iterator[None]:
         """Only measure the norm of gradients, including those that backward does not release, and free them."""
-        self._is_measuring = True
+        self.is_measuring = True
         try:
             yield
             self.flush()
-            self._pending = dict.fromkeys(param for param in params if param.grad is not None)
-            self.flush()
+            self.measure(param for param in params if param not in self.stepped)
+            self.flags, self.stepped = [], {}
+        except BaseException:
+            self.reset()
+            raise
         finally:
-            self._is_measuring = False
-            self.stepped, self._pending = {}, {}
+            self.is_measuring = False
+            for param in params:
+                param.grad = None
+                if (main_grad := vars(param).get(MAIN_GRAD)) is not None:
+                    main_grad.zero_()
 
     def end_step(self, flags: GradientFlags) -> GradientFlags:
         """Return the flags of all units and of the other parameters, `flags`."""
         joined_flags = flags.joined(self.flags)
-        self.flags, self.stepped = [], {}
+        self.reset()
         return joined_flags
 
 
-class _Hook:
+class ReleaseHook:
     """Hands a gradient to a `GradientRelease`, and does not keep it alive."""
 
     def __init__(self, release: GradientRelease) -> None:
@@ -172,11 +196,15 @@ class _Hook:
         if release is not None:
             release.add(param)
 
+    @property
+    def releases_gradients(self) -> bool:
+        return self.release() is not None
+
 
 def _live_hooks(param: Tensor) -> list[Any]:
     """Hooks after a parameter's gradient, without those of optimizers that are gone."""
     hooks = private_torch.accumulate_grad_hooks(param)
-    return [hook for hook in hooks if not (isinstance(hook, _Hook) and hook.release() is None)]
+    return [hook for hook in hooks if not isinstance(hook, ReleaseHook) or hook.releases_gradients]
 
 
 class ReleasingOptimizer(ParameterOptimizer):
@@ -220,7 +248,7 @@ class ReleasingOptimizer(ParameterOptimizer):
             self._read_flags()
             self._check_reduced()
         plan = self._current_plan(tuple(params))
-        self._release.scale(params, self.param_groups[0].get(GRAD_NORM, 0.0))
+        self._release.clip(params, self.param_groups[0].get(GRAD_NORM, 0.0))
         try:
             self._take_gradients(plan)
             flags, remaining = self._start_updates(plan)
@@ -239,20 +267,44 @@ class ReleasingOptimizer(ParameterOptimizer):
     def _not_released(self) -> tuple[Tensor, ...]:
         """End the units of a backward, and return the parameters that are in none of them."""
         assert self._release is not None
+        if self._release.is_measuring:
+            raise ConfigurationError(f"{self._name}: call step() after measure_grad_norm(), not inside")
         self._release.flush()
         params = tuple(param for param in self._states if param not in self._release.stepped)
-        self._release.scale(params, self.param_groups[0].get(GRAD_NORM, 0.0))
+        self._release.clip(params, self.param_groups[0].get(GRAD_NORM, 0.0))
         if self._release.max_norm:
             self._release.update_norm([*self._names], self.param_groups)
         return params
 
     def _check_reduced(self) -> None:
-        """Refuse plain parameters of several processes, which DDP would average after this optimizer has used them."""
+        """Refuse plain parameters of several processes, whose gradients DDP or the caller would average too late."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        if any(isinstance(param, DTensor) or process_groups.is_expert_parallel(param) for param in self._names):
-            return
-        raise ConfigurationError(
-            f"{self._name}(release_gradients=True): its gradients are not averaged over the {dist.get_world_size()} "
-            "processes; use fully_shard (DDP averages too late)"
-        )
+        for param, name in self._names.items():
+            if not isinstance(param, DTensor) and not process_groups.is_expert_parallel(param):
+                raise ConfigurationError(
+                    f"{self._name}(release_gradients=True): {name} is not sharded, so its gradient is not averaged "
+                    "over the processes in time; use fully_shard for the whole model, not DDP"
+                )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler.step reads it first
+        if self._release is not None:
+            raise ConfigurationError(f"{self._name}(release_gradients=True) has used scaled gradients; omit GradScaler")
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._release is not None:
+            self._release.reset()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._release is not None:
+            self._release.check_ended()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._release is not None:
+            self._release.reset()
+        super().load_state_dict(state_dict)

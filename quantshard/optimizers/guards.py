@@ -122,6 +122,7 @@ class GradientFlags:
         self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
         self._sent: PendingFlag | None = None
+        self._changed = "nothing"
         flags = layout.local_flags(grads, exceeding)
         if wrong is not None:
             flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
@@ -148,6 +149,7 @@ class GradientFlags:
         """Return the flags of all parameters of a step, of which `earlier` are parts."""
         parts = [*earlier, self]
         flags = copy(self)
+        flags._changed = "only what backward had updated before" if earlier else "nothing"
         flags._names = [name for part in parts for name in part._names]
         flags._has_none = all([part._has_none for part in parts])
         device = parts[0].table.device
@@ -209,8 +211,8 @@ class GradientFlags:
             warn_user(f"{too_large(name)}; {which} skipped")
         elif groups[0]["skipped_in_a_row"] == 1:
             warn_user(
-                f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and nothing "
-                f"changed ({most_in_a_row} in a row are an error)"
+                f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and "
+                f"{self._changed} changed ({most_in_a_row} in a row are an error)"
             )
         return True
 

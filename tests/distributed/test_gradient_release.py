@@ -108,4 +108,4 @@ def released_by_ddp() -> str:
 
 
 def test_ddp_is_refused_on_every_rank() -> None:
-    assert all("use fully_shard (DDP averages too late)" in message for message in run_ranks(2, released_by_ddp))
+    assert all("use fully_shard for the whole model, not DDP" in message for message in run_ranks(2, released_by_ddp))

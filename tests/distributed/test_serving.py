@@ -339,3 +339,29 @@ def test_the_page_on_serving(tmp_path: Path) -> None:
         names["receiver"].generate([], None)
     with pytest.raises(qs.errors.CheckpointError, match="holds no complete version"):
         names["receiver"].update(tmp_path / "nothing")
+
+
+def test_a_folder_of_versions(tmp_path: Path) -> None:
+    """Versions rise, and what others wrote stays; layers that are compiled have their own names."""
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    names = [name for name, _ in serving.LiveWeights(model, "hf-fp8-block")]
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    weights = serving.LiveWeights(model, "hf-fp8-block")
+    assert [name for name, _ in weights] == names
+    (tmp_path / "100").mkdir()
+    (tmp_path / ".notes.partial").mkdir()
+    for version in (4, 5, 6):
+        serving.publish(weights, tmp_path, version)
+    assert [path.name for path in serving.published(tmp_path)] == ["5", "6"]
+    assert (tmp_path / "100").exists() and (tmp_path / ".notes.partial").exists()
+    for arguments, message in (
+        ({"version": 6}, "has version 6; use a new folder"),
+        ({"version": 3}, "has version 6; use a new folder"),
+        ({"version": "7"}, "version='7'.*use an integer of at least 0"),
+        ({"version": 7, "keep": 0}, "keep=0.*use an integer of at least 1"),
+    ):
+        with pytest.raises(qs.errors.ConfigurationError, match=message):
+            serving.publish(weights, tmp_path, **arguments)
+    with pytest.raises(qs.errors.ConfigurationError, match="pass LiveWeights"):
+        serving.publish(model, tmp_path, 7)  # type: ignore[arg-type]

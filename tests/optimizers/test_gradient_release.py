@@ -127,6 +127,35 @@ def test_gradients_are_clipped_by_the_norm_of_the_backward_before() -> None:
     assert bits(model, optimizer) == bits(twin, other)
 
 
+def test_measuring_changes_nothing_else() -> None:
+    """Neither without gradients, nor if backward fails; and `main_grad` is measured and scaled too."""
+    model = build()
+    optimizer = FusedAdam(model.named_parameters(), lr=1e-2, release_gradients=True, max_grad_norm=0.05)
+    with optimizer.measure_grad_norm():
+        loss_of(model, 0).backward()
+        with pytest.raises(ConfigurationError, match="not inside"):
+            optimizer.step()
+    before, norm = bits(model, optimizer), float(optimizer.param_groups[0]["grad_norm"])
+    with optimizer.measure_grad_norm():
+        pass
+    with pytest.raises(ZeroDivisionError), optimizer.measure_grad_norm():
+        loss_of(model, 1).backward()
+        raise ZeroDivisionError
+    assert all(param.grad is None for param in model.parameters())
+    assert bits(model, optimizer) == before and float(optimizer.param_groups[0]["grad_norm"]) == norm > 0
+
+    layer = qs.Linear(16, 16, device="cpu", bias=False, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(16, 16)
+    optimizer = FusedAdam(layer.named_parameters(), lr=1e-2, release_gradients=True, max_grad_norm=0.05)
+    for measures in (True, False):
+        with optimizer.measure_grad_norm() if measures else nullcontext():
+            layer(torch.ones(2, 16)).square().sum().backward()
+    expected = float(layer.weight.main_grad.norm())
+    assert float(optimizer.param_groups[0]["grad_norm"]) == pytest.approx(expected)
+    optimizer.step()
+    assert float(layer.weight.main_grad.norm()) == pytest.approx(0.05, rel=1e-4)
+
+
 def test_gradients_are_clamped() -> None:
     model, twin = build(), build()
     optimizer = FusedAdam(model.named_parameters(), lr=1e-2, release_gradients=True, max_grad_value=1e-4)
@@ -221,10 +250,28 @@ def test_bad_input() -> None:
         with FusedAdam(model.named_parameters()).measure_grad_norm():
             pass
     optimizer = FusedAdam(model.named_parameters(), release_gradients=True)
-    with pytest.raises(ConfigurationError, match=r"0\.weight has another hook after its gradient"):
+    with pytest.raises(ConfigurationError, match=r"gradient of 0\.weight: another FusedAdam releases it"):
         Lion(model.named_parameters(), release_gradients=True)
+    other = build()
+    hook = other[0].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ConfigurationError, match=r"gradient of 0\.weight: <built-in function print> runs after it"):
+        Lion(other.named_parameters(), release_gradients=True)
+    hook.remove()
     loss_of(model, 0).backward()
+    with pytest.raises(ConfigurationError, match="use its max_grad_norm"):
+        clip_grad_norm_(model, 1.0)
+    with pytest.raises(ConfigurationError, match=r"call step\(\) first"):
+        optimizer.state_dict()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigurationError, match="omit GradScaler"):
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
     with pytest.raises(ConfigurationError, match=r"a second backward before step\(\)"):
         loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.load_state_dict(FusedAdam(build().named_parameters()).state_dict())
+    loss_of(model, 0).backward()
+    optimizer.step()
     del optimizer
     FusedAdam(model.named_parameters(), release_gradients=True)

@@ -197,9 +197,14 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for key in model.state_dict():
         name = components.canonical_name(key)
         if name in params:
-            yield name, params[name]
+            yield _sent_name(name), params[name]
         elif name in buffers and not is_state(name, buffers[name].dtype):
-            yield name, buffers[name]
+            yield _sent_name(name), buffers[name]
+
+
+def _sent_name(name: str) -> str:
+    """Return a canonical name without the parts that `torch.compile(module)` adds."""
+    return components.canonical_name(name).replace("_orig_mod.", "")
 
 
 def _module(name: str) -> str:
@@ -211,7 +216,7 @@ def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
     ranks = {}
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts) and module.tp_mesh is not None:
-            ranks[components.canonical_name(name)] = module.tp_mesh
+            ranks[_sent_name(name)] = module.tp_mesh
         elif process_groups.expert_axis(module) is not None:
             raise ConfigurationError(
                 f"{name}: a GroupedLinear with experts on several ranks cannot be sent; use distribute_experts"
