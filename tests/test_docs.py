@@ -328,8 +328,8 @@ def layouts_page() -> str:
 
 SERVING_HEAD = """# Serving: send the weights of a model in training to an inference engine
 
-The engine computes with the codes and scales that the trainer holds; nothing is quantized again. The model can be plain
-or under DDP, FSDP2, HSDP, tensor or expert parallelism.
+The engine computes with the codes and scales that the trainer holds. The model can be plain or under DDP, FSDP2, HSDP,
+tensor or expert parallelism.
 
 ```python
 import quantshard as qs
@@ -338,7 +338,8 @@ weights = qs.serving.LiveWeights(model, "hf-fp8-block")  # on every rank; raises
 qs.serving.publish(weights, "/dev/shm/policy", version=step)  # after each step
 ```
 
-In the process of the engine:
+In the process of the engine, with `LLM` of vLLM. A version holds no tokenizer: pass `tokenizer=` or
+`skip_tokenizer_init=True`.
 
 ```python
 receiver = qs.serving.VLLMReceiver(LLM(str(qs.serving.published("/dev/shm/policy")[-1])))
@@ -350,8 +351,8 @@ outputs = receiver.generate(prompts, sampling)
 |---|---|
 | what is sent | `LiveWeights`: names and tensors, equal bit for bit to `layouts.export` of a checkpoint |
 | through vLLM's NCCL or CUDA IPC | `weight_source(weights)`; `VLLMReceiver`, a client for an `LLM` of the process |
-| through memory files | `publish`, `VLLMReceiver.update` |
-| through SGLang | `engine.update_weights_from_tensor(list(weights))` (not run) |
+| through memory files | `publish`, `VLLMReceiver.update`; `publish(keep=)` versions stay while engines read them |
+| through SGLang | `engine.update_weights_from_tensor([(name, tensor.clone()) for name, tensor in weights])` (not run) |
 
 | option of `LiveWeights` | effect |
 |---|---|
@@ -361,8 +362,9 @@ outputs = receiver.generate(prompts, sampling)
 
 ## Exact layouts
 
-vLLM computes q, k, v and gate, up in one product with one scale per tensor (FP8) or one second scale (NVFP4). Ours have
-one each, so layouts with such scales need `lossy=True`, unless the scales are equal. All others are copied:
+vLLM computes q, k, v and gate, up in one product with one scale per tensor (FP8) or one second scale (NVFP4).
+quantshard has a scale for each, so such layouts need `lossy=True` unless the scales are equal. `plain-bf16` rounds the
+values of quantized weights. All other layouts are exact:
 
 """
 
@@ -375,15 +377,16 @@ formulas:
 | 1x128, E8M0 | `block` | equal bits |
 | MXFP8 | `mxfp8` | equal bits |
 | 1x128, float32 | `block` with float32 scales | scales within one ulp, fewer than 0.1 % of codes differ |
-| per token (channel layouts) | `Float8RowwiseScaling(use_power_2_scales=False)` | the same; 99.9 % of outputs equal |
-| per tensor | `current` | the same, but channel layouts scale each token |
+| per token (channel layouts) | `Float8RowwiseScaling(use_power_2_scales=False)` | as in the row above |
+| per tensor | `current` | as in the row above; channel layouts scale each token instead |
 | NVFP4 | `nvfp4` | fewer than 2 % of block scales differ by one step; vLLM's input scale is fixed |
 
-vLLM has a smallest scale, so amaxes below 2^-9 differ.
+Groups whose largest value is below 2^-9 differ, because vLLM's scales have a lower bound. Of the outputs of one layer
+in a channel layout, 99.9 % have equal bits.
 
 ## Details
 
-- A rank holds, next to its shards, at most the attention or MLP weights of one layer, or one weight.
+- A rank holds, next to its shards, at most 32 MiB of one layer, or one larger weight.
 - Inside `averaged_weights` the averages are sent, and the report says so.
 - A version appears in `publish`'s folder when it is complete. If the trainer dies, the engine keeps its weights; if it
   dies within vLLM's own protocol, `receiver.generate` raises until a transfer completes.

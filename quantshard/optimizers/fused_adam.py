@@ -67,14 +67,13 @@ class FusedAdam(AdamOptimizer):
             `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
             master (or, without one, the new values before rounding), with bias correction (`numerics.adam`). See
             `averaged_weights`, `begin_average` and `drop_average`.
-        release_gradients: update each parameter during `backward`, as soon as a few gradients are complete (or FSDP2
-            has reduced them), and free these gradients; `step` updates the rest and counts. The results have the same
-            bits, but a gradient that is not finite skips only its own unit of parameters and what comes after
-            backward. Call `step` after every backward. DDP, GradScaler and functions that read all gradients cannot
-            be used with it.
-        max_grad_norm: with release_gradients, the norm of all gradients that is not scaled down; 0 (default): any. The
-            known norm is that of the backward before, so the first step is not scaled; for the exact norm run a first
-            backward in `measure_grad_norm`.
+        release_gradients: update parameters during `backward`, in units whose gradients are complete (and reduced by
+            FSDP2), and free these gradients; `step` updates the rest and counts. The results have the same bits. If a
+            gradient is not finite, units that were updated before it stay updated. Call `step` after every backward.
+            DDP, GradScaler and functions that read all gradients cannot be used with it.
+        max_grad_norm: with release_gradients, scale gradients so that the norm of all is at most this; 0 (default): do
+            not. The norm is that of the previous backward, so the first step is not scaled; for the present norm run a
+            first backward in `measure_grad_norm`.
         max_grad_value: with release_gradients, clamp gradients to this absolute value; 0 (default): do not.
     """
 
