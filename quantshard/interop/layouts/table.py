@@ -188,8 +188,11 @@ def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
         if verdict.kind == EXACT:
             block = spec.format.copies[Orientation.ROWWISE].block
             area = math.prod(math.inf if size == ALL else size for size in block)
-            preference = not (as_it_is or quantized_gemms(recipe))
-            candidates.append((preference, bool(verdict.why), block != layout.block, area, name))
+            is_conditional = bool(verdict.why)
+            # the first step would round weights with other scales to powers of two
+            is_rounded = spec.scaling.power_of_two and layout.scale == FP32
+            order = (is_conditional, is_rounded) if as_it_is else (not quantized_gemms(recipe), is_conditional)
+            candidates.append((*order, block != layout.block, area, name))
     return min(candidates)[-1] if candidates else None
 
 

@@ -184,7 +184,7 @@ def test_steps_that_change_no_master_keep_the_values(style: str, tmp_path: Path)
 @pytest.mark.parametrize(("style", "recipe"), [("NVFP4A16", "nvfp4"), ("deepseek", "current")])
 def test_the_error_names_the_recipe(style: str, recipe: str, tmp_path: Path) -> None:
     served.publish(tmp_path, style)
-    name = {"NVFP4A16": "nvfp4-weights", "deepseek": "block"}[style]
+    name = {"NVFP4A16": "nvfp4-weights", "deepseek": "fp8-weights"}[style]
     with pytest.raises(CheckpointError, match=f"cannot be copied .*; use recipe '{name}'"):
         load(tmp_path, recipe)
     model = AutoModelForCausalLM.from_config(served.DENSE, dtype=torch.bfloat16)
