@@ -107,6 +107,9 @@ class ParameterOptimizer(torch.optim.Optimizer):
     """Group entries that must be in their range (`RANGES`)."""
 
     _capturable = False
+    _release: Any = None
+    """A `GradientRelease`, if parameters step during backward."""
+
     reads_main_grad = True
 
     def _set_up(self, max_skipped_in_a_row: int) -> None:
@@ -283,6 +286,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with numbers even if `capturable`. Raises the errors that `step` could not raise."""
         self._raise_for_bad_steps()
+        if self._release is not None:
+            self._release.check_ended()
         return self.state_dict_to_fill()
 
     def state_dict_to_fill(self) -> dict[str, Any]:
@@ -297,6 +302,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it cannot."""
         self._adopt_replaced_parameters()
         self._read_flags()
+        if self._release is not None:
+            self._release.reset()
         self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._late_error, self._reported_skips = None, -1  # a load recovers from errors
         # Forget the versions of quantized parameters, so that the model can be loaded before or after.
@@ -306,6 +313,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None (default) or to zero. Each `main_grad` is set to zero."""
         self._adopt_replaced_parameters()
+        if self._release is not None:
+            self._release.reset()
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             for param in group["params"]:

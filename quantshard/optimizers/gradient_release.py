@@ -212,6 +212,7 @@ class ReleasingOptimizer(ParameterOptimizer):
 
     _states: dict[Tensor, dict[str, OptimizerState]]
     _master_weights: bool
+    _release: GradientRelease | None = None
 
     @abstractmethod
     def _current_plan(self, params: tuple[Tensor, ...] | None = None) -> StepPlan: ...
@@ -223,8 +224,8 @@ class ReleasingOptimizer(ParameterOptimizer):
     def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]: ...
 
     def _set_up_release(self, is_releasing: bool, max_norm: float, max_value: float) -> None:
-        release = GradientRelease(self._name, self._step_unit, max_norm, max_value)
-        self._release = release if is_releasing else None
+        if is_releasing:
+            self._release = GradientRelease(self._name, self._step_unit, max_norm, max_value)
 
     @contextmanager
     def measure_grad_norm(self) -> Iterator[None]:
@@ -293,18 +294,3 @@ class ReleasingOptimizer(ParameterOptimizer):
         if self._release is not None:
             raise ConfigurationError(f"{self._name}(release_gradients=True) has used scaled gradients; omit GradScaler")
         return False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._release is not None:
-            self._release.reset()
-        super().zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._release is not None:
-            self._release.check_ended()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._release is not None:
-            self._release.reset()
-        super().load_state_dict(state_dict)
