@@ -44,7 +44,7 @@ TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class LiveWeights:
-    """The weights of a model in training, as named tensors of a layout: bit for bit those of `layouts.export`.
+    """The weights of a model in training as named tensors, equal bit for bit to what `layouts.export` writes.
 
         weights = LiveWeights(model, "hf-fp8-block")
         for name, tensor in weights:  # on every rank

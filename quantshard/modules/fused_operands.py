@@ -98,7 +98,7 @@ class NormBackward(NamedTuple):
         return None if self is NO_NORM else layer.requantize_input(self.normalized)
 
     def gradients(self, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]) -> Gradients:
-        """Return the needed gradients of z, weight and bias. `dy`, `of_total`: those of the normalized rows and z."""
+        """Return the needed gradients of z, weight and bias from the gradients `dy` of rows and `of_total` of z."""
         if self is NO_NORM:
             return dy if needs[0] else None, None, None
         if dy is None:

@@ -99,7 +99,7 @@ def kernel_gradients(
     dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, statistics: norm_kernel.NormStatistics,
     norm: Normalization, total_grad: Tensor | None, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """Compute the needed gradients of z, weight and bias by a kernel. `total_grad`: added to that of z."""
+    """Compute the needed gradients of z, weight and bias by a kernel. `total_grad`: added to the gradient of z."""
     dz, dweight, dbias = norm_kernel.norm_backward(
         private_torch.plain(dy), z, statistics, parameters_of(weight, bias, norm),
         residual_gradient=None if total_grad is None else private_torch.plain(total_grad),

@@ -300,7 +300,7 @@ def _(t: Tensor, *others: Any) -> Tensor:
 def _launch_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool
 ) -> Tensor:
-    """Join the gradients of queries, keys and values into that of their projection, rotating the first two back."""
+    """Return the gradient of the projection that made queries, keys and values; rotates the first two back."""
     out = _back_shapes(dq, dk, dv)
     into_q, into_k, into_v = out.split([grad.shape[-2] for grad in (dq, dk, dv)], dim=-2)
     for grad, into in ((dq, into_q), (dk, into_k)):

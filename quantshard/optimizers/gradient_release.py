@@ -126,17 +126,16 @@ class GradientRelease:
 
     def clip(self, params: Sequence[Tensor], norm: float | Tensor) -> None:
         """Measure gradients, scale them by the `norm` of the backward before (0: unknown), and clamp them."""
-        if self.max_norm:
+        grads = [grad for param in params for grad in gradient_parts(param, decoupled=False)]
+        parts = list(map(private_torch.local_tensor, grads))
+        if self.max_norm and parts:
             self.measure(params)
-        parts = [
-            private_torch.local_tensor(part) for param in params for part in gradient_parts(param, decoupled=False)
-        ]
-        for part in parts:
-            if self.max_norm:
-                previous = torch.as_tensor(norm, dtype=torch.float64, device=part.device)
-                part.mul_(torch.where(previous > 0, clipping.scale_to(previous, self.max_norm), 1.0))
-            if self.max_value:
-                part.clamp_(-self.max_value, self.max_value)
+            previous = torch.as_tensor(norm, dtype=torch.float64, device=parts[0].device)
+            factor = torch.where(previous > 0, clipping.scale_to(previous, self.max_norm), 1.0)
+            for part in parts:
+                part.mul_(factor.to(part.device))
+        for part in parts if self.max_value else ():
+            part.clamp_(-self.max_value, self.max_value)
 
     def update_norm(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
         """Put the norm of all gradients since the last call into the groups, float32, unless it is not finite.

@@ -32,7 +32,8 @@ MORE = "--recipe mxfp8 --seq-length 16 --global-batch 4 --steps 2 --warmup 0 --l
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """On 2 processes: a run of 2 steps; its checkpoint exported twice, and imported."""
     folder = tmp_path_factory.mktemp("sources")
-    (folder / "text.py").write_text(Path(__file__).read_text())
+    # a fixed text: a few masters in a million have another code if they are rounded to BF16 before
+    (folder / "text.py").write_text((Path(__file__).parents[2] / "LICENSE").read_text())
     saved, out = folder / "run" / "checkpoints" / "step-000002", folder / "exact"
     for line in (
         ["train", "--run", folder / "run", "--data", folder / "text.py", *MODEL, *MORE],
@@ -78,9 +79,7 @@ def test_all_three_begin_with_the_same_bits(sources: Path) -> None:
     expected = run_ranks(2, first_loss, str(sources / "run"))
     assert expected == [first[0]["loss"]] * 2
     plain = losses(begun(sources, str(sources / "plain"), "--recipe", "mxfp8"))
-    # masters rounded to BF16 and then quantized can have another code than masters quantized at once
-    assert plain[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
-    assert plain[1]["loss"] != first[1]["loss"]  # its masters have more bits
+    assert plain[0]["loss"] == first[0]["loss"] and plain[1]["loss"] != first[1]["loss"]  # its masters have more bits
     assert losses(sources / "run")[0]["loss"] > first[0]["loss"]  # of random weights
 
 

@@ -1,6 +1,6 @@
 """Reads a model's weights from the model itself, in training, one bucket of weights at a time.
 
-The interface is that of `source.CheckpointModel`, so an export and a transfer to an inference engine share one plan.
+`LiveModel` has the methods of `source.CheckpointModel`, so an export and a transfer to an engine share one plan.
 Every cut of a weight (by tensor parallelism, then by FSDP2) is undone by an all-gather over the axis that made it, in
 the reverse order. Codes and scales are gathered as bytes, and nothing is dequantized. A bucket holds the weights of
 attention or MLP of one decoder layer, or a part of them, and is freed when the next one is gathered. Weights that are
@@ -39,7 +39,7 @@ _BUCKET_BYTES, _ALONE_BYTES = 32 << 20, 1 << 20
 class _Piece:
     """This rank's piece of a component (None: of a plain tensor), as a matrix, and the groups to gather it from.
 
-    tensors: what the piece consists of, along dim `dim`: one tensor, or those of the ranks of a gather.
+    tensors: the parts of the piece along dim `dim`: one tensor, or after a gather one tensor per rank.
     groups: the group of each cut, the last cut first.
     """
 
@@ -80,7 +80,7 @@ def class_name(model: nn.Module) -> str:
 class LiveModel(WeightReader):
     """A model in training. Reads are collective calls, which all ranks make in the same order.
 
-    `held_only`: do not gather experts that are on other ranks; the weights are then those of this rank's experts.
+    `held_only`: read only the experts of this rank, and do not gather experts of other ranks.
     """
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:

@@ -337,7 +337,7 @@ def multiplies_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
 class PlainExperts(NamedTuple):
     """Experts in high precision. `weights`, `biases`: one each, or a stack of all, [experts, ...]; biases can be empty.
 
-    The other fields are those of `ExpertsLayer`.
+    See `ExpertsLayer` for the other fields.
     """
 
     weights: Sequence[Tensor]

@@ -120,9 +120,9 @@ def trained(model: Any, optimizer: Any, steps: int = 3) -> list[float]:
 
 OPTIMIZERS = {
     "Lion": lambda params: qs.optimizers.Lion(params, lr=1e-3),
-    "MasterWeights": lambda params: qs.optimizers.MasterWeights(torch.optim.AdamW, params, lr=1e-2),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
-    "split masters": lambda params: qs.optimizers.FusedAdam(params, lr=1e-2, preset="lean8"),
+    "MasterWeights": lambda params: qs.optimizers.MasterWeights(torch.optim.AdamW, params, lr=3e-3),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=3e-3),
+    "split masters": lambda params: qs.optimizers.FusedAdam(params, lr=3e-3, preset="lean8"),
 }
 
 
@@ -132,7 +132,7 @@ def test_optimizers(name: str) -> None:
     model = mixture("Qwen3-MoE")
     qs.convert(model, "current")
     losses = trained(model, OPTIMIZERS[name](model.parameters()))
-    assert max(losses[1:]) < losses[0]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_muon_orthogonalizes_each_expert() -> None:
@@ -191,15 +191,14 @@ def test_adapters_of_peft() -> None:
 
 
 def test_compiled() -> None:
-    """Experts run between graphs, with the bits of eager code where PyTorch keeps those of the other layers."""
-    losses = []
+    """Experts run between graphs, with the bits of eager code. PyTorch keeps the bits of other layers in one dtype."""
+    losses, dtype = [], torch.bfloat16 if torch.__version__ >= (2, 13) else torch.float32
     for compiles in (False, True):
-        model = mixture("Qwen3-MoE")
+        model = mixture("Qwen3-MoE").to(dtype)
         qs.convert(model, "current")
         optimizer = qs.optimizers.FusedAdam(model.parameters(), lr=1e-2)
         losses.append(trained(torch.compile(model, backend="aot_eager") if compiles else model, optimizer, steps=2))
-    is_exact = torch.__version__ >= (2, 13)  # the graph of a BF16 model has other bits in 2.11
-    assert losses[0] == (losses[1] if is_exact else pytest.approx(losses[1], rel=2**-8))
+    assert losses[0] == losses[1]
 
 
 def test_experts_that_cannot_be_replaced_are_left() -> None:
