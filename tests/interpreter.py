@@ -55,12 +55,13 @@ def _masked(builder: Any, name: str, place: int) -> Callable[..., Any]:
     """The method of Triton's builder, which takes booleans alone as its mask."""
     access = getattr(builder, name)
 
-    def checked(self: Any, *arguments: Any) -> Any:
-        found = arguments[place].data.dtype
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        mask = arguments[place] if len(arguments) > place else options["mask"]
+        found = mask.dtype if isinstance(mask, np.ndarray) else mask.data.dtype
         assert found == np.bool_, (
             f"a mask of {found}: `language.mask_where` makes one of a number's condition and a block"
         )
-        return access(self, *arguments)
+        return access(self, *arguments, **options)
 
     return checked
 

@@ -191,14 +191,15 @@ class GroupedLinear(QuantizedModule):
             return None
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return None
-        rows = 0 if isinstance(splits, Tensor) else tokens.shape[0]
-        if not is_faster_together(rows, len(self._layers), (self.out_features, self.in_features)):
-            return None
         weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), ("experts",)), True, self.training)
         block = block_together(call.recipe)
+        rows, shape = 0 if isinstance(splits, Tensor) else tokens.shape[0], (self.out_features, self.in_features)
+        is_native = block is not None and grouped.multiplies_codes(block, shape, tokens.device)
+        if not (is_native or is_faster_together(rows, len(self._layers), shape)):
+            return None
         if block is None:
             if call.strict:
                 fallbacks = self.joint_fallbacks(call.recipe, tokens.device)
@@ -215,7 +216,7 @@ class GroupedLinear(QuantizedModule):
         group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)
         return grouped.ExpertsLayer(
             weights, biases, splits, block, call, amax_histories, call.record, group, self._reader,
-            self._weight_gradients(self._weight_names, weights),
+            self._weight_gradients(self._weight_names, weights), is_native=is_native,
         )  # fmt: skip
 
     def _added_biases(self) -> list[Tensor]:

@@ -143,7 +143,8 @@ class StackedExperts(QuantizedModule):
         _, *shape = weight.shape
         if block is None or not kernel_dispatch.has_float_kernels(x):
             return None
-        if not grouped_linear.is_faster_together(rows, len(weight), (shape[0], shape[1])):
+        is_native = grouped.multiplies_codes(block, shape, x.device)
+        if not (is_native or grouped_linear.is_faster_together(rows, len(weight), (shape[0], shape[1]))):
             return None
         biases = [] if bias is None else [bias]
         reader = self._readers[name]
@@ -151,7 +152,7 @@ class StackedExperts(QuantizedModule):
             return None
         return grouped.ExpertsLayer(
             [weight], biases, counts, block, call, {}, call.record, None, reader,
-            is_stack=True, is_transposed=self.is_transposed, exchange=exchange,
+            is_stack=True, is_transposed=self.is_transposed, exchange=exchange, is_native=is_native,
         )  # fmt: skip
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:

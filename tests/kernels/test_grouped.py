@@ -159,12 +159,14 @@ def close(
     assert ((found.cpu().double() - exact).abs() <= room + torch.finfo(found.dtype).eps * exact.abs() + 1e-30).all()
 
 
-def weights(experts: int, shift: int = 0) -> tuple[ExpertWeights, list[Tensor], list[Tensor]]:
+def weights(
+    experts: int, shift: int = 0, sizes: tuple[int, int] = (OUT, IN)
+) -> tuple[ExpertWeights, list[Tensor], list[Tensor]]:
     """With their values, and the tensors that they lie in. `shift`: bytes from a multiple of 16 to the codes of one."""
-    stored = [operands.quantize_operand(values(OUT, IN, 9 + e), QuantSpec(ROWS[E4M3])) for e in range(experts)]
+    stored = [operands.quantize_operand(values(*sizes, 9 + e), QuantSpec(ROWS[E4M3])) for e in range(experts)]
     codes = []
     for part in stored:
-        held = torch.empty(OUT * IN + shift, dtype=torch.uint8, device=DEVICE)[shift:].view(OUT, IN)
+        held = torch.empty(sizes[0] * sizes[1] + shift, dtype=torch.uint8, device=DEVICE)[shift:].view(sizes)
         codes.append(held.copy_(part.components["codes"]))
     scale = [part.components["scale_inv"].to(DEVICE) for part in stored]
     return ExpertWeights.of(codes, scale, E4M3), in_double(stored), codes + scale
@@ -186,6 +188,35 @@ def test_products(counts: str) -> None:
     dw = grouped_matmul.weight_gradients(b, a, segments, dtype)
     close(dw, [(part.t(), other) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
     assert all(count or not dw[expert].count_nonzero() for expert, count in enumerate(rows))
+
+
+@pytest.mark.parametrize("sizes", [(144, 48), (176, 272)])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_products_of_codes(counts: str, sizes: tuple[int, int]) -> None:
+    """fprop with biases, dgrad and wgrad, with counts on the host and on the device."""
+    rows, (outputs, features) = COUNTS[counts], sizes
+    x, dy = values(sum(rows), features, 1), values(sum(rows), outputs, 2)
+    a, b = quantized(x, rows, E4M3), quantized(dy, rows, E5M2)
+    x_of, dy_of = in_double(one_by_one(x, rows, E4M3)), in_double(one_by_one(dy, rows, E5M2))
+    held, w_of, tensors = weights(len(rows), sizes=sizes)
+    held = held._replace(codes=torch.cat(tensors[: len(rows)]))
+    biases = values(len(rows), outputs, 5).to(DEVICE)
+    added = torch.cat([bias.expand(count, -1) for bias, count in zip(biases.cpu().double(), rows, strict=True)])
+    on_host = ExpertSegments.of(rows, DEVICE, MANY_ROWS)
+    for segments in (on_host, ExpertSegments.of_tensor(torch.tensor(rows, device=DEVICE), sum(rows), MANY_ROWS)):
+        y = grouped_matmul.rows_times_weights(a, held, segments, torch.float32, transposed=True)
+        close(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
+        z = grouped_matmul.rows_times_weights(
+            a, held, segments, torch.float32, transposed=True, biases=ExpertBias.of(biases)
+        )
+        room = 2.0**-22 * float(y.abs().sum())
+        assert torch.allclose(z.cpu().double(), y.cpu() + added, rtol=2.0**-22, atol=room)
+        dx = grouped_matmul.rows_times_weights(b, held, segments, torch.bfloat16, transposed=False)
+        close(dx, list(zip(dy_of, w_of, strict=True)))
+        turned = [part._replace(codes=grouped.turned_rows(part.codes, segments)) for part in (b, a)]
+        dw = grouped_matmul.weight_gradients(*turned, segments, torch.bfloat16, turned=True)
+        close(dw, [(part.t(), other) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
+        assert all(count or not dw[expert].count_nonzero() for expert, count in enumerate(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quantshard as qs
+from quantshard import kernel_dispatch
 from quantshard.interop.conversion import experts
+from quantshard.modules.gemms import functional, stacked
+from quantshard.modules.gemms.row_exchange import ExpertCodes
+from quantshard.recipe import TensorRole
 from quantshard.tensor.parameter_state import RNG_KEY
 from tests.weights import quantize_weight
 
 EXPERTS, IN, OUT = 3, 128, 256
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Stack(nn.Module):
@@ -30,22 +35,24 @@ class Stack(nn.Module):
         self.config = SimpleNamespace(_experts_implementation="eager")
         self.gate_up_proj = nn.Parameter(values.mT.contiguous() if is_transposed else values)
         self.gate_up_proj_bias = nn.Parameter(bias)
-        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, 128, 128, dtype=values.dtype))
+        self.down_proj = nn.Parameter(torch.zeros(EXPERTS, 128, 128, dtype=values.dtype, device=values.device))
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
 def both(recipe: Any, is_transposed: bool, sizes: tuple[int, int]) -> tuple[Any, qs.GroupedLinear]:
     """A stack and single weights of the same values and random keys."""
     out_features, in_features = sizes
-    values = draw(0, EXPERTS, out_features, in_features) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1).bfloat16()
+    values = draw(0, EXPERTS, out_features, in_features) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1).bfloat16().to(
+        DEVICE
+    )
     bias = draw(1, EXPERTS, out_features)
     stack: Any = Stack(values, bias, is_transposed)
     experts.convert_experts(stack, "stack", qs.recipe.resolve(recipe), None, True, False)
     with qs.quantized_model_init(recipe=recipe):
-        single = qs.GroupedLinear(EXPERTS, in_features, out_features, params_dtype=torch.bfloat16)
+        single = qs.GroupedLinear(EXPERTS, in_features, out_features, params_dtype=torch.bfloat16, device=DEVICE)
     for index in range(EXPERTS):
         weight: Any = getattr(single, f"weight{index}")
         weight.quantize_(values[index])
@@ -77,7 +84,7 @@ def compare(recipe: Any, is_transposed: bool, counts: list[int], sizes: tuple[in
 def check_components(recipe: Any) -> None:
     """The last matrix has values so small that its scale would be infinite."""
     spec = qs.recipe.resolve(recipe).weight
-    values = draw(5, 3, 64, 41) * torch.tensor([1.0, 30.0, 1e-38]).view(-1, 1, 1).bfloat16()
+    values = draw(5, 3, 64, 41) * torch.tensor([1.0, 30.0, 1e-38]).view(-1, 1, 1).bfloat16().to(DEVICE)
     stack = quantize_weight(values, spec).quantized_storage
     for index, matrix in enumerate(values):
         single = quantize_weight(matrix, spec).quantized_storage
@@ -132,8 +139,31 @@ def test_in_kernels(recipe: str, is_transposed: bool, kernels_on_cpu: None, laun
     """All experts of a stack in one kernel, for forward, dgrad and wgrad."""
     compare(recipe, is_transposed, [7, 0, 30])
     names = [name for name, _ in launches]
-    weights = "weights_kernel" if recipe == "current" else "weights_by_blocks_kernel"
-    assert names.count("rows_kernel") == 8 and names.count(weights) == 4
+    wanted = ("rows_of_codes_kernel", "weights_of_codes_kernel")
+    rows, weights = wanted if recipe == "current" else ("rows_kernel", "weights_by_blocks_kernel")
+    assert names.count(rows) == 8 and names.count(weights) == 4
+
+
+@pytest.mark.parametrize("sizes", [(OUT, IN), (33, 41)])
+def test_experts_one_by_one_have_scales_that_cublas_accepts(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes scales at multiples of 16 bytes."""
+    seen, real = [], functional.backend.matmul
+
+    def matmul(a: Any, b: Any, *args: Any, **options: Any) -> Tensor:
+        seen.extend(part.components["scale_inv"].data_ptr() % 16 for part in (a, b))
+        return real(a, b, *args, **options)
+
+    monkeypatch.setattr(functional.backend, "matmul", matmul)
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", set[str]())
+    compare("current", False, [7, 0, 30], sizes)
+    assert len(seen) > 40 and not any(seen)
+    spec = qs.recipe.resolve("current").activations[TensorRole.INPUT][0]
+    assert spec is not None
+    rows = ExpertCodes(torch.zeros(5, 16, dtype=torch.uint8), torch.ones(4), spec)
+    operands: list[Any] = list(stacked._split(rows, [1, 0, 3, 1]))
+    assert not any(part.for_first_gemm.components["scale_inv"].data_ptr() % 16 for part in operands)
 
 
 @pytest.mark.parametrize("is_list", [True, False])
@@ -154,7 +184,7 @@ def test_recipes_of_weights_multiply_all_experts_at_once(
     for module in (stack, single):
         a = x.clone().requires_grad_()
         with qs.autocast(recipe=recipe, strict=True):
-            rows = counts if is_list else torch.tensor(counts)
+            rows = counts if is_list else torch.tensor(counts, device=DEVICE)
             y = module(a, rows) if module is single else stack.multiply("gate_up_proj", a, rows, "gate_up_proj_bias")
         y.backward(dy)
         found.append([y.detach(), a.grad])

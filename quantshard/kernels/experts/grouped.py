@@ -33,9 +33,10 @@ def expert_tile(x_ptr, stride, index, cols, tiles, ROWS: tl.constexpr, COLS: tl.
     """This program's tile: the number of its expert, its rows and columns, the mask of elements with a value, and their
     values, read from rows `index` of x."""
     row = tiles + tl.program_id(0) * 4
-    i = tl.load(row + 1) + tl.arange(0, ROWS)
+    shift = tl.load(row + 3)
+    i = tl.load(row + 1) - shift + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = i < tl.load(row + 2)
+    inside = i < tl.load(row + 2) - shift
     valued = inside[:, None] & (j < cols)[None, :]
     source = i if index is None else tl.load(index + i, mask=inside, other=0)
     return tl.load(row), i, j, valued, load_tile(x_ptr, stride, source, j, valued)
@@ -59,6 +60,20 @@ def expert_quantize_kernel(
         tl.store(has_nan + expert, float("nan"), mask=ql.largest_bits(x) >= 0x7F800000)
     codes = ql.encode(x * tl.load(multipliers + expert), E)
     tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
+
+
+@triton.jit
+def turn_kernel(codes, cols, tiles, out, length, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row = tiles + tl.program_id(0) * 4
+    first, end, shift = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    i = first + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    is_column = j < cols
+    tile = tl.load(
+        codes + (i - shift)[:, None] * cols + j[None, :], mask=(i < end)[:, None] & is_column[None, :], other=0
+    )
+    is_written = ql.mask_where(first < end, is_column[:, None])  # a surplus tile has no columns of its own
+    tl.store(out + j.to(tl.int64)[:, None] * length + i[None, :], tl.trans(tile), mask=is_written)
 
 
 @triton.jit
@@ -123,6 +138,18 @@ def quantize_expert_rows(
             ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return codes
+
+
+def turned_rows(codes: Tensor, segments: ExpertSegments) -> Tensor:
+    """Transpose uint8 codes [R, C] to [C, segments.total], with zeros between the rows of two experts."""
+    assert segments.rows == MANY_ROWS
+    out = torch.empty((codes.shape[1], segments.total), dtype=torch.uint8, device=codes.device)
+    if codes.numel() > 0:
+        launch_kernel(
+            turn_kernel, _programs(codes, segments), codes.device,
+            codes, codes.shape[1], segments.tiles, out, segments.total, MANY_ROWS, COLS, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def quantize_expert_blocks(

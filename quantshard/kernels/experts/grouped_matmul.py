@@ -4,9 +4,12 @@
     dgrad  dx[i] = dy[i] @ w[e]
     wgrad  dw[e] = sum of dy[i]^T x[i]              over the rows i of e
 
-8-bit codes are exact in float16, so tensor cores multiply them as float16: each product is exact, and sums are in
-float32. Float16 operands can be read along either dim, so weights and rows with one scale need no transpose. A scale
-for each expert is applied at the end; scales of blocks are applied to the sum over each block.
+With one scale for each expert, which is applied at the end, tensor cores of Hopper and later GPUs multiply the codes
+themselves. They read both operands along the summed dim, so a matrix that is stored otherwise is transposed first.
+Sums over 128 products are added in float32, as in PyTorch's scaled product.
+
+Other products read codes as float16, which is exact, and can read such operands along either dim. Scales of blocks are
+applied to the sum over each block.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
@@ -25,6 +29,7 @@ from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES
+from quantshard.kernels.quantize.transpose import by_columns
 from quantshard.kernels.workspace import DeviceTable, lasting_table
 
 
@@ -50,6 +55,9 @@ WEIGHTS_LAUNCH: Final = {
     32: GroupedGemmConfig(64, 128, 32, 4, 4),
 }
 """Launch configs, tuned on an H200, by elements under one scale, a multiple of `summed`; 0: one scale for an expert."""
+CODES_LAUNCH: Final = GroupedGemmConfig(MANY_ROWS, 128, 128, 4, 3)
+"""Launch config of products of codes, tuned on an H200."""
+NEVER_PROMOTED: Final = 1 << 30
 
 
 @triton.jit
@@ -145,6 +153,56 @@ def weights_kernel(
 
 
 @triton.jit
+def rows_of_codes_kernel(
+    a, b, a_scales, weights, tiles, biases, experts, out, summed, cols, b_row, b_col, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, PROMOTED: tl.constexpr,
+):  # fmt: skip
+    """`rows_kernel` for matrices of codes with the summed dim last: rows a [R, summed] and all weights b.
+
+    The weight of expert e starts at row e * b_row and column e * b_col of b. Elements past the end of a are zeros.
+    """
+    tile = tiles + tl.program_id(1) * 4
+    expert, first, end, shift = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    row, col = (first - shift).to(tl.int32), tl.program_id(0) * COLS
+    top, left = (expert * b_row).to(tl.int32) + col, (expert * b_col).to(tl.int32)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(0, tl.where(first < end, summed, 0), SUMMED):  # no steps for a surplus tile
+        a_codes, b_codes = a.load([row, start]), b.load([top, left + start])
+        total = tl.dot(a_codes, b_codes.T, total, max_num_imprecise_acc=PROMOTED)
+    grid = tl.load(weights + experts + expert).to(tl.pointer_type(tl.float32))
+    total = total * tl.load(a_scales + expert) * tl.load(grid)
+    j = col + tl.arange(0, COLS)
+    if BIAS is not None:
+        bias = tl.load(biases + expert).to(tl.pointer_type(BIAS))
+        total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
+    i = first + tl.arange(0, ROWS)
+    out_ptrs = out + (i - shift)[:, None] * cols + j[None, :]
+    tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
+
+
+@triton.jit
+def weights_of_codes_kernel(
+    a, b, a_scales, b_scales, spans, out, rows, cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, PROMOTED: tl.constexpr,
+):  # fmt: skip
+    """`weights_kernel` for transposes a [rows, length] and b [cols, length].
+
+    Each expert starts at a multiple of SUMMED, and zeros follow its last row up to the next one.
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    first = tl.load(spans + expert * 4 + 1).to(tl.int32)
+    end = tl.load(spans + expert * 4 + 2).to(tl.int32)
+    row, col = tl.program_id(1) * ROWS, tl.program_id(0) * COLS
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(first, end, SUMMED):
+        total = tl.dot(a.load([row, start]), b.load([col, start]).T, total, max_num_imprecise_acc=PROMOTED)
+    total = total * tl.load(a_scales + expert) * tl.load(b_scales + expert)
+    i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
+    out_ptrs = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+
+
+@triton.jit
 def weights_by_blocks_kernel(
     a_ptr, b_ptr, a_scales, b_scales, nan_flag, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
@@ -212,7 +270,7 @@ class ExpertWeights(NamedTuple):
 
     `shape`: [out_features, in_features] of each weight. `aligned`: all codes start at multiples of 16 bytes. `scales`:
     stored dtype of the scales. `block`: 0 if a weight has one scale; otherwise rows and columns of the square under one
-    scale.
+    scale. `codes`: uint8 [experts * out_features, in_features], for products of codes; None for other products.
     """
 
     table: DeviceTable
@@ -221,6 +279,7 @@ class ExpertWeights(NamedTuple):
     scales: torch.dtype
     encoding: Encoding
     block: int = 0
+    codes: Tensor | None = None
 
     @staticmethod
     def of(
@@ -251,10 +310,12 @@ def rows_times_weights(
     *,
     transposed: bool,
     biases: ExpertBias | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """Multiply rows by their expert's weight [C, cols] or, if `transposed`, by its transpose, and add its bias.
 
     Returns `dtype` [segments.values, cols], rounded once, without the rows of codes [R, C] between experts.
+    `fast`: whether sums of products of codes may stay in the tensor cores; see `recipe.MMParams`.
     """
     assert a.block == weights.block, "blocks differ"
     summed, cols = a.codes.shape[1], weights.shape[0 if transposed else 1]
@@ -262,6 +323,18 @@ def rows_times_weights(
     if out.numel() == 0:
         return out
     table, bias = (None, None) if biases is None else (biases.table.tensor(), TYPES[biases.dtype])
+    if weights.codes is not None:
+        codes, b_row, b_col = weights.codes, cols, 0
+        if not transposed:
+            codes, b_row, b_col = by_columns([(codes, None, None)])[0][0].t(), 0, summed
+        launch = CODES_LAUNCH
+        launch_kernel(
+            rows_of_codes_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
+            _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(codes, weights.encoding, launch.cols),
+            a.scales, weights.table.tensor(), segments.tiles, table, len(segments), out, summed, cols, b_row, b_col,
+            BIAS=bias, **_options(launch, fast),
+        )  # fmt: skip
+        return out
     launch = _launch(segments, a.block)
     launch_kernel(
         rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
@@ -274,21 +347,48 @@ def rows_times_weights(
     return out
 
 
+def _tiles_of(codes: Tensor, encoding: Encoding, rows: int) -> TensorDescriptor:
+    """Describe codes [R, C] for kernels that load tiles of `rows` rows and of a step along the summed dim."""
+    block = [rows, CODES_LAUNCH.summed]
+    return TensorDescriptor(codes.view(encoding.gemm_dtype), list(codes.shape), list(codes.stride()), block)
+
+
+def _options(launch: GroupedGemmConfig, fast: bool) -> dict[str, Any]:
+    return {
+        "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
+        "PROMOTED": NEVER_PROMOTED if fast else launch.summed, "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
+
+
 def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
     return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
 
 
-def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
+def weight_gradients(
+    a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype, turned: bool = False,
+    fast: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute a^T b over each expert's rows, a [R, M] and b [R, N]; with blocks, of transposes [M, R] and [N, R].
 
-    Returns `dtype` [experts, M, N], rounded once; zeros for an expert without rows.
+    Returns `dtype` [experts, M, N], rounded once; zeros for an expert without rows. `turned`: multiply codes of
+    transposes (`grouped.turned_rows`). `fast`: see `rows_times_weights`.
     """
     assert a.block == b.block, "blocks differ"
-    across = 0 if a.block else 1
+    across = 0 if a.block or turned else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
     out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
-    launch, nan_flag = WEIGHTS_LAUNCH[a.block], b.nan_flag if a.nan_flag is None else a.nan_flag
+    if turned and segments.total == 0:
+        return out.zero_()
+    launch = CODES_LAUNCH if turned else WEIGHTS_LAUNCH[a.block]
+    nan_flag = b.nan_flag if a.nan_flag is None else a.nan_flag
     grid: Any = (-(cols // -launch.cols), -(rows // -launch.rows), experts)
+    if turned:
+        launch_kernel(
+            weights_of_codes_kernel, grid, out.device,
+            _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(b.codes, b.encoding, launch.cols),
+            a.scales, b.scales, segments.spans, out, rows, cols, **_options(launch, fast),
+        )  # fmt: skip
+        return out
     operands = (a.codes, b.codes, a.scales, b.scales)
     common_options: dict[str, Any] = {
         "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,

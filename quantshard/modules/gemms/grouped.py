@@ -22,14 +22,14 @@ from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.collectives.delayed_scaling import check_same_stage
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL, Orientation
-from quantshard.gemm import operands
+from quantshard.gemm import hardware, operands
 from quantshard.modules.contexts import pending_amaxes
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
 from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, ExpertCodes, RowExchange
 from quantshard.modules.gemms.weight_gradients import WeightGradients, in_two_passes, weight_gradients
-from quantshard.recipe import QuantSpec, TensorRole
+from quantshard.recipe import Gemm, QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.parameter_state import RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -107,7 +107,7 @@ class ExpertsLayer(NamedTuple):
     that amaxes are reduced over. `reader`: cache of the weights' addresses. `wgrads`: see `LinearState`. `is_stack`:
     the only weight is a stack of all experts' weights, and the only bias, if any, a stack of biases. `is_transposed`:
     it holds [in_features, out_features] of each. `exchange`: exchange of rows with other ranks, before or after the
-    product.
+    product. `is_native`: see `multiplies_codes`.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -123,6 +123,7 @@ class ExpertsLayer(NamedTuple):
     is_stack: bool = False
     is_transposed: bool = False
     exchange: RowExchange = NO_EXCHANGE
+    is_native: bool = False
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
@@ -142,7 +143,7 @@ class ExpertsLayer(NamedTuple):
 
     def segments(self, x: Tensor) -> ExpertSegments:
         """Map rows of x to experts."""
-        return _segments(self.counts, x, MANY_ROWS if self.block else 1)
+        return _segments(self.counts, x, MANY_ROWS if self.block or self.is_native else 1)
 
     def quantized(
         self, values: Tensor | ExpertCodes, role: TensorRole, segments: ExpertSegments, second: bool
@@ -155,13 +156,13 @@ class ExpertsLayer(NamedTuple):
         if isinstance(values, ExpertCodes):
             encoding = values.spec.format.copies[Orientation.ROWWISE].codes.encoding
             codes = EncodedRows(values.codes, values.scales, encoding)
-            return codes, codes
+            return codes, self._for_wgrad(codes, segments, second)
         # a captured step cannot read counts on the device
         if observation.active is not None and not (isinstance(self.counts, Tensor) and kernel_dispatch.is_capturing()):
             self._show(values, role, second)
         if not self.block:
             codes = self._by_experts(values, role, segments)
-            return codes, codes
+            return codes, self._for_wgrad(codes, segments, second)
         nan_flag = None
         if role is TensorRole.GRAD_OUTPUT:
             nan_flag = torch.ones(len(segments), dtype=torch.float32, device=values.device)
@@ -182,6 +183,11 @@ class ExpertsLayer(NamedTuple):
             if target is not None and target.scale is not None
         )
         return first, more[0] if more else first
+
+    def _for_wgrad(self, rows: EncodedRows, segments: ExpertSegments, is_needed: bool) -> EncodedRows:
+        if not (self.is_native and is_needed):
+            return rows
+        return rows._replace(codes=grouped_kernel.turned_rows(rows.codes, segments))
 
     def _show(self, values: Tensor, role: TensorRole, second: bool) -> None:
         """Report operands to the observer: quantize each expert's rows again, to the same codes as for all together."""
@@ -225,15 +231,31 @@ class ExpertsLayer(NamedTuple):
 
     def operands(self) -> ExpertWeights:
         """Weights in the form that kernels read."""
-        weights = self.reader.read(self.weights, self.call.recipe.weight)
-        assert weights is not None, "`are_readable` said so"
-        return weights
+        spec = self.call.recipe.weight
+        weights = self.reader.read(self.weights, spec)
+        assert weights is not None and spec is not None, "`are_readable` said so"
+        if not self.is_native:
+            return weights
+        name = spec.format.copies[Orientation.ROWWISE].codes.name
+        codes = [weight.quantized_storage.components[name] for weight in self.weights]
+        return weights._replace(codes=codes[0] if self.is_stack else torch.cat(codes))
 
 
 def _segments(counts: Sequence[int] | Tensor, x: Tensor, unit: int) -> ExpertSegments:
     if isinstance(counts, Tensor):
         return ExpertSegments.of_tensor(counts, x.shape[0], unit)
     return ExpertSegments.of(counts, x.device, unit)
+
+
+def multiplies_codes(block: int, shape: Sequence[int], device: torch.device) -> bool:
+    """Return whether a kernel multiplies the codes of weights of such a shape as they are; see `ExpertsLayer.block`.
+
+    Tensor cores of Hopper and later GPUs do. Tiles are loaded from rows of a multiple of 16 bytes.
+    """
+    is_interpreted = device.type == "cpu"
+    capability = hardware.capability_of(device)
+    has_tensor_cores = is_interpreted or (capability is not None and capability >= (9, 0))
+    return block == 0 and has_tensor_cores and not any([size % 16 for size in shape])
 
 
 def are_readable(
@@ -284,8 +306,9 @@ class _ExpertsFunction(torch.autograd.Function):
         del rows
         biases = ExpertBias.of(layer.biases[0] if layer.is_stack else layer.biases) if layer.biases else None
         y = grouped_matmul.rows_times_weights(
-            fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.is_transposed, biases=biases
-        )
+            fprop_rows, layer.operands(), segments, x.dtype, transposed=not layer.is_transposed, biases=biases,
+            fast=Gemm.FPROP in layer.call.recipe.fast_gemms,
+        )  # fmt: skip
         ctx.layer, ctx.segments, ctx.dtype = layer._replace(weights=(), biases=()), segments, x.dtype
         ctx.x_encoding, ctx.bias_dtype = wgrad_rows.encoding, layer.biases[0].dtype if layer.biases else None
         parts = (wgrad_rows.codes, wgrad_rows.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
@@ -299,21 +322,24 @@ class _ExpertsFunction(torch.autograd.Function):
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         codes, scale, *weights = ctx.saved_tensors
         layer: ExpertsLayer = ctx.layer._replace(weights=weights)
-        segments, count = ctx.segments, len(weights)
+        segments, count, fast_gemms = ctx.segments, len(weights), layer.call.recipe.fast_gemms
         grad, (needs_x, _, _, *needs) = private_torch.plain(grads[0]), ctx.needs_input_grad
         rows = layer.exchange.receive(grad, TensorRole.GRAD_OUTPUT, layer.call, any(needs[count:]))
         dgrad_rows, wgrad_rows = layer.quantized(rows, TensorRole.GRAD_OUTPUT, segments, any(needs[:count]))
         dx = None
         if needs_x:
             dx = grouped_matmul.rows_times_weights(
-                dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.is_transposed
-            )
+                dgrad_rows, layer.operands(), segments, ctx.dtype, transposed=layer.is_transposed,
+                fast=Gemm.DGRAD in fast_gemms,
+            )  # fmt: skip
             dx = layer.exchange.send_back(dx, TensorRole.GRAD_OUTPUT)
         param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:count]):
             x = EncodedRows(codes, scale, ctx.x_encoding, layer.block)
             pair = (x, wgrad_rows) if layer.is_transposed else (wgrad_rows, x)
-            compute = partial(grouped_matmul.weight_gradients, *pair, segments)
+            compute = partial(
+                grouped_matmul.weight_gradients, *pair, segments, turned=layer.is_native, fast=Gemm.WGRAD in fast_gemms
+            )
             param_grads[:count] = weight_gradients(compute, layer.wgrads, range(count), weights[0].dtype)
         if any(needs[count:]):
             assert isinstance(rows, Tensor)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import Orientation
+from quantshard.formats import ALL, Orientation
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.functional import PreparedLinear, forward_gemms, needs_wgrad
 from quantshard.modules.gemms.linear_operands import GemmOperands, WgradOperand
@@ -56,6 +57,10 @@ class StackedLayer(NamedTuple):
         storage = self.weight.quantized_storage
         copies = tuple(storage.spec.format.copies)
         storage = storage.with_copy(copies[0 if role is TensorRole.INPUT else -1])  # once for all experts
+        copy = storage.spec.of_matrix.format.copies[Orientation.ROWWISE]
+        if copy.block == (ALL, ALL):
+            scales = {copy.scale.name: _aligned(storage.components[copy.scale.name])}
+            storage = replace(storage, components=storage.components | scales)
         specs = self.call.recipe.activations[role]
         stochastic = any(spec is not None and spec.scaling.stochastic_rounding for spec in specs)
         draws = storage.state[RNG_DRAWS].clone()
@@ -69,6 +74,11 @@ class StackedLayer(NamedTuple):
             state = LinearState([matrix.state], None, None, self.record, data_group=self.data_group, plans=self.plans)
             bias = None if self.bias is None else self.bias[index]
             yield PreparedLinear([QuantizedTensor(matrix, self.weight.dtype)], [bias], self.call, state)
+
+
+def _aligned(scales: Tensor) -> Tensor:
+    """Copy a column of float32 scales, so that each starts at a multiple of 16 bytes, as cuBLAS requires."""
+    return F.pad(scales, (0, 3))[:, :1]
 
 
 def _transposed(matrix: QuantizedStorage) -> QuantizedStorage:
@@ -98,8 +108,9 @@ def _split(
         yield from rows.split(list(counts))
         return
     copy = rows.spec.format.copies[Orientation.ROWWISE]
-    for codes, scale in zip(rows.codes.split(list(counts)), rows.scales, strict=True):
-        parts = {copy.codes.name: codes, copy.scale.name: scale.view(1, 1)}
+    scales = _aligned(rows.scales.view(-1, 1)).split(1)
+    for codes, scale in zip(rows.codes.split(list(counts)), scales, strict=True):
+        parts = {copy.codes.name: codes, copy.scale.name: scale}
         operand = QuantizedStorage(rows.spec, whole((codes.shape[0], codes.shape[1])), parts)
         yield GemmOperands(operand, WgradOperand(operand if for_wgrad else codes.new_empty(0), False))
 
