@@ -53,9 +53,9 @@ class Hyperparameters:
     bias_correction: bool
     matrix_bound: Bound = Bound.NONE
 
-    def bound(self, param: Tensor) -> Bound:
-        """Return the argument `bound` of `adam` for a parameter."""
-        return self.matrix_bound if param.ndim == 2 else Bound.NONE
+    def bound(self, ndim: int) -> Bound:
+        """Return the argument `bound` of `adam` for states of `ndim` dims."""
+        return self.matrix_bound if ndim == 2 else Bound.NONE
 
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,15 @@ from quantshard.optimizers.base import COUNTERS, GRAD_NORM, check_alike, weight_
 from quantshard.optimizers.gradient_release import ReleasingOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, MAIN_GRAD, FlagLayout, GradientFlags, gradient_of, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
-from quantshard.optimizers.state import OptimizerState, assign, initial_master, make_average, make_states, rounded_roles
+from quantshard.optimizers.state import (
+    OptimizerState,
+    assign,
+    initial_master,
+    make_average,
+    make_states,
+    ndim_of_states,
+    rounded_roles,
+)
 from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders, floor_of, state_quant_spec
 from quantshard.tensor import components
 
@@ -438,7 +446,8 @@ class AdamOptimizer(ElementwiseOptimizer):
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
-        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, settings.bound(param))
+        bound = settings.bound(ndim_of_states(param))
+        new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, bound)
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 
     kernel_formula = update

@@ -24,7 +24,7 @@ from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
 from quantshard.optimizers.guards import LARGEST_GRADIENT, FlagLayout, in_order
-from quantshard.optimizers.state import OptimizerState, TensorRegion, rounded_roles
+from quantshard.optimizers.state import OptimizerState, TensorRegion, ndim_of_states, rounded_roles
 from quantshard.tensor import storage as storages
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY, WEIGHT_STREAM
 from quantshard.tensor.requantize import Requantization
@@ -343,6 +343,7 @@ def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
     if rectangle is None or len(for_kernels) < len(states):
         return None
     rng_key = 0 if item.storage is None else int(item.storage.state[RNG_KEY])
-    bound = settings.bound(item.param) if isinstance(settings, Hyperparameters) else Bound.NONE
+    is_adam = isinstance(settings, Hyperparameters)
+    bound = settings.bound(ndim_of_states(item.param)) if is_adam else Bound.NONE
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(type(settings), Algorithm.ADAM)
     return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)

@@ -341,8 +341,13 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
+def ndim_of_states(param: Tensor) -> int:
+    """Return the number of dims of a parameter's states. Those of a quantized stack of matrices are one matrix."""
+    return 2 if components.quantized_local(param) is not None else param.ndim
+
+
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
-    dtype = stored_dtype(dtype, 2 if components.quantized_local(param) is not None else param.ndim)
+    dtype = stored_dtype(dtype, ndim_of_states(param))
     spec = state_quant_spec(dtype, nonnegative)
     if spec is not None:
         return QuantizedState(param, spec, nonnegative)

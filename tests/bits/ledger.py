@@ -41,6 +41,7 @@ def of_world(cells: list[Cell]) -> dict[str, str]:
 
 
 def of_gpu(cell: Cell) -> dict[str, str]:
+    pool.IMPORTED = pool.LIBRARY  # in this process of its own too
     try:
         return of_world([cell])
     finally:

@@ -11,7 +11,9 @@ from torch import nn
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import Bound, Hyperparameters, adam, largest_ratio
 from quantshard.optimizers import FusedAdam
+from quantshard.recipe import resolve
 from tests.covering import exhaustive
+from tests.weights import quantize_weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 ROWS, COLS, STEPS = 4, 256, 60
@@ -79,6 +81,18 @@ def test_no_update_is_beyond_the_bound(first, second):
     for number, kind in enumerate(KINDS):
         betas = ((0.9, 0.999), (0.9, 0.95))[(number + turn) % 2]
         assert largest_update((first, second), kind, betas) <= allowed, (kind, betas)
+
+
+def test_stacks_of_matrices_are_within_the_bound():
+    values = torch.zeros(2, ROWS // 2, COLS)
+    param = nn.Parameter(quantize_weight(values, resolve("current").weight))
+    optimizer = FusedAdam([param], lr=1.0, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.bfloat16)
+    master = values
+    for step in range(1, STEPS + 1):
+        param.grad = gradients("outliers", step).view(values.shape)
+        optimizer.step()
+        before, master = master, optimizer.get_unscaled_state(param, "master_param").clone().view(values.shape)
+        assert float((master - before).abs().max()) <= bound((0.9, 0.999), step) + 1e-5, step
 
 
 def test_the_bound_is_reached():

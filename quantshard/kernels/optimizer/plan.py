@@ -13,7 +13,8 @@
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -103,6 +104,7 @@ class StepLaunchPlan:
         self._captured: list[Tensor] = []  # CUDA graphs copy from these at every replay
         self._grads: list[Tensor | None] = []
         self._skip: Tensor | None = None
+        self._is_compiled = device.type != "cuda"
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
@@ -268,6 +270,8 @@ class StepLaunchPlan:
         `skip`: bool scalar on the device; if it is true, `update` and `finish` change nothing.
         """
         self._skip = None if skip is None else skip.view(torch.uint8)
+        if not self._is_compiled:
+            self._compile()
         self._workspace.flat.zero_()
         for most_recent, length, table in self._histories:
             launch_kernel(
@@ -326,20 +330,33 @@ class StepLaunchPlan:
     def _codes_of(self, launch: _KernelLaunch) -> list[int]:
         return sorted({self._codes[number] for number in launch.members} - {0})
 
-    def _run(self, launch: _KernelLaunch) -> None:
+    def _compile(self) -> None:
+        """Compile the kernels of all launches at the same time: each takes about a second, mostly outside of Python."""
+
+        def compile_kernel(kernel: Any, grid: tuple[int, ...], _: torch.device, *args: Any, **options: Any) -> None:
+            kernel.warmup(*args, grid=grid, **options)
+
+        with torch.cuda.device(self.device), ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+            for launch in (*self._first, *self._last):
+                self._run(launch, compile_kernel)
+        self._is_compiled = True
+
+    def _run(self, launch: _KernelLaunch, run_kernel: Callable[..., Any] | None = None) -> None:
+        """Call `run_kernel`, or by default `launch_kernel`, with the arguments of a launch."""
+        run_kernel = run_kernel or launch_kernel
         if launch.programs == 0:
             return
         gradient_table, groups, _, _, settings = self._parts
         options = launch.options
         if launch.kernel is kp.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
-            launch_kernel(
+            run_kernel(
                 launch.kernel, grid, self.device,
                 launch.table, launch.entries, gradient_table, self._skip, launch.config, launch.redo, **options,
             )  # fmt: skip
             return
         for code in self._codes_of(launch):
-            launch_kernel(
+            run_kernel(
                 launch.kernel, (launch.programs,), self.device,
                 launch.table, launch.entries, gradient_table, groups, settings, self._skip,
                 km.TYPES[GRADIENT_DTYPES[code - 1]], code, launch.config, **options,
