@@ -196,7 +196,7 @@ class ParameterNumbers:
         """The numbers for a model and its optimizer, without communication; None without expert parallelism.
 
         Raises for optimizers that create their states in the first step, parameters of another model, and experts of a
-        of a layer that are not in one group, in the order of one process.
+        layer that are not in one group, in the order of one process.
         """
         layers = expert_layers(model)
         if not layers:
