@@ -13,7 +13,6 @@ import quantshard
 from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
-from quantshard.formats import ALL
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import EXACT, LAYOUTS, Layout, Verdict, import_verdict, said, verdict
 from quantshard.private_torch import lookup
@@ -215,9 +214,9 @@ quantshard import served --out imported
 quantshard import plain --recipe nvfp4 --out requantized
 ```
 
-`--layout` takes a layout of the [export table](#export), or a family (`compressed-tensors`, `modelopt`, `plain`), which
-selects its first exact layout. Codes and scales are copied as bytes. If a weight cannot be copied exactly, the command
-fails, unless you pass `--lossy` to requantize it, from its master if there is one.
+`--layout` takes a layout of the [export table](#export), or a family (`compressed-tensors`, `modelopt`, `plain`) to
+select its first exact layout. Codes and scales are copied as bytes. If a weight cannot be copied exactly, the command
+fails, unless you pass `--lossy` to requantize it (from its master if there is one).
 
 | option | effect |
 |---|---|
@@ -229,8 +228,8 @@ fails, unless you pass `--lossy` to requantize it, from its master if there is o
 
 To continue training from an export or an import, use `quantshard train --init-from DIR`.
 
-In Python, each rank of a sharded model reads only its slices. An optimizer built afterwards seeds its masters from the
-weights, or from the file's values if they are in high precision:
+In Python, each rank of a sharded model reads only its slices. An optimizer built afterwards starts its masters from
+the file's values if they are in high precision, otherwise from the weights:
 
 ```python
 import quantshard as qs
@@ -246,12 +245,12 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
 - Converted models keep their parameter names. Models of `TransformerLayer` with RMSNorm and SwiGLU get the names of
   Llama and Qwen3 in transformers; fused qkv weights are split.
 - Embeddings, norms and the output head are not quantized; a tied head is written once.
-- Masters are found by name: `FusedAdam(model.named_parameters(), ...)`.
-- NVFP4 is exported weight-only. Values agree to 5 half-ulps of float32; importing the export restores every bit. Second
-  scales of other programs are restored too, except for the last bit of some of ModelOpt's.
+- Masters are found by name, so build the optimizer over `model.named_parameters()`.
+- NVFP4 is exported weight-only. Values agree within 5 half-ulps of float32, and importing the export restores every
+  bit. So does exporting an import, except for the last bit of some second scales of ModelOpt.
 - `hf-fp8` is transformers' layout for one scale per tensor, `vllm-fp8` that of vLLM and SGLang.
-- Exports of norms with `zero_centered_gamma` add 1 to gamma and imports subtract 1, except for Gemma, Nemotron and
-  Qwen3-Next files. Sums that were rounded are reported.
+- For norms with `zero_centered_gamma` exports add 1 to gamma and imports subtract 1, except for Gemma, Nemotron and
+  Qwen3-Next. A report names rounded sums.
 - No file is unpickled ([security](security.md)).
 
 ## Limits of other programs
@@ -267,41 +266,52 @@ and [vLLM](serving.md). SGLang and TensorRT-LLM have not yet been run.
 ## Export
 """
 
+EXACT_HEAD = """Checkpoints of these recipes are exported exactly. For others the layout has different codes, larger
+blocks, power-of-two scales or too few digits, and needs `--lossy`. `modelopt-fp8` needs delayed scaling, because its
+readers need a scale of the activations.
+"""
+
 IMPORT_HEAD = """
 ## Import
 
-How exactly a model of each recipe can load each layout:
+Models of these recipes load a layout exactly. Others need `--lossy`, which requantizes or, for `bf16`, dequantizes the
+weights. `plain` layouts can be quantized without it.
 """
 
 VARIANTS = {
     "current": recipe.Float8CurrentScaling(),
-    "current, powers of two": recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "current (powers of two)": recipe.Float8CurrentScaling(use_power_2_scales=True),
     "delayed": recipe.DelayedScaling(),
     "block": recipe.Float8BlockScaling(),
-    "block, float32 scales; fp8-weights": recipe.Float8BlockScaling(use_f32_scales=True),
+    "block (float32 scales)": recipe.Float8BlockScaling(use_f32_scales=True),
+    "fp8-weights": recipe.resolve("fp8-weights"),
     "rowwise": recipe.Float8RowwiseScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "mxfp8-weights": recipe.resolve("mxfp8-weights"),
-    "mxfp8, two copies": recipe.MXFP8BlockScaling(enable_2d_quantization=False),
+    "mxfp8 (two copies)": recipe.MXFP8BlockScaling(enable_2d_quantization=False),
     "nvfp4": recipe.NVFP4BlockScaling(),
     "nvfp4-weights": recipe.resolve("nvfp4-weights"),
-    "nvfp4, two copies": recipe.NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4 (two copies)": recipe.NVFP4BlockScaling(disable_2d_quantization=True),
     "bf16": recipe.HighPrecision(),
 }
 
 
-def matrix(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -> list[str]:
-    """A row for layouts with equal cells, a column for each recipe; notes stand below, by number."""
+def exact_recipes(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -> list[str]:
+    """Return a row for layouts that are exact for the same recipes; numbered notes below hold the conditions."""
     notes: dict[str, int] = {}
     rows: dict[str, list[str]] = {}
     for layout in LAYOUTS.values():
+        groups: dict[str, list[str]] = {}
+        for name, kind in VARIANTS.items():
+            result = judge(kind.weight, layout)
+            if result.kind == EXACT:
+                groups.setdefault(result.why, []).append(name)
         cells = []
-        for kind in VARIANTS.values():
-            found = judge(kind.weight, layout)
-            note = f" ({notes.setdefault(found.why, len(notes) + 1)})" if found.why else ""
-            cells.append(found.kind + note)
-        rows.setdefault(" | ".join(cells), []).append(f"`{layout.name}`")
-    lines = ["| layout | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]
+        for why, names in groups.items():
+            mark = f" [{notes.setdefault(why, len(notes) + 1)}]" if why else ""
+            cells.append(("all" if len(names) == len(VARIANTS) else ", ".join(names)) + mark)
+        rows.setdefault("; ".join(cells), []).append(f"`{layout.name}`")
+    lines = ["| layouts | exact for |", "|---|---|"]
     lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     return [*lines, "", *(f"{number}. {why}" for why, number in notes.items())]
 
@@ -322,112 +332,26 @@ def layouts_page() -> str:
             )
             tensors += f", `X.{layout.input_scale}` float32" if layout.input_scale else ""
         lines.append(f"| `{layout.name}` | `{layout.family}` | {tensors} | {block} | {layout.readers} |")
-    lines += ["", "How exactly a checkpoint of each recipe can be exported:", "", *matrix(verdict)]
-    return "\n".join([*lines, IMPORT_HEAD, *matrix(import_verdict)]) + "\n"
-
-
-SERVING_HEAD = """# Serving: send the weights of a model in training to an inference engine
-
-The engine computes with the codes and scales that the trainer holds. The model can be plain or under DDP, FSDP2, HSDP,
-tensor or expert parallelism.
-
-```python
-import quantshard as qs
-
-weights = qs.serving.LiveWeights(model, "hf-fp8-block")  # on every rank; raises if the layout is not exact
-qs.serving.publish(weights, "/dev/shm/policy", version=step)  # after each step
-```
-
-In the process of the engine, with `LLM` of vLLM. A version holds no tokenizer: pass `tokenizer=` or
-`skip_tokenizer_init=True`.
-
-```python
-receiver = qs.serving.VLLMReceiver(LLM(str(qs.serving.published("/dev/shm/policy")[-1])))
-receiver.update("/dev/shm/policy")  # loads the newest complete version
-outputs = receiver.generate(prompts, sampling)
-```
-
-| question | object |
-|---|---|
-| what is sent | `LiveWeights`: names and tensors, equal bit for bit to `layouts.export` of a checkpoint |
-| through vLLM's NCCL or CUDA IPC | `weight_source(weights)`; `VLLMReceiver`, a client for an `LLM` of the process |
-| through memory files | `publish`, `VLLMReceiver.update`; `publish(keep=)` versions stay while engines read them |
-| through SGLang | `engine.update_weights_from_tensor([(name, tensor.clone()) for name, tensor in weights])` (not run) |
-
-| option of `LiveWeights` | effect |
-|---|---|
-| `lossy=True` | requantize what is not exact; `report.errors` has the relative error of each weight |
-| `held_only=True` | yield None for experts of other ranks instead of gathering them |
-| `config=`, `names=` | as in [export](layouts.md); by default the model's own |
-
-## Exact layouts
-
-vLLM computes q, k, v and gate, up in one product with one scale per tensor (FP8) or one second scale (NVFP4).
-quantshard has a scale for each, so such layouts need `lossy=True` unless the scales are equal. `plain-bf16` rounds the
-values of quantized weights. All other layouts are exact:
-
-"""
-
-SERVING_TAIL = """
-Results also agree if both quantize activations in the same way. vLLM's reference functions, compared with the recipes'
-formulas:
-
-| activations in vLLM | recipe | codes and scales |
-|---|---|---|
-| 1x128, E8M0 | `block` | equal bits |
-| MXFP8 | `mxfp8` | equal bits |
-| 1x128, float32 | `block` with float32 scales | scales within one ulp, fewer than 0.1 % of codes differ |
-| per token (channel layouts) | `Float8RowwiseScaling(use_power_2_scales=False)` | as in the row above |
-| per tensor | `current` | as in the row above; channel layouts scale each token instead |
-| NVFP4 | `nvfp4` | fewer than 2 % of block scales differ by one step; vLLM's input scale is fixed |
-
-Groups whose largest value is below 2^-9 differ, because vLLM's scales have a lower bound. Of the outputs of one layer
-in a channel layout, 99.9 % have equal bits.
-
-## Details
-
-- A rank holds, next to its shards, at most 32 MiB of one layer, or one larger weight.
-- Inside `averaged_weights` the averages are sent, and the report says so.
-- A version appears in `publish`'s folder when it is complete. If the trainer dies, the engine keeps its weights; if it
-  dies within vLLM's own protocol, `receiver.generate` raises until a transfer completes.
-- GPUs have not run this yet. On a CPU, vLLM 0.32 computed `plain-bf16` and the channel layouts. Of block, MXFP8 and
-  NVFP4 layouts, its loader took every byte, but the CPU has no kernels for them (`make test-serving`).
-"""
-
-
-def serving_page() -> str:
-    rows: dict[str, list[str]] = {}
-    for name, kind in VARIANTS.items():
-        exact = [
-            f"`{layout.name}`" for layout in LAYOUTS.values()
-            if verdict(kind.weight, layout).kind == EXACT and layout.second is None and layout.block != (ALL, ALL)
-        ] or [f"`{layout.name}`" for layout in LAYOUTS.values()
-              if layout.is_plain and verdict(kind.weight, layout).kind == EXACT]  # fmt: skip
-        rows.setdefault(", ".join(exact), []).append(name)
-    lines = ["| recipe | exact |", "|---|---|", *(f"| {'; '.join(names)} | {exact} |" for exact, names in rows.items())]
-    return SERVING_HEAD + "\n".join(lines) + "\n" + SERVING_TAIL
+    lines += ["", EXACT_HEAD, *exact_recipes(verdict)]
+    return "\n".join([*lines, IMPORT_HEAD, *exact_recipes(import_verdict)]) + "\n"
 
 
 MADE = "<!-- made from private_torch by python -m tests.test_docs -->\n"
 
 
 def compatibility_page() -> str:
-    """What stands before the mark is written by hand."""
-    names: dict[str, list[str]] = {}
-    for name, feature in lookup.NAMES.items():
-        names.setdefault(feature.removesuffix(","), []).append(f"`{name}`")
-    lines = ["Features and the private names that they need:"]
-    for feature, needed in sorted(names.items()):
-        lines += ["", f"**{feature}**", "", *(f"- {name}" for name in sorted(needed))]
+    """Return the page; the text before the mark is written by hand."""
+    features = sorted({feature.removesuffix(",") for feature in lookup.NAMES.values()})
     head, mark, _ = (DOCS / "compatibility.md").read_text(encoding="utf-8").partition(MADE)
-    return "\n".join([head + mark, *lines]) + "\n"
+    return (
+        "\n".join([head + mark, "These features need private names:", "", *(f"- {name}" for name in features)]) + "\n"
+    )
 
 
 PAGES = {
     "transformer-engine.md": rendered,
     "limits.md": limits_page,
     "layouts.md": layouts_page,
-    "serving.md": serving_page,
     "compatibility.md": compatibility_page,
 }
 

@@ -122,7 +122,7 @@ def verdict(spec: QuantSpec | None, layout: Layout, has_input_amax: bool | None 
         return _plain_verdict(spec, layout)
     has_amaxes = has_input_amax if has_input_amax is not None else bool(spec and spec.scaling.history)
     if layout.input_scale and not has_amaxes:
-        return Verdict(UNDEFINED, "its readers need a scale of the activations, which only delayed scaling knows")
+        return Verdict(UNDEFINED, "its readers need a scale of the activations, which only delayed scaling has")
     if spec is None:
         return Verdict(LOSSY, "weights in high precision must be quantized")
     copy = spec.format.copies[Orientation.ROWWISE]
@@ -134,27 +134,27 @@ def verdict(spec: QuantSpec | None, layout: Layout, has_input_amax: bool | None 
     if layout.scale == E8M0 and copy.scale.encoding == FP32 and not spec.scaling.power_of_two:
         return Verdict(LOSSY, "scales are not powers of two")
     if layout.second is not None:
-        return Verdict(EXACT, "codes and scales of blocks; the second scale is rounded once more, to float32")
+        return Verdict(EXACT, "except that the second scale is rounded once more, to float32")
     return Verdict(EXACT)
 
 
 def _plain_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
     if layout.dtype == torch.float32:
-        return Verdict(EXACT, "the masters where there are any")
+        return Verdict(EXACT, "writes the masters if there are any")
     if spec is None:
-        return Verdict(EXACT, "of BF16 weights; float32 masters are not in it")
+        return Verdict(EXACT, "for BF16 weights; float32 masters are not written")
     copy = spec.format.copies[Orientation.ROWWISE]
     if copy.scale.encoding == E8M0 or spec.scaling.power_of_two:
-        return Verdict(EXACT, "of the weights' values; float32 masters are rounded")
+        return Verdict(EXACT, "for the values of the weights; float32 masters are rounded")
     return Verdict(LOSSY, "code times scale has more digits than BF16")
 
 
 def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
     """Return whether a weight of a layout can be copied into one stored as `spec` (None: in high precision)."""
     if layout.is_plain:
-        return Verdict(EXACT) if spec is None else Verdict(LOSSY, "values are quantized, which they are loaded for")
+        return Verdict(EXACT) if spec is None else Verdict(LOSSY, "values are quantized")
     if spec is None:
-        return Verdict(LOSSY, "it is quantized there, and in high precision here: dequantized")
+        return Verdict(LOSSY, "quantized weights are dequantized")
     copy = spec.format.copies[Orientation.ROWWISE]
     assert layout.element is not None
     if copy.codes.encoding != layout.element:
@@ -166,10 +166,10 @@ def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
         return Verdict(LOSSY, f"blocks are {said(layout.block)} there, {said(copy.block)} here")
     conditions = []
     if not all(refines(ours, theirs) for theirs, ours in pairs):
-        conditions.append("all its blocks in one block of the model have the same scale, as in our exports")
+        conditions.append("all blocks inside one block of the model have the same scale, as in quantshard's exports")
     if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
         conditions.append("scales are powers of two")
-    return Verdict(EXACT, " and ".join(["where " + conditions[0], *conditions[1:]]) if conditions else "")
+    return Verdict(EXACT, f"if {' and '.join(conditions)}" if conditions else "")
 
 
 def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
