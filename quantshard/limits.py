@@ -24,14 +24,14 @@ class Limit:
 
 FALLBACKS: Final[dict[str, Limit]] = {
     "emulated": Limit(
-        "its GEMMs dequantize both operands and multiply in float32, or for 16-bit layers on a GPU in bfloat16",
+        "its GEMMs dequantize both operands and multiply in float32 (16-bit layers on a GPU: bfloat16)",
         "PyTorch has no matrix product of this format for this device",
-        "expect the right numbers, slower than BF16; explain names the GPUs that have one",
+        "expect right numbers, slower than BF16; explain names GPUs with native GEMMs",
     ),
     "no kernels": Limit(
-        "it is quantized and dequantized in plain PyTorch, many times slower than by kernels",
+        "it is quantized and dequantized in plain PyTorch, many times slower",
         "Triton is not installed, or this torch was not built with CUDA",
-        "install Triton, which torch for CUDA brings on Linux",
+        "install Triton (on Linux, torch for CUDA includes it)",
     ),
     "dgrad dequantizes": Limit(
         "its dgrad reads dequantized values",
@@ -64,25 +64,24 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",
     ),
     "one expert at a time": Limit(
-        "experts are quantized and multiplied one after another, in about a dozen launches each",
-        "kernels for all experts need 8-bit codes rounded to nearest and scales per tensor, 32 or 128 values",
+        "experts are quantized and multiplied one by one, with a dozen launches each",
+        "kernels for all experts need 8-bit codes rounded to nearest, with scales per tensor, 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling",
     ),
     "waits for token counts": Limit(
         "the host waits for the number of tokens of each expert",
-        "m_splits is on the device, and these experts run one after another",
+        "m_splits is on the device, and these experts run one by one",
         "use delayed, current, block or mxfp8, or bf16 with multiples of 8 features",
     ),
     "mlp not fused": Limit(
         "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
         "one of its layers has hooks or was wrapped or replaced",
-        "use modules='linear' if that is intended, for example for adapters",
+        "use modules='linear' if that is intended, as for adapters",
     ),
     "between graphs": Limit(
         "a compiled function runs it eagerly, between two graphs",
-        "graphs contain no tensor parallelism, experts, main_grad, backward_dw, FP8 activations of unfused MLPs, "
-        "or layers without kernels",
-        "compile the other layers only, or expect a graph break in each call",
+        "it has tensor parallelism, experts, main_grad, backward_dw, FP8 activations of an unfused MLP, or no kernels",
+        "compile only other layers, or expect graph breaks",
     ),
     "late amax history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
@@ -108,7 +107,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
 """Fallbacks by name: right numbers, slower or with more memory."""
 
 _WRITE = "write quantshard.requantize_([(parameter, values)]) on every rank"
-_DDP = "for DistributedDataParallel(model, init_sync=False), call quantshard.broadcast_(model) first"
+_DDP = "for DDP with init_sync=False call quantshard.broadcast_(model) first"
 
 REFUSALS: Final[dict[str, Limit]] = {
     "uneven axis": Limit(
@@ -122,9 +121,9 @@ REFUSALS: Final[dict[str, Limit]] = {
         "make in_features a multiple of the axis times the codes in a byte (2 * tp for 4-bit codes)",
     ),
     "misplaced shards": Limit(
-        "a parameter whose shards have wrong offsets in DTensor is neither trained nor saved",
+        "a parameter with wrong shard offsets in DTensor is neither trained nor saved",
         "PyTorch miscomputes offsets if three or more FSDP ranks cut an uneven shard",
-        "make that dim a multiple of the tensor-parallel axis, or shard it over at most two FSDP ranks",
+        "make the dim a multiple of the tensor-parallel axis, or use at most two FSDP ranks",
     ),
     "reshard to fewer ranks": Limit(
         "fully_shard(reshard_after_forward=<int>) is not supported",
@@ -148,7 +147,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "captured rounding": Limit(
         "stochastic rounding is not captured in a CUDA graph before quantshard.capturable_(model)",
-        "random draws are counted on the host, so every replay would round with the same bits",
+        "random draws are counted on the host, so replays would repeat them",
         "call quantshard.capturable_(model), run a step, then capture; or round to nearest",
     ),
     "captured shards": Limit(
@@ -208,7 +207,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "closure optimizer": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",
-        "a new process could not create its states without training the model",
+        "a new process could not create its states without a training step",
         "save the model with optimizer=None, and optimizer.state_dict() with torch.save",
     ),
     "pickle": Limit(
@@ -219,8 +218,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "copied values": Limit(
         "copy_ does not quantize values",
         "scales need the amaxes of all ranks",
-        f"{_WRITE}, or checkpoints.load_high_precision(model, state_dict); load codes by load_state_dict or "
-        f"load_from_rank0; {_DDP}; average weights by ema_decay=0.999 of FusedAdam",
+        "use quantshard.requantize_ on every rank, checkpoints.load_high_precision for values, load_state_dict for "
+        "codes, quantshard.broadcast_(model) before DDP(init_sync=False), FusedAdam(ema_decay=0.999) for averages",
     ),
     "replaced weight": Limit(
         "parametrizations, pruning and FSDP1 do not take a quantized weight",

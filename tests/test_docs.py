@@ -154,18 +154,19 @@ def rendered() -> str:
 
 LIMITS_HEAD = """# Limits
 
-Made from `quantshard/limits.py`.
+This page lists what runs on a slower path (a *fallback*, with the right numbers) and what is refused, in the words of
+warnings and errors. Some [arguments of TransformerEngine](transformer-engine.md#arguments) are refused too.
 
-A *fallback* gives the right numbers by a slower or larger path. `explain(model, optimizer, recipe)` names them;
-`explain(..., strict=True)` and, for what a forward can see, `autocast(strict=True)` raise. Also
-refused: some [arguments of TransformerEngine](transformer-engine.md).
+    print(quantshard.explain(model, optimizer, recipe))  # names the fallbacks of each parameter
+
+`explain(..., strict=True)` raises for any fallback, `autocast(strict=True)` for those that a forward can detect.
 """
 
 
 OPERATIONS_HEAD = """## Operations on quantized weights
 
-Operations that are not listed read: they return plain tensors of dequantized values, also through DTensor, and
-`autocast(strict=True)` rejects them. Writes that are not listed raise.
+Other operations read: they return plain tensors of dequantized values, also through DTensor, and
+`autocast(strict=True)` rejects them. Other writes raise.
 
 | operations | result |
 |---|---|"""
