@@ -15,7 +15,6 @@ from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import EXACT, LAYOUTS, Layout, Verdict, import_verdict, said, verdict
-from quantshard.private_torch import lookup
 from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor.arithmetic import IN_PLACE
 from quantshard.tensor.quantized_tensor import RULES
@@ -320,8 +319,8 @@ def exact_recipes(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -
 def layouts_page() -> str:
     lines = [
         LAYOUTS_HEAD,
-        "| layout | family | tensors of a weight `X.weight` [N, K] | block | readers |",
-        "|---" * 5 + "|",
+        "| layout | tensors of a weight `X.weight` [N, K] | block | readers |",
+        "|---" * 4 + "|",
     ]
     for layout in LAYOUTS.values():
         tensors = f"`X.weight` {str(layout.dtype).removeprefix('torch.')}"
@@ -332,28 +331,15 @@ def layouts_page() -> str:
                 f"`X.{key}` {str(dtype).removeprefix('torch.')}" for key, (dtype, _) in shapes(layout, 256, 256).items()
             )
             tensors += f", `X.{layout.input_scale}` float32" if layout.input_scale else ""
-        lines.append(f"| `{layout.name}` | `{layout.family}` | {tensors} | {block} | {layout.readers} |")
+        lines.append(f"| `{layout.name}` | {tensors} | {block} | {layout.readers} |")
     lines += ["", EXACT_HEAD, *exact_recipes(verdict)]
     return "\n".join([*lines, IMPORT_HEAD, *exact_recipes(import_verdict)]) + "\n"
-
-
-MADE = "<!-- made from private_torch by python -m tests.test_docs -->\n"
-
-
-def compatibility_page() -> str:
-    """Return the page; the text before the mark is written by hand."""
-    features = sorted({feature.removesuffix(",") for feature in lookup.NAMES.values()})
-    head, mark, _ = (DOCS / "compatibility.md").read_text(encoding="utf-8").partition(MADE)
-    return (
-        "\n".join([head + mark, "These features need private names:", "", *(f"- {name}" for name in features)]) + "\n"
-    )
 
 
 PAGES = {
     "transformer-engine.md": rendered,
     "limits.md": limits_page,
     "layouts.md": layouts_page,
-    "compatibility.md": compatibility_page,
 }
 
 

@@ -1,7 +1,6 @@
 """All uses of private PyTorch APIs, each with its reason. `private_torch` has the public names of all its files.
 
-tests/private_names.json records the APIs of each version, and docs/compatibility.md lists the features that do not
-work without one of them.
+tests/private_names.json records the APIs of each version. A feature whose API is missing raises TorchVersionError.
 """
 
 from quantshard.private_torch.autograd import *  # noqa: F403

@@ -18,7 +18,7 @@ CHAPTER = "docs/checkpoints.md#checkpoints-of-a-run"
 
 
 def run_document(folder: str) -> int:
-    blocks = snippets(CHAPTER)
+    blocks = [snippets("docs/checkpoints.md")[0], *snippets(CHAPTER)]
     names: dict[str, Any] = {"dist": dist, "Path": Path}
     here = Path.cwd()
     os.chdir(folder)
