@@ -12,7 +12,7 @@ import pytest
 import quantshard
 from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
-from quantshard.compat.transformer_engine.arguments import ARGUMENTS
+from quantshard.compat.transformer_engine.arguments import ARGUMENTS, LEAVE_OUT
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import EXACT, LAYOUTS, Layout, Verdict, import_verdict, said, verdict
 from quantshard.state_storage import PRESETS, StateOptions
@@ -38,15 +38,14 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
 
 The classes are quantshard's, with its defaults. `te.checkpoint` is reentrant by default.
 `te.is_fp8_available()` and the like return whether GEMMs are native; others are emulated.
-`te.make_graphed_callables` captures [CUDA graphs](performance.md). A missing name's AttributeError may
-name a replacement.
-
-`quantshard convert-te` converts [checkpoints](checkpoints.md#going-on-from-a-transformerengine-checkpoint).
+`te.make_graphed_callables` captures [CUDA graphs](performance.md). For a missing name, AttributeError
+suggests a replacement if there is one. `quantshard convert-te` converts
+[checkpoints](checkpoints.md#going-on-from-a-transformerengine-checkpoint).
 
 ## Differences
 
-Build layers with high-precision weights under `quantized_model_init(enabled=False, recipe=recipe)` for delayed scaling.
-Otherwise the first forward creates their amax histories and warns: a new process has no entry to load them into.
+For delayed scaling build layers with high-precision weights under `quantized_model_init(enabled=False, recipe=recipe)`.
+Otherwise the first forward creates their amax histories, which a new process cannot load, and warns.
 
 | topic | quantshard |
 |---|---|
@@ -55,23 +54,23 @@ Otherwise the first forward creates their amax histories and warns: a new proces
 | `step(grad_scaler=...)` | refused; call `grad_scaler.step(optimizer)` |
 | weights without masters | updated with stochastic rounding, for every recipe |
 | states of fewer than 32 bits | rounded stochastically, by seed and global index |
-| FP8 and FP16 states | a power-of-two scale per 128 elements of a row; a positive second moment never becomes 0 |
+| FP8 and FP16 states | a power-of-two scale per 128 elements; a positive second moment never becomes 0 |
 | `store_param_remainders` | a weight is its master rounded to nearest, ties away from 0 |
 | Adam's bias correction | multiplies by 1 / (1 - beta**step) instead of dividing |
 | sums of FP8 GEMMs | float32 (for TransformerEngine's: `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`) |
 | delayed scaling | a stored weight is first quantized with its own amax, not with scale 1 |
 | `.to(torch.float32)` | changes the nominal dtype, not the codes; `float()` returns values, except of parameters |
-| gated `fc1_weight` | two parameters, `fc1_gate_weight` and `fc1_up_weight`; can be read, not assigned |
+| gated `fc1_weight` | two parameters, `fc1_gate_weight` and `fc1_up_weight`; `fc1_weight` can be read, not assigned |
 | state dict | no pickled extra state: amax histories, random keys and draw counts are tensors |
 
 ## torch.autocast
 
-Under `torch.autocast` a module casts its inputs to autocast's dtype and returns that dtype, as in TransformerEngine.
-Bits equal those of inputs cast by hand. `LayerNorm` and `RMSNorm` do the same, whereas
-PyTorch's return float32. `quantshard.autocast` nests with it in any order.
+Under `torch.autocast` a module casts its inputs to autocast's dtype and returns that dtype, as in TransformerEngine,
+with the bits of inputs cast by hand. So do `LayerNorm` and `RMSNorm`, whereas PyTorch's return float32.
+`quantshard.autocast` nests with `torch.autocast` in any order.
 
-- Gradients have the dtypes of their tensors; that of a quantized weight is its nominal dtype.
-- Weights that a recipe quantizes are not cast before; without a recipe they are, as in `nn.Linear`.
+- Gradients have the dtypes of their tensors, for quantized weights the nominal dtype.
+- Weights that a recipe quantizes are not cast; other weights are, as in `nn.Linear`.
 - A returned bias (`return_bias`) has the dtype of the output. float64 is not cast.
 - Recomputation, `torch.compile` and FSDP2's `MixedPrecisionPolicy` keep the bits. In a backward inside
   `torch.autocast`, PyTorch's attention rounds differently.
@@ -86,24 +85,26 @@ PyTorch's return float32. `quantshard.autocast` nests with it in any order.
 | `softcap` | limit of scores (not in TransformerEngine) |
 | `layer_type="decoder"` | cross-attention to `encoder_output` |
 
-Without `max_seqlen_q` the host waits for the GPU. `explain` shows the backend: for packed sequences and windows on GPUs
-PyTorch's `varlen_attn` (FlashAttention), for sinks `flex_attention`.
+Without `max_seqlen_q` the host waits for the GPU. `explain` shows the backend: on GPUs PyTorch's `varlen_attn`
+(FlashAttention) for packed sequences and windows, `flex_attention` for sinks.
 
 ## Weight gradients
 
-- `fuse_wgrad_accumulation=True` adds gradients, unrounded, to the float32 `weight.main_grad` that you set; `grad` stays
+- `fuse_wgrad_accumulation=True` adds unrounded gradients to the float32 `weight.main_grad` that you set; `grad` stays
   None (zeros with `grad_added_to_main_grad`). `overwrite_main_grad` and `is_first_microbatch=True`
-  replace. quantshard's optimizers and `clip_grad_norm_` use `main_grad` plus `grad`; their `zero_grad` clears both.
-  PyTorch's optimizers and `GradScaler.unscale_` do not see `main_grad`.
+  replace instead of add. quantshard's optimizers and `clip_grad_norm_` use `main_grad` plus `grad`, and `zero_grad`
+  clears both. **PyTorch's optimizers and `GradScaler.unscale_` do not see `main_grad`.**
 - `delay_wgrad_compute=True`: call `backward_dw()` once per backward.
-- FSDP2 and DDP raise; FSDP2 of torch 2.15 with `reduce_dtype=torch.float32` gets unrounded gradients.
-- BF16 experts round first.
+- Both options raise under FSDP2 and DDP. Without them, FSDP2 of torch 2.15 with `reduce_dtype=torch.float32` gets
+  unrounded gradients.
+- Gradients of BF16 experts are rounded before they are added.
 """
 
 ARGUMENTS_HEAD = """
 ## Arguments
 
-All arguments of quantshard's [modules](api.md) work. These arguments of TransformerEngine have no effect:
+All arguments of quantshard's [modules](api.md) work. These arguments of TransformerEngine have no effect
+(`is_first_microbatch` only with `fuse_wgrad_accumulation`):
 
 | argument | of |
 |---|---|"""
@@ -114,38 +115,48 @@ These are accepted with TransformerEngine's default or None; other values raise.
 | argument | of | instead |
 |---|---|---|"""
 
+LEFT_OUT_HEAD = """
+So are these, which have no replacement; leave them out.
+
+| argument | of |
+|---|---|"""
+
 
 RECIPES = {kind.__name__: kind for kind in recipe.NAMES.values() if isinstance(kind, type)}
 
 
-def argument_rows(is_hint: bool) -> list[str]:
+def argument_rows(is_hint: bool, is_left_out: bool = True) -> list[str]:
     """Return a row for each set of classes and methods: the arguments that only TransformerEngine's versions have."""
     owners: dict[tuple[str, str], list[str]] = {}
     for owner in sorted(ARGUMENTS.keys() - RECIPES.keys()):
         for name, argument in ARGUMENTS[owner].items():
-            if argument.hint is is_hint:
+            if argument.hint is is_hint and (is_hint or (argument.instead == LEAVE_OUT) is is_left_out):
                 owners.setdefault((name, argument.instead), []).append(f"`{owner}`")
     rows: dict[tuple[str, str], list[str]] = {}
     for (name, instead), members in sorted(owners.items()):
         rows.setdefault((", ".join(members), instead), []).append(name)
     return [
-        f"| {', '.join(names)} | {members} |" + ("" if is_hint else f" {instead} |")
+        f"| {', '.join(names)} | {members} |" + ("" if is_left_out else f" {instead} |")
         for (members, instead), names in rows.items()
     ]
 
 
 def rendered() -> str:
-    lines = [HEAD + ARGUMENTS_HEAD, *argument_rows(True), REFUSED_HEAD, *argument_rows(False)]
+    common = set.intersection(*({*ARGUMENTS[name]} for name in RECIPES.keys() & ARGUMENTS.keys()))
+    lines = [HEAD + ARGUMENTS_HEAD, *argument_rows(True), REFUSED_HEAD, *argument_rows(False, False)]
+    lines += [LEFT_OUT_HEAD, *argument_rows(False)]
     lines += [
         "",
         "## Recipes",
         "",
-        "| class | name | arguments | accepted with TransformerEngine's default only |",
+        f"Accepted with TransformerEngine's default only: {', '.join(sorted(common))}, and the last column.",
+        "",
+        "| class | name | arguments | default only |",
         "|---|---|---|---|",
     ]
     for kind in RECIPES.values():
         called = ", ".join(f'"{name}"' for name, other in recipe.NAMES.items() if other is kind)
-        fixed = ", ".join(ARGUMENTS.get(kind.__name__, {}))
+        fixed = ", ".join(name for name in ARGUMENTS.get(kind.__name__, {}) if name not in common)
         free = ", ".join(inspect.signature(kind).parameters)
         lines.append(f"| `recipe.{kind.__name__}` | {called} | {free or '-'} | {fixed or '-'} |")
     return "\n".join(lines) + "\n"
