@@ -414,8 +414,9 @@ def test_presets_are_told_with_the_bytes_of_their_formats() -> None:
     assert {f"`{name}`" for name in PRESETS} == set(re.findall(r"^\| (`\w+`) ", table, re.M))
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_and_the_docs_are_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("*.md")) <= 25_000
 
 
 def test_the_reference_has_every_public_module() -> None:
