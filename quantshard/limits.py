@@ -64,7 +64,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",
     ),
     "one expert at a time": Limit(
-        "experts are quantized and multiplied one by one, with a dozen launches each",
+        "experts are quantized and multiplied one by one, in a dozen launches each",
         "kernels for all experts need 8-bit codes rounded to nearest, with scales per tensor, 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling",
     ),
