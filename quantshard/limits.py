@@ -64,13 +64,13 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",
     ),
     "one expert at a time": Limit(
-        "experts are quantized and multiplied one by one, in a dozen launches each",
+        "experts are quantized and multiplied one after another, a dozen launches each",
         "kernels for all experts need 8-bit codes rounded to nearest, with scales per tensor, 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling",
     ),
     "waits for token counts": Limit(
         "the host waits for the number of tokens of each expert",
-        "m_splits is on the device, and these experts run one by one",
+        "m_splits is on the device, and these experts run one after another",
         "use delayed, current, block or mxfp8, or bf16 with multiples of 8 features",
     ),
     "mlp not fused": Limit(
