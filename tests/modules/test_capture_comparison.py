@@ -13,8 +13,8 @@ from torch import Tensor
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
-from quantshard.modules.graphs import attention_masks, comparison, step_graph
-from quantshard.modules.graphs.comparison import StepTimer
+from quantshard.modules.graphs import comparison, step_graph
+from quantshard.modules.graphs.comparison import EagerStep
 from quantshard.modules.graphs.recorder import GraphRecorder
 from tests.modules.test_step_graph import Training, batch, no_python
 
@@ -60,13 +60,13 @@ def test_transformers_builds_the_masks_of_eager_steps(monkeypatch: pytest.Monkey
     packed = mask_of(position_ids=PACKED)
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
     assert mask_of() is not None, "a capture alone changes the mask"
-    with attention_masks.as_in_eager_steps([]) as flags:
+    with comparison.as_in_eager_steps([]) as flags:
         assert mask_of() is None
         assert mask_of(position_ids=PACKED) is None
     assert [bool(flag) for flag in flags] == [False, True]
     # values of arguments can differ in every replay
     padding = torch.ones(2, 6, dtype=torch.bool)
-    with attention_masks.as_in_eager_steps([PACKED, POSITIONS]) as flags:
+    with comparison.as_in_eager_steps([PACKED, POSITIONS]) as flags:
         assert mask_of(attention_mask=padding) is not None
         assert mask_of() is not None
         found = mask_of(position_ids=PACKED)
@@ -90,7 +90,7 @@ def test_sequences_in_rows_that_the_graph_ignores_raise(captures: list[int], mon
         monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: len(captures) > 0)
         graphed(x, y, torch.tensor(0))
         assert len(captures) == (number >= step_graph.WARMUP)
-    with pytest.raises(ConfigurationError, match="rows contain several sequences"):
+    with pytest.raises(ConfigurationError, match="rows have several sequences"):
         for _ in range(2 * step_graph.EVERY):
             graphed(x, y, torch.tensor(1))
 
@@ -158,7 +158,7 @@ class Event:
 @pytest.mark.parametrize("replay", [9.0, 11.0])
 def test_a_graph_that_is_slower_than_eager_steps_is_named(monkeypatch: pytest.MonkeyPatch, replay: float) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    timer = StepTimer(torch.device("cuda"))
+    eager = EagerStep(torch.device("cuda"))
 
     def takes(duration: float) -> Any:
         def work() -> None:
@@ -166,8 +166,8 @@ def test_a_graph_that_is_slower_than_eager_steps_is_named(monkeypatch: pytest.Mo
 
         return work
 
-    timer.run_eager(takes(10.0))
-    messages = told(lambda: [timer.run_replay(takes(replay)) for _ in range(comparison.REPLAYS + 3)])
+    eager.run(takes(10.0))
+    messages = told(lambda: [eager.run_replay(takes(replay)) for _ in range(comparison.REPLAYS + 3)])
     assert len(messages) == (replay > 10.0)
     assert not messages or "replays take 11.0 ms, eager steps 10.0 ms" in messages[0]
 

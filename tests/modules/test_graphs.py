@@ -322,7 +322,7 @@ def test_reset_and_copies(rerun: None) -> None:
     model = built("LayerNormMLP", "current")
     plain = model.forward
     qs.make_graphed_callables(model, (X,), recipe="current")
-    with pytest.raises(ConfigurationError, match="captured already"):
+    with pytest.raises(ConfigurationError, match="is captured"):
         qs.make_graphed_callables(model, (X,), recipe="current")
     twin = copy.deepcopy(model)
     assert twin.forward.__self__ is twin
@@ -461,7 +461,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "one tensor": (lambda: (linear(), X), {}, r"give one tuple of sample_args"),
     "too few": (lambda: ((linear(), linear()), ((X,),)), {}, "give one tuple of sample_args"),
     "no callable": (lambda: (3, (X,)), {}, "is no module or function"),
-    "own forward": (lambda: (patched(linear()), (X,)), {}, "or its forward was replaced"),
+    "own forward": (lambda: (patched(linear()), (X,)), {}, "or has another forward"),
 }
 
 
@@ -491,7 +491,7 @@ def test_refused_while_it_is_captured(rerun: None) -> None:
     x = torch.ones(2)
     cases: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (Odd(2, 2), (x,), {}, "Odd: a object cannot be in a graph"),
-        (lambda x: x * outside, (x,), {}, "a tensor that requires gradients is not an argument"),
+        (lambda x: x * outside, (x,), {}, "pass each tensor that requires gradients"),
         (nn.Bilinear(2, 2, 2), (x, object()), {}, "Bilinear: a object cannot be in a graph"),
         (nn.Linear(2, 2), (x,), {"cache": object()}, "Linear: a object cannot be in a graph"),
     ]

@@ -67,19 +67,16 @@ def make_graphed_callables(
         The modules themselves, and a replaying function in place of each function; a tuple for several callables.
     """
     several = isinstance(modules, tuple | list | nn.ModuleList)
-    callables: Any = modules
-    subjects: list[Any] = list(callables) if several else [callables]
-    args: list[Any] = list(sample_args) if several else [sample_args]
-    kwargs: list[Any] = [{} for _ in subjects]
-    if sample_kwargs is not None:
-        kwargs = list(sample_kwargs) if several else [sample_kwargs]
-    switches: list[Any] = [enabled] * len(subjects)
-    if several and isinstance(enabled, tuple | list):
-        switches = list(enabled)
+
+    def each(value: Any) -> list[Any]:
+        return list(value) if several else [value]
+
+    subjects, args = each(modules), each(sample_args)
+    kwargs = [{} for _ in subjects] if sample_kwargs is None else each(sample_kwargs)
+    switches: list[Any] = each(enabled) if isinstance(enabled, tuple | list) else [enabled] * len(subjects)
     fits = len(subjects) == len(args) == len(kwargs) == len(switches)
     if not fits or not all(isinstance(item, tuple | list) for item in args):
         raise ConfigurationError(f"{_CALL}: give one tuple of sample_args, sample_kwargs and enabled= per callable")
-    settings.check_flags(_CALL, strict=strict, allow_unused_input=allow_unused_input)
     for switch in switches:
         settings.check_flags(_CALL, enabled=switch)
     recorders.check_autocast_cache(_CALL)
@@ -112,20 +109,16 @@ def make_graphed_callables(
 
 
 def _capture(
-    graphs: Sequence[ModuleGraph],
-    models: Sequence[nn.Module],
-    recorder: GraphRecorder,
-    order: GraphOrder,
-    device: torch.device,
-    times: int,
-) -> None:
+    graphs: Sequence[ModuleGraph], models: Sequence[nn.Module], recorder: GraphRecorder, order: GraphOrder,
+    device: torch.device, times: int,
+) -> None:  # fmt: skip
     """Run all callables to see if they draw random words, again with counters for a graph, then record them."""
     with recorders.states_preserved(models, device), recorder.warming():
         before = recorders.draw_counts(models)
         for graph in graphs:
             graph.warm(1)
         draws = recorders.draw_counts(models) != before
-    with recorders.states_preserved(models, device, makes_capturable=draws):
+    with recorders.states_preserved(models, device, capturable=draws):
         with recorder.warming():
             for graph in graphs:
                 graph.warm(times)
@@ -153,9 +146,7 @@ def _check(subject: Callables, name: str) -> None:
         return
     forward = vars(subject).get("forward")
     if forward is not None and getattr(forward, "__self__", None) is not subject:
-        raise ConfigurationError(
-            f"{_CALL}: {name} is captured already, or its forward was replaced; call its forward.reset() first"
-        )
+        raise ConfigurationError(f"{_CALL}: {name} is captured, or has another forward; call its forward.reset()")
     _check_not_sharded(subject, name)
     recorders.check_not_replicated(subject, name)
     for path, module in subject.named_modules():

@@ -22,17 +22,8 @@ from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import context, pending_amaxes, recompute
-from quantshard.modules.graphs.recorder import (
-    GraphAddresses,
-    GraphRecorder,
-    check_surroundings,
-    described,
-    kind_of,
-    mapped,
-    memory_of,
-    surroundings,
-    tensors_in,
-)
+from quantshard.modules.graphs import recorder as recorders
+from quantshard.modules.graphs.recorder import GraphAddresses, GraphRecorder
 
 # Side effects of a pass ----------------------------------------------------------------------------------------------
 
@@ -138,9 +129,8 @@ class GraphOrder:
 
     def __init__(self, count: int, pool: Hashable = None) -> None:
         self._tokens: list[object | None] = [None] * count
-        self._sharing = (
-            weakref.WeakSet[GraphOrder]() if pool is None else self._in_pool.setdefault(pool, weakref.WeakSet())
-        )
+        alone = weakref.WeakSet[GraphOrder]()
+        self._sharing = alone if pool is None else self._in_pool.setdefault(pool, alone)
         self._sharing.add(self)
 
     def begin(self, index: int) -> object:
@@ -175,20 +165,16 @@ class ModuleGraph:
     """
 
     def __init__(
-        self,
-        subject: Callable[..., Any],
-        owner: str,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        entered: Callable[[], AbstractContextManager[Any]],
-        allow_unused: bool,
-    ) -> None:
+        self, subject: Callable[..., Any], owner: str, arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        entered: Callable[[], AbstractContextManager[Any]], allow_unused: bool,
+    ) -> None:  # fmt: skip
         self.subject, self.owner, self.eager = subject, owner, eager_forward(subject)
         self._module = subject if isinstance(subject, nn.Module) else None
         self._entered, self._allow_unused = entered, allow_unused
         self._kind = self._kind_of(_compared(*arguments))
         # at fixed addresses, which each replay copies new values to
-        self._static = mapped(arguments, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
-        self._inputs = list(tensors_in(_compared(*self._static)))
+        self._static = recorders.mapped(arguments, lambda x: x.detach().clone().requires_grad_(x.requires_grad))
+        self._inputs = list(recorders.tensors_in(_compared(*self._static)))
         params = [] if self._module is None else self._module.parameters()
         self._params = [param for param in params if param.requires_grad]
         self._trained = [tensor for tensor in (*self._inputs, *self._params) if tensor.requires_grad]
@@ -221,7 +207,7 @@ class ModuleGraph:
         """Record the forward. `draws`: the callable draws random words, by keys that the graph fixes by value."""
         self._order, self._index = order, index
         with self._entered():
-            self._surroundings = surroundings()
+            self._surroundings = recorders.surroundings()
         self._launch_forward, self._outputs = recorder.record(self.owner, self._forward)
         self._differentiable = [end.requires_grad for end in self._ends]
         # without parameters, buffers and views of them, which a replay does not write
@@ -244,9 +230,9 @@ class ModuleGraph:
             args, kwargs = self._static
             returned = self.eager(*args, **kwargs)
         # raises for types whose tensors would be missed
-        kind_of(self.owner, returned)
-        self._ends = list(tensors_in(returned))
-        self._returned = mapped(returned, Tensor.detach)
+        recorders.kind_of(self.owner, returned)
+        self._ends = list(recorders.tensors_in(returned))
+        self._returned = recorders.mapped(returned, Tensor.detach)
         return PassRecord([end.detach() for end in self._ends], record.notes())
 
     def _backward(self) -> PassRecord:
@@ -269,9 +255,7 @@ class ModuleGraph:
                 continue
             visited.add(node)
             if hasattr(node, "variable") and id(node.variable) not in trained_ids:
-                raise ConfigurationError(
-                    f"{self.owner}: a tensor that requires gradients is not an argument; pass it as one"
-                )
+                raise ConfigurationError(f"{self.owner}: pass each tensor that requires gradients as an argument")
             pending += [before for before, _ in node.next_functions]
 
     # Replay
@@ -284,32 +268,26 @@ class ModuleGraph:
             return self.eager(*args, **kwargs)
         if recompute.in_region():
             raise UnsupportedOperationError(limits.refusal("captured region", self.owner))
-        check_surroundings(self.owner, self._surroundings)
+        recorders.check_surroundings(self.owner, self._surroundings)
         arguments = _compared(args, kwargs)
-        tensors = list(tensors_in(arguments))
-        if self._kind_of(arguments) != self._kind or any(
-            tensor.requires_grad and not static.requires_grad
-            for tensor, static in zip(tensors, self._inputs, strict=True)
-        ):
+        tensors = list(recorders.tensors_in(arguments))
+        pairs = zip(tensors, self._inputs, strict=False)
+        if self._kind_of(arguments) != self._kind or any(x.requires_grad > own.requires_grad for x, own in pairs):
             raise ConfigurationError(self._differences(*arguments))
         if (changed := self._addresses.changed()) is not None:
-            raise ConfigurationError(
-                f"{self.owner}: {changed} was replaced or changed; call forward.reset(), and capture again"
-            )
+            raise ConfigurationError(f"{self.owner}: {changed} was replaced; call forward.reset(), and capture again")
         outputs = iter(_Replay.apply(self, *tensors, *self._params))
-        return mapped(self._returned, lambda _: next(outputs))
+        return recorders.mapped(self._returned, lambda _: next(outputs))
 
     def _kind_of(self, arguments: Any) -> Hashable:
-        return kind_of(self.owner, arguments, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
+        return recorders.kind_of(self.owner, arguments, lambda tensor: (tensor.shape, tensor.dtype, tensor.device))
 
     def _differences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        called, captured = described(args, kwargs), described(*_compared(*self._static))
+        called, captured = recorders.described(args, kwargs), recorders.described(*_compared(*self._static))
         names = [name for name in {**called, **captured} if called.get(name) != captured.get(name)]
         differences = [f"{name} = {called.get(name)}, but captured with {captured.get(name)}" for name in names]
-        return (
-            f"{self.owner} was called with {'; '.join(differences) or 'other tuples, lists or dicts'}; capture a "
-            "callable for each kind of input"
-        )
+        problem = "; ".join(differences) or "other tuples, lists or dicts"
+        return f"{self.owner} was called with {problem}; capture a callable for each kind of input"
 
     def replay_forward(self, ctx: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy the inputs, replay the forward, and record its amaxes. Returns the outputs."""
@@ -360,7 +338,7 @@ def _compared(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
 
 
 def _storage_address(tensor: Tensor) -> int:
-    return memory_of(tensor)[0].untyped_storage().data_ptr()
+    return recorders.memory_of(tensor)[0].untyped_storage().data_ptr()
 
 
 class _Replay(torch.autograd.Function):

@@ -81,10 +81,8 @@ class GraphRecorder:
             if isinstance(cause, torch.OutOfMemoryError | QuantshardError) or not isinstance(cause, RuntimeError):
                 raise cause from None
             lines = str(cause).strip().splitlines() or [type(cause).__name__]
-            raise UnsupportedOperationError(
-                f"{owner} cannot be captured ({lines[0]}); move what waits for the device (item, print, a copy to the "
-                "host) out of it"
-            ) from cause
+            remedy = "move what waits for the device (item, print, a copy to the host) out of it"
+            raise UnsupportedOperationError(f"{owner} cannot be captured ({lines[0]}); {remedy}") from cause
 
         def replay() -> Result:
             graph.replay()
@@ -111,9 +109,7 @@ def check_not_replicated(model: nn.Module, name: str) -> None:
 def check_autocast_cache(owner: str) -> None:
     """Raise under a torch.autocast whose cached casts of weights every replay would read."""
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-        raise ConfigurationError(
-            f"{owner}: a graph keeps what torch.autocast cast before; enter it with cache_enabled=False"
-        )
+        raise ConfigurationError(f"{owner}: a graph keeps torch.autocast's casts; enter it with cache_enabled=False")
 
 
 # States that a capture changes ----------------------------------------------------------------------------------------
@@ -143,17 +139,15 @@ def capturable_(model: nn.Module) -> None:
 
 
 @contextmanager
-def states_preserved(
-    models: Sequence[nn.Module], device: torch.device, makes_capturable: bool = False
-) -> Iterator[None]:
+def states_preserved(models: Sequence[nn.Module], device: torch.device, capturable: bool = False) -> Iterator[None]:
     """Restore after the block the state other than gradients that forward and backward change: buffers, draw counters,
     amax histories, and the random generators of the CPU and `device`.
 
-    `makes_capturable`: call `capturable_` first, and undo it if the block raises.
+    `capturable`: call `capturable_` first, and undo it if the block raises.
     """
     states = [state for model in models for _, state in _states(model).values()]
     draws = [state[RNG_DRAWS] for state in states]
-    if makes_capturable:
+    if capturable:
         for model in models:
             capturable_(model)
     tensors = [buffer for model in models for buffer in model.buffers()]
@@ -237,9 +231,7 @@ def kind_of(owner: str, value: Any, tensor_kind: Callable[[Tensor], Hashable] = 
         return type(value), *((key, kind_of(owner, item, tensor_kind)) for key, item in value.items())
     if isinstance(value, CONSTANTS):
         return type(value), repr(value)
-    raise ConfigurationError(
-        f"{owner}: a {type(value).__name__} cannot be in a graph; use tensors, constants and their containers"
-    )
+    raise ConfigurationError(f"{owner}: a {type(value).__name__} cannot be in a graph; use tensors and constants")
 
 
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
@@ -277,21 +269,18 @@ def check_surroundings(owner: str, captured: tuple[Any, ...]) -> None:
 
 class GraphAddresses:
     """Addresses of a module's tensors and its `requires_grad` flags at the time of a capture.
-
-    `draws`: the module draws random words, by keys that the graph fixes by value.
-    """
+    `draws`: the module draws random words, by keys that the graph fixes by value."""
 
     def __init__(self, module: nn.Module | None, draws: bool) -> None:
         self._draws = draws
         self._owners = [] if module is None else list(module.named_modules())
         self._params: list[tuple[str, nn.Module, str, Mapping[str, Tensor]]] = []
+        self._owned_buffers: list[tuple[str, nn.Module, str]] = []
         for path, owner in self._owners:
             states = owner.plain_states if isinstance(owner, QuantizedModule) else {}
             names = [name for name, _ in owner.named_parameters(recurse=False)]
             self._params += [(path, owner, name, states.get(name, {})) for name in names]
-        self._owned_buffers = [
-            (path, owner, name) for path, owner in self._owners for name, _ in owner.named_buffers(recurse=False)
-        ]
+            self._owned_buffers += [(path, owner, name) for name, _ in owner.named_buffers(recurse=False)]
         self._captured = self._facts()
 
     def changed(self) -> str | None:

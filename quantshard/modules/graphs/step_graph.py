@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quantshard import private_torch
 from quantshard.collectives.flags import PendingFlag
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules.contexts import settings
-from quantshard.modules.graphs import attention_masks, recorder
-from quantshard.modules.graphs.comparison import StepTimer, counted_operations, warn_of_operations
+from quantshard.modules.graphs import recorder
+from quantshard.modules.graphs.comparison import EagerStep, as_in_eager_steps, counted_operations, warn_of_operations
 
 StepContext = Callable[[], AbstractContextManager[Any]]
 """Function that creates a context around a step, which adds device work."""
@@ -95,8 +93,7 @@ class StepGraph:
         settings.check_flags("StepGraph", enabled=enabled)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._step, self._model, self.enabled = step, model, enabled
-        self._eager: dict[Any, int] = {}
-        self._eager_steps: dict[Any, EagerStep] = {}
+        self._eager: dict[Any, EagerStep] = {}
         self._replays: dict[Any, StepReplay] = {}
         self._warned = self._has_captured = False
         if enabled:
@@ -130,25 +127,21 @@ class StepGraph:
         replay = self._replays.get(key)
         if replay is not None:
             return replay(list(recorder.tensors_in(arguments)))
-        eager_step = self._eager_steps.setdefault(key, EagerStep(self._device))
-        if self._is_to_be_eager(key, arguments, eager_step):
+        is_eager, static = self._is_to_be_eager(key, arguments), recorder.copied(arguments, self._device)
+        step, eager_step = self._step, self._eager[key]
+        if is_eager:
 
             def run_eagerly() -> Any:
-                return recorder.copied(
-                    _run(self._step, around, *recorder.copied(arguments, self._device)), self._device
-                )
+                return recorder.copied(_run(step, around, *static), self._device)
 
             # without a capture to come there is nothing to compare
-            return eager_step(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
+            return eager_step.run(run_eagerly) if len(self._replays) < MOST_GRAPHS else run_eagerly()
         recorder.check_autocast_cache("StepGraph")
-        step, static = self._step, recorder.copied(arguments, self._device)
+        inputs = list(recorder.tensors_in(static))
         is_violated = torch.zeros((), dtype=torch.bool, device=self._device)
 
         def work() -> Any:
-            with (
-                attention_masks.as_in_eager_steps(list(recorder.tensors_in(static))) as flags,
-                counted_operations() as counts,
-            ):
+            with as_in_eager_steps(inputs) as flags, counted_operations() as counts:
                 # detached, or the results would keep the autograd graph alive
                 results = recorder.mapped(_run(step, around, *static), Tensor.detach)
             warn_of_operations(eager_step.operations, counts)
@@ -157,39 +150,29 @@ class StepGraph:
             return results
 
         launch = _recorded(work, self._model, self._device)
-        facts = (
-            list(recorder.tensors_in(static)),
-            self._device,
-            self._model,
-            self._optimizers,
-            eager_step.timer,
-            is_violated,
+        replay = self._replays[key] = StepReplay(
+            launch, inputs, is_violated, eager_step, self._device, self._model, self._optimizers
         )
-        self._replays[key], self._has_captured = StepReplay(launch, *facts), True
-        return self._replays[key](list(recorder.tensors_in(arguments)))
+        self._has_captured = True
+        return replay(list(recorder.tensors_in(arguments)))
 
-    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]], last: EagerStep) -> bool:
+    def _is_to_be_eager(self, key: Any, arguments: tuple[Any, dict[str, Any]]) -> bool:
         """Return whether a step without a graph runs eagerly instead of being captured."""
         has_all_graphs = len(self._replays) >= MOST_GRAPHS
         has_all_kinds = key not in self._eager and len(self._eager) >= MOST_KINDS
         if (has_all_graphs or has_all_kinds) and not self._warned:
             self._warned = True
-            values = recorder.described(*arguments)
-            warn_user(
-                f"StepGraph has {len(self._replays)} graphs; steps with other shapes or values run eagerly (last: "
-                f"{', '.join(f'{name} = {text}' for name, text in values.items())}); pad batches to a few lengths, and "
-                "pass numbers that change as tensors",
-                is_counted=True,
-            )
+            values = ", ".join(f"{name} = {text}" for name, text in recorder.described(*arguments).items())
+            problem = f"StepGraph has {len(self._replays)} graphs; other shapes or values run eagerly ({values})"
+            warn_user(f"{problem}; pad batches, and pass numbers that change as tensors", is_counted=True)
         if has_all_kinds:
             self._eager.clear()
-            self._eager_steps.clear()
-        count = self._eager.get(key, 0)
-        is_compiling = last.has_compiled and count < WARMUP + MOST_COMPILING
+        last = self._eager.setdefault(key, EagerStep(self._device))
+        is_compiling = last.has_compiled and last.count < WARMUP + MOST_COMPILING
         # an eager step allocates the optimizer's state for its graph, so there must be one between two captures
-        if count >= WARMUP and not self._has_captured and not has_all_graphs and not is_compiling:
+        if last.count >= WARMUP and not self._has_captured and not has_all_graphs and not is_compiling:
             return False
-        self._eager[key], self._has_captured = count + 1, False
+        last.count, self._has_captured = last.count + 1, False
         return True
 
     def close(self) -> None:
@@ -197,7 +180,6 @@ class StepGraph:
         no graph contains its collectives."""
         self._replays.clear()
         self._eager.clear()
-        self._eager_steps.clear()
         self._has_captured = False
 
     def __enter__(self) -> StepGraph:
@@ -227,10 +209,8 @@ def _check_capturable(optimizer: Optimizer, device: torch.device) -> None:
     for number, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
         if group.get("capturable") is False or not isinstance(lr, Tensor) or lr.device != device:
-            raise ConfigurationError(
-                f"StepGraph: lr of group {number} of {name} is {lr!r}, which a graph would keep for ever; use "
-                f"{name}(..., capturable=True), for torch.optim also lr=torch.tensor(..., device='{device}')"
-            )
+            remedy = f"{name}(..., capturable=True), for torch.optim also lr=torch.tensor(..., device='{device}')"
+            raise ConfigurationError(f"StepGraph: a graph keeps lr of group {number}, {lr!r}, for ever; use {remedy}")
 
 
 def _tensor_kind(tensor: Tensor) -> Any:
@@ -248,10 +228,8 @@ def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -
         launch, _ = recorder.GraphRecorder(device, error_mode="thread_local").record("StepGraph: the step", work)
         for name, param in model.named_parameters():
             if param.grad is not None and (before[name] is None or param.grad is before[name]):
-                raise ConfigurationError(
-                    f"StepGraph: the step leaves a gradient of {name}, which a replay would not; call "
-                    "optimizer.step() and optimizer.zero_grad() in the step"
-                )
+                remedy = "call optimizer.step() and optimizer.zero_grad() in the step"
+                raise ConfigurationError(f"StepGraph: the step leaves a gradient of {name}; {remedy}")
     except BaseException:
         for name, param in model.named_parameters():
             # gradients left by a capture were never computed
@@ -260,45 +238,19 @@ def _recorded(work: Callable[[], Any], model: nn.Module, device: torch.device) -
     return launch
 
 
-class EagerStep:
-    """What the last eager step for one kind of arguments did, to compare a captured step with.
-
-    Attributes:
-        operations: its products and attention calls.
-        has_compiled: torch.compile compiled something in it.
-        timer: its device time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.operations, self.has_compiled, self.timer = Counter[str](), False, StepTimer(device)
-
-    def __call__(self, step: Callable[[], Any]) -> Any:
-        before = private_torch.num_compilations()
-        with counted_operations() as self.operations:
-            results = self.timer.run_eager(step)
-        self.has_compiled = private_torch.num_compilations() != before
-        return results
-
-
 class StepReplay:
     """The graph for one kind of arguments, and the facts it relies on.
 
     Replays neither read nor write tensors that moved after the capture, and would not report that, so the addresses are
     compared. `launch`: replays the graph. `static`: the tensors that it reads the arguments from. `is_violated`: bool
-    scalar, set by a replay with several sequences in a row (`attention_masks`).
+    scalar, set by a replay with several sequences in a row (`as_in_eager_steps`).
     """
 
     def __init__(
-        self,
-        launch: Callable[[], Any],
-        static: list[Tensor],
-        device: torch.device,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        timer: StepTimer,
-        is_violated: Tensor,
-    ) -> None:
-        self._launch, self._static, self._device, self._timer = launch, static, device, timer
+        self, launch: Callable[[], Any], static: list[Tensor], is_violated: Tensor, eager: EagerStep,
+        device: torch.device, model: nn.Module, optimizers: Sequence[Optimizer],
+    ) -> None:  # fmt: skip
+        self._launch, self._static, self._device, self._eager = launch, static, device, eager
         self._is_violated, self._sent = is_violated, PendingFlag(is_violated)
         self._addresses, self._surroundings = recorder.GraphAddresses(model, draws=True), recorder.surroundings()
         self._optimizers = [(item, _group_facts(item), _state_addresses(item)) for item in optimizers]
@@ -317,20 +269,16 @@ class StepReplay:
         for static, value in zip(self._static, tensors, strict=True):
             # copies from the host block, so that the caller can overwrite the batch
             static.copy_(value)
-        result = recorder.copied(self._timer.run_replay(self._launch), self._device)
+        result = recorder.copied(self._eager.run_replay(self._launch), self._device)
         # checked after the launch, while the GPU works
         if (changed := self._changed()) is not None:
-            raise ConfigurationError(
-                f"StepGraph: {changed} since the capture, and steps until now used the old one; change values in place "
-                "(lr.fill_(1e-4)), or call close() before the change"
-            )
+            remedy = "change values in place (lr.fill_(1e-4)), or call close() before the change"
+            raise ConfigurationError(f"StepGraph: {changed} since the capture, so steps used the old one; {remedy}")
         if self._count % EVERY == 1:
             # copied to the host some replays ago, so that reading it does not wait
             if self._sent:
-                raise ConfigurationError(
-                    "StepGraph: rows contain several sequences, unlike in the eager steps, and recent replays ignored "
-                    "it; pass position_ids as an argument of the step"
-                )
+                remedy = "pass position_ids as an argument of the step"
+                raise ConfigurationError(f"StepGraph: replays ignored that rows have several sequences; {remedy}")
             self._sent = PendingFlag(self._is_violated)
         return result
 
