@@ -19,26 +19,8 @@ from quantshard.modules.stacked_experts import distribute_experts
 from quantshard.modules.transformer_layer import TransformerLayer
 
 __all__ = [
-    "Dispatch",
-    "DotProductAttention",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "StepGraph",
-    "TransformerLayer",
-    "apply_rotary_pos_emb",
-    "autocast",
-    "capturable_",
-    "checkpoint",
-    "dispatch_tokens",
-    "distribute_experts",
-    "linear_cross_entropy",
-    "make_graphed_callables",
-    "quantize_",
-    "quantized_model_init",
-]
+    "Dispatch", "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "StepGraph", "TransformerLayer",
+    "apply_rotary_pos_emb", "autocast", "capturable_", "checkpoint", "dispatch_tokens", "distribute_experts",
+    "linear_cross_entropy", "make_graphed_callables", "quantize_", "quantized_model_init",
+]  # fmt: skip

@@ -74,18 +74,10 @@ class ActivationStorage(NamedTuple):
         Unchanged inputs are returned as they are, None included. Otherwise each input gives codes uint8 [tokens,
         features], scales float32 [tokens, features / 128, rounded up] and a NaN flag float32 [1, 1].
         """
-        if self.spec is None:
+        spec = self.spec
+        if spec is None:
             return [*inputs]  # type: ignore[list-item]
         rows = [private_torch.plain(x.detach()).reshape(-1, x.shape[-1]) for x in inputs if x is not None]
-        return self._quantized(self.spec, rows)
-
-    def values(self, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return the inputs for backward, decoded to [tokens, features] of `dtype`. Empties `kept` meanwhile."""
-        if self.spec is None:
-            return kept
-        return self._dequantized(self.spec, kept, dtype)
-
-    def _quantized(self, spec: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
         split = self._across(spec, rows[0].shape[1])
         if split is None and kernel_dispatch.has_float_kernels(*rows):
             return _by_kernels(spec, rows)
@@ -97,7 +89,11 @@ class ActivationStorage(NamedTuple):
             tensors += [*(storage.components[part.name] for part in spec.format.components), nan_flag]
         return tensors
 
-    def _dequantized(self, spec: QuantSpec, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def values(self, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return the inputs for backward, decoded to [tokens, features] of `dtype`. Empties `kept` meanwhile."""
+        spec = self.spec
+        if spec is None:
+            return kept
         values = []
         while kept:
             *parts, nan_flag = kept[:_PARTS]

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import norm as norms
 from quantshard.modules import rotary
@@ -105,9 +104,7 @@ class MultiheadAttention(CompositeModule):
         super().__init__()
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
         if not kv_channels and hidden_size % num_attention_heads:
-            raise ConfigurationError(
-                f"{owner}: {hidden_size} is not divisible by {num_attention_heads} heads; give kv_channels"
-            )
+            raise ConfigurationError(f"{owner}: {hidden_size} / {num_attention_heads} is no integer; give kv_channels")
         self.kv_channels = kv_channels or hidden_size // num_attention_heads
         self.num_gqa_groups = key_groups(owner, num_attention_heads, num_gqa_groups)
         self.attention_type = attention_type
@@ -172,24 +169,11 @@ class MultiheadAttention(CompositeModule):
 
     def _on_mesh(self) -> None:
         if self.fused and not self.interleaved and self.core_attention.tp_size > 1:
-            raise ConfigurationError(
-                "MultiheadAttention: tensor parallelism cannot split fuse_qkv_params=True with "
-                "qkv_weight_interleaved=False by heads; leave qkv_weight_interleaved=True, or fuse_qkv_params=False"
-            )
+            raise ConfigurationError("fuse_qkv_params under tensor parallelism needs qkv_weight_interleaved=True")
         for norm in (self.q_norm, self.k_norm):
             # ranks that hold different heads sum the gradients of weights, as for sharded rows
             if isinstance(norm, norms.RMSNorm | norms.LayerNorm):
                 norm.sequence_parallel = self.set_parallel_mode and norm.tp_mesh is not None
-
-    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Shard the parameters over the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
-        super().set_device_mesh(tp_mesh, weight_mesh)
-        self._on_mesh()
-
-    def set_tensor_parallel_group(self, tp_group: Group) -> None:
-        """Shard the parameters over a process group. Under FSDP2 use `set_device_mesh`."""
-        super().set_tensor_parallel_group(tp_group)
-        self._on_mesh()
 
     def _cut(self) -> Iterable[Any]:
         return [child for child in self.children() if self.set_parallel_mode or child is not self.core_attention]

@@ -124,9 +124,7 @@ class DotProductAttention(QuantizedModule):
     def _check_heads(self, tp_size: int | None = None) -> None:
         size, common = tp_size or self.tp_size, math.gcd(self.num_attention_heads, self.num_gqa_groups)
         if common % size:
-            raise ConfigurationError(
-                f"DotProductAttention: tp_size {size} must divide the heads; choose a divisor of {common}"
-            )
+            raise ConfigurationError(f"DotProductAttention: tp_size {size} must divide the heads, so {common}")
 
     def forward(
         self,
@@ -239,10 +237,8 @@ class DotProductAttention(QuantizedModule):
         """Return the bias of scores, and put the slopes of ALiBi into `call`."""
         check_choice("DotProductAttention.forward", "core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is not None) != kind.endswith("scale_bias") or (slopes is not None and kind != "alibi"):
-            raise ConfigurationError(
-                f"core_attention_bias_type={kind!r} needs core_attention_bias for '..._scale_bias' only, and "
-                "alibi_slopes for 'alibi' only"
-            )
+            rule = "core_attention_bias is for '..._scale_bias' only, and alibi_slopes for 'alibi' only"
+            raise ConfigurationError(f"core_attention_bias_type={kind!r}: {rule}")
         if kind == "alibi":
             call.slopes = self._alibi_slopes(device) if slopes is None else slopes
         scale = self.softmax_scale or self.kv_channels**-0.5
@@ -273,20 +269,18 @@ class DotProductAttention(QuantizedModule):
         fits = query.ndim == ndim and key.ndim == ndim and key.shape == value.shape
         fits = fits and (layout == "thd" or query.shape[layout.index("b")] == key.shape[layout.index("b")])
         if not fits or tuple(query.shape[-2:]) != (heads, size) or tuple(key.shape[-2:]) != (groups, size):
-            raise ConfigurationError(
-                f"DotProductAttention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-                f"in {layout!r} the last dims must be ({heads}, {size}) for queries, ({groups}, {size}) for others, "
-                "and batches equal"
-            )
+            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+            expected = f"({heads}, {size}) for queries, ({groups}, {size}) for others, and batches equal"
+            raise ConfigurationError(f"DotProductAttention: {shapes}; in {layout!r} the last dims must be {expected}")
 
     def extra_repr(self) -> str:
         special = ("window_size", None), ("softmax_type", "vanilla"), ("softcap", 0)
-        shown = [(name, getattr(self, name)) for name, default in special if getattr(self, name) != default]
+        options = [(name, getattr(self, name)) for name, default in special if getattr(self, name) != default]
         return (
             f"heads={self.num_attention_heads}, kv_channels={self.kv_channels}, groups={self.num_gqa_groups}, "
             f"dropout={self.attention_dropout}, qkv_format={self.qkv_format!r}, "
             f"attn_mask_type={self.attn_mask_type!r}, attention_backend={self.attention_backend!r}"
-            + "".join(f", {name}={value!r}" for name, value in shown)
+            + "".join(f", {name}={value!r}" for name, value in options)
         )
 
 

@@ -37,9 +37,7 @@ def mask_type(owner: str, name: str) -> str:
 
 class Diagonals(NamedTuple):
     """A query at position i sees the keys from i - left to i + right, both included; `UNLIMITED` removes a bound.
-
-    `bottom_right`: the position of a query is counted such that the last query is at the position of the last key.
-    """
+    `bottom_right`: the position of a query is counted such that the last query is at the position of the last key."""
 
     left: int
     right: int
@@ -137,14 +135,10 @@ def keep_where(belongs: Tensor, x: Tensor) -> Tensor:
 def packing(
     name: str, cumulative: Tensor, padded: Tensor | None, longest: int | None, tokens: Tensor, layout: str
 ) -> Packing:
-    """Check and combine the boundaries of sequences.
+    """Check and combine the boundaries of sequences: cumulative lengths [sequences + 1], or [rows, sequences + 1].
 
-    Args:
-        name: "q" or "kv", for messages.
-        cumulative: cumulative lengths without gaps, [sequences + 1], or of each row of a batch [rows, sequences + 1].
-        padded: cumulative lengths with the gaps after each sequence; only for "thd".
-        longest: at least the largest length, if known.
-        tokens: [tokens, ...], or for other layouts padded sequences.
+    `name`: "q" or "kv". `padded`: cumulative lengths with the gaps after each sequence; only for "thd". `longest`: at
+    least the largest length, if known. `tokens`: [tokens, ...], or for other layouts padded sequences.
     """
     batch, size = (tokens.shape[1], tokens.shape[0]) if layout == "sbhd" else tokens.shape[:2]
     has_rows = layout != "thd" and isinstance(cumulative, Tensor) and cumulative.ndim == 2
@@ -180,9 +174,8 @@ def _checked_longest(name: str, packing: Packing, end: int) -> int:
         raise ConfigurationError(f"cu_seqlens_{name} must not decrease")
     for start, length, limit in zip(starts, lengths, [*starts[1:], end], strict=True):
         if start + length > limit or (start + length < limit and not packing.has_gaps):
-            raise ConfigurationError(
-                f"cu_seqlens_{name}: {length} tokens from {start} must end at {limit}; give cu_seqlens_{name}_padded"
-            )
+            problem = f"{length} tokens from {start} must end at {limit}"
+            raise ConfigurationError(f"cu_seqlens_{name}: {problem}; give cu_seqlens_{name}_padded")
     longest = max(lengths, default=0)
     if longest > packing.longest:
         raise ConfigurationError(f"max_seqlen_{name}={packing.longest}, but a sequence has {longest} tokens")

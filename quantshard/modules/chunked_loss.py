@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.errors import ConfigurationError
+from quantshard.modules.contexts.context import autocast_input
 
 LOGITS_AT_ONCE: Final = 1 << 27
 """The most logits of a chunk: 256 MiB in bfloat16.
@@ -92,8 +93,12 @@ def linear_cross_entropy(
     vocabulary, first, group = weight.shape[0], 0, ""
     hidden = hidden.flatten(0, -2)
     if isinstance(weight, DTensor):
-        hidden, weight, bias, first, group = _local_shards(hidden, weight, bias)
-    hidden, weight, bias = _autocast(hidden, weight, bias)
+        hidden, weight, bias, first, group = _shards(hidden, weight, bias)
+    hidden, weight, bias = (
+        autocast_input(hidden),
+        autocast_input(weight),
+        None if bias is None else autocast_input(bias),
+    )
     options = (ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     arguments = (hidden, weight, bias, labels, *options, vocabulary, first, group)
     needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
@@ -118,18 +123,7 @@ def _mean(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
-def _autocast(hidden: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """Cast as torch.autocast casts the inputs of a linear layer."""
-    kind = hidden.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return hidden, *parameters
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x if x is None else x.to(dtype) for x in (hidden, *parameters))
-
-
-def _local_shards(
-    hidden: Tensor, weight: DTensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, int, str]:
+def _shards(hidden: Tensor, weight: DTensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, int, str]:
     """Return the local tensors, the vocabulary index of the first local row, and the name of the process group."""
     mesh = weight.device_mesh
     if weight.placements != (Shard(0),):
@@ -239,13 +233,7 @@ torch.library.register_autograd(f"{_NAME}_sum", _scaled_gradients, setup_context
 torch.library.register_autograd(_NAME, _recomputed_gradients, setup_context=_keep_inputs)
 
 _OPS: Final = torch.ops.quantshard
-OPERATORS: Final = frozenset(
-    (
-        _OPS.linear_cross_entropy_sum.default,
-        _OPS.linear_cross_entropy.default,
-        _OPS.linear_cross_entropy_backward.default,
-    )
-)
+OPERATORS: Final = frozenset(getattr(_OPS, f"linear_cross_entropy{end}").default for end in ("", "_sum", "_backward"))
 
 
 def logits_bytes(args: Sequence[Any]) -> int:
@@ -282,12 +270,10 @@ class ChunkedHead(NamedTuple):
     def computed(
         self, factors: Tensor | None, needs: list[bool], log_z: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Gradients]:
-        """Compute losses, log(Z) and `Gradients`, chunk by chunk.
+        """Compute losses, log(Z) and the needed `Gradients`, chunk by chunk.
 
-        Args:
-            factors: float32 [tokens], the gradient of each token's loss; None: without gradients.
-            needs: which gradients.
-            log_z: a former result; the losses are then not computed.
+        `factors`: float32 [tokens], the gradient of each token's loss; None: without gradients. `log_z`: a former
+        result; the losses are then not computed.
         """
         hidden, weight = self.hidden, self.weight
         columns = self.labels - self.first

@@ -72,9 +72,7 @@ class ContextParallel(NamedTuple):
         self, choose: Callable[..., Any], call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any
     ) -> Tensor:
         """Compute a call for the keys of all ranks. `choose`: `attention_backends.prepare` of a backend.
-
-        Packings describe the tokens of all ranks. Masks and biases cover this rank's queries and all keys.
-        """
+        Packings describe the tokens of all ranks. Masks and biases cover this rank's queries and all keys."""
         dim, diagonals = int(call.layout == "bshd"), call.diagonals
         self._check(call, q.shape[dim], k.shape[dim])
         if self.method == RING:

@@ -42,13 +42,11 @@ if kernels.USABLE:
     from quantshard.gemm import producers
 
 
-def front(
-    module: QuantizedModule, normalization: Normalization, x: Tensor, residual: Tensor | None = None
-) -> NormInput:
+def front(module: QuantizedModule, norm: Normalization, x: Tensor, residual: Tensor | None = None) -> NormInput:
     """Return the input of a module's normalization, with the parameters "layer_norm_weight" and "layer_norm_bias"."""
-    normalization.check(x)
+    norm.check(x)
     weight, bias = module.whole_on_rows("layer_norm_weight", "layer_norm_bias")
-    return NormInput(x, residual, weight, bias, normalization)
+    return NormInput(x, residual, weight, bias, norm)
 
 
 def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
@@ -85,13 +83,9 @@ def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple
 
 
 def mlp(
-    front: NormInput,
-    fc1: PreparedLinear | TracedLinear,
-    activation: str,
-    fc2: PreparedLinear | TracedLinear,
-    recomputes: bool = False,
-    storage: ActivationStorage = AS_IS,
-) -> tuple[Tensor, Tensor | None]:
+    front: NormInput, fc1: PreparedLinear | TracedLinear, activation: str, fc2: PreparedLinear | TracedLinear,
+    recomputes: bool = False, storage: ActivationStorage = AS_IS,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Apply a normalization, two linear layers and the activation between them. Returns the output and x + residual
     (None without residual).
 
@@ -175,14 +169,9 @@ def _run_norm_linear(
 class _NormLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        others: tuple[Normalization, PreparedLinear, bool, bool],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None,
+        others: tuple[Normalization, PreparedLinear, bool, bool], *tensors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         normalization, layer, has_wgrad, remakes = others  # from `norm_linear`
         front = NormInput(x, residual, weight, bias, normalization)
@@ -221,13 +210,9 @@ def _run_mlp(
 
 
 def _mlp_gradients(
-    dout: Tensor,
-    front: NormBackward,
-    inner: list[Tensor],
-    storage: ActivationStorage,
-    activation: str,
+    dout: Tensor, front: NormBackward, inner: list[Tensor], storage: ActivationStorage, activation: str,
     layers: Sequence[LinearBackward],
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """Return the gradients of the normalized rows, and of the weights and biases of both layers.
 
     `inner`: the inputs of the activation as `storage` kept them. The tensors kept for an MLP are most of a block's
@@ -262,14 +247,9 @@ def _mlp_gradients(
 class _MLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        others: tuple[Any, ...],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        others: tuple[Any, ...], *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
         normalization, fc1, activation, fc2, have_wgrad, remakes, storage = others  # from `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
@@ -292,24 +272,19 @@ class _MLPFunction(torch.autograd.Function):
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
-        norm, needs, need_tensors = (
-            _front_in_backward(ctx, front),
-            _front_needs(ctx),
-            ctx.needs_input_grad[_FRONT + 1 :],
-        )
+        norm, needs = _front_in_backward(ctx, front), _front_needs(ctx)
+        need_tensors = ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
         num_fc1 = fc1.num_parameters
         fc1_grads: list[Tensor | None] = [None] * num_fc1
         fc2_grads: list[Tensor | None] = [None] * fc2.num_parameters
         if dout is not None:
-            layers = (
-                fc1.with_saved(saved1, any(needs), need_tensors[:num_fc1]),
-                fc2.with_saved(saved2, True, need_tensors[num_fc1:]),
-            )
+            fc1 = fc1.with_saved(saved1, any(needs), need_tensors[:num_fc1])
+            fc2 = fc2.with_saved(saved2, True, need_tensors[num_fc1:])
             # only the layers hold their tensors, and release them after the last use
             saved1.clear()
             saved2.clear()
-            dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, inner, ctx.storage, ctx.activation, layers)
+            dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, inner, ctx.storage, ctx.activation, (fc1, fc2))
         return (*_of_front(ctx, *norm.gradients(dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
 
 

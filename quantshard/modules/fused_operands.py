@@ -41,9 +41,7 @@ if kernels.USABLE:
 
 class NormInput(NamedTuple):
     """Inputs of a normalization: x [..., size], the residual that is added to x first, and the parameters.
-
-    With x alone there is no normalization, which `mlp` supports.
-    """
+    With x alone there is no normalization, which `mlp` supports."""
 
     x: Tensor
     residual: Tensor | None = None
@@ -76,9 +74,7 @@ class NormInput(NamedTuple):
 
 class NormBackward(NamedTuple):
     """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z.
-
-    Without a normalization all fields are None, and fc1 keeps the operand that wgrad reads.
-    """
+    Without a normalization all fields are None, and fc1 keeps the operand that wgrad reads."""
 
     normalization: Normalization
     z: Tensor
@@ -104,9 +100,7 @@ class NormBackward(NamedTuple):
         if dy is None:
             return of_total if needs[0] else None, None, None
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
-        return kernel_gradients(
-            dy, self.z, self.weight, self.bias, statistics, self.normalization, of_total, needs
-        )  # fmt: skip
+        return kernel_gradients(dy, self.z, self.weight, self.bias, statistics, self.normalization, of_total, needs)
 
 
 NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]
@@ -158,13 +152,9 @@ class ActivationInputs(NamedTuple):
 
 
 def through_activation(
-    dh: Tensor,
-    between: ActivationInputs,
-    activation: str,
-    fc1: LinearBackward,
-    apart: bool = False,
+    dh: Tensor, between: ActivationInputs, activation: str, fc1: LinearBackward, apart: bool = False,
     weight_operands: WeightOperands | None = None,
-) -> Iterator[GemmOperands]:
+) -> Iterator[GemmOperands]:  # fmt: skip
     """Yield the gradients of fc1's outputs as GEMM operands, computed from `dh`, the gradient of the activation's
     result.
 
@@ -190,7 +180,8 @@ def through_activation(
         _activation_backward(rows, gate, up, activation, [item.outputs for item in sources])
         if same_usage and not is_large:
             return iter(operands_together(requests, sources, weight_operands))
-        return _one_by_one(requests, sources)
+        # on demand, after the inputs of the activation are released; the values of each operand are freed with it
+        return (requests.pop(0).run(sources.pop(0)) for _ in range(len(sources)))
     outputs = [item.outputs() for item in requests]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     results = [item.operands(output, target) for item, output, target in zip(requests, outputs, targets, strict=False)]
@@ -201,12 +192,6 @@ def through_activation(
         for item, source, result in zip(requests, sources, results, strict=True):
             item.show(source, result)
     return iter(results)
-
-
-def _one_by_one(requests: list[OperandRequest], sources: list[OperandProducer]) -> Iterator[GemmOperands]:
-    """Yield each operand on demand, after the inputs of the activation are released; its values are freed with it."""
-    while sources:
-        yield requests.pop(0).run(sources.pop(0))
 
 
 def gated_gradient(dh: Tensor, gate: Tensor, activation: str, up: Tensor) -> OperandProducer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -101,9 +102,8 @@ class GroupedLinear(QuantizedModule):
                 parameter_state.random_key()
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
-        self._history_names = {
-            role: [layer.prefix + name for layer in self._layers] for role, name in linear_state.HISTORIES.items()
-        }
+        prefixes = [layer.prefix for layer in self._layers]
+        self._history_names = {role: [p + name for p in prefixes] for role, name in linear_state.HISTORIES.items()}
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
         self._note_spread()
 
@@ -254,10 +254,9 @@ class GroupedLinear(QuantizedModule):
             buffers = private_torch.registered_buffers(self, names)
             existing = [history for history in buffers if history is not None]
             if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
+                make = partial(linear_state.activation_history, self)
                 pairs = zip(names, self._weight_names, strict=True)
-                existing = [
-                    linear_state.activation_history(self, name, length, weight, recipe) for name, weight in pairs
-                ]
+                existing = [make(name, length, weight, recipe) for name, weight in pairs]
             histories_by_role[role] = existing
         return histories_by_role
 
@@ -271,10 +270,8 @@ class GroupedLinear(QuantizedModule):
         if fits and m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
             return self._fitting_splits(m_splits.tolist(), rows)
         if not fits or m_splits.device != tokens.device:
-            raise ConfigurationError(
-                f"GroupedLinear: m_splits is {m_splits.dtype} {list(m_splits.shape)} on {m_splits.device}; it must be "
-                f"integers [{experts}] on {tokens.device}, the number of rows of each expert on this rank"
-            )
+            actual = f"{m_splits.dtype} {list(m_splits.shape)} on {m_splits.device}"
+            raise ConfigurationError(f"GroupedLinear: m_splits is {actual}; give ints [{experts}] on {tokens.device}")
         m_splits = m_splits.to(torch.int64).contiguous()
         if experts > 1 and rows > 0:
             return m_splits
@@ -286,10 +283,8 @@ class GroupedLinear(QuantizedModule):
 
     def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
-            raise ConfigurationError(
-                f"GroupedLinear: m_splits has {len(splits)} entries that sum to {sum(splits)}; it must have "
-                f"{len(self._layers)} of 0 or more that sum to the {tokens} rows of the input"
-            )
+            problem = f"GroupedLinear: m_splits has {len(splits)} entries that sum to {sum(splits)}"
+            raise ConfigurationError(f"{problem}; give {len(self._layers)} counts, of {tokens} rows in total")
         return splits
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
@@ -316,10 +311,8 @@ class GroupedLinear(QuantizedModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load this rank's experts from a state dict that can have more experts."""
-        local_entries = {
-            key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))
-        }
-        super()._load_from_state_dict(local_entries, prefix, *args)
+        entries = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
+        super()._load_from_state_dict(entries, prefix, *args)
         # assign=True replaced the parameters
         self._note_spread()
 

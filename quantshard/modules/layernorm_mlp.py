@@ -384,9 +384,7 @@ class LayerNormMLP(_NormedModule):
             names = ", ".join((*ACTIVATIONS, CLAMPED))
             raise ConfigurationError(f"LayerNormMLP(activation={activation!r}) is not known; use one of: {names}")
         if set(activation_params or ()) - set(ClampedSwiGLU._fields if activation == CLAMPED else ()):
-            raise ConfigurationError(
-                f"LayerNormMLP: only {CLAMPED!r} has activation_params: {', '.join(ClampedSwiGLU._fields)}"
-            )
+            raise ConfigurationError(f"LayerNormMLP: only {CLAMPED!r} has activation_params: {ClampedSwiGLU._fields}")
         check_storage("LayerNormMLP", activation_storage)
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
@@ -419,10 +417,8 @@ class LayerNormMLP(_NormedModule):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if name in vars(self).get("stacked_names", {}):
-            raise UnsupportedOperationError(
-                f"LayerNormMLP.{name} of a gated activation is stored as {' and '.join(self.stacked_names[name])}; "
-                "assign these"
-            )
+            parts = " and ".join(self.stacked_names[name])
+            raise UnsupportedOperationError(f"LayerNormMLP.{name} of a gated activation: assign {parts}")
         super().register_parameter(name, param)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -462,11 +458,9 @@ class LayerNormMLP(_NormedModule):
             return cast(Any, compiled.run_eagerly(LayerNormMLP.forward, self, inp, residual=residual))
         else:
             normed, total = front.normalized()
-            hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, prepared=fc1))
-            recomputed = recomputed_input if self.recompute_activation else None
-            (out,) = self._project(
-                hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=recomputed
-            )
+            hidden, recompute = self._activate(*self._project(normed, self._fc1, prepared=fc1))
+            source = recompute if self.recompute_activation else None
+            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=source)
         return self._with_extras(out, self._fc2, inp.dtype, normed, () if total is None else (total,))
 
     def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:

@@ -114,9 +114,7 @@ def kernel_gradients(
 
 class _KernelNorm(torch.autograd.Function):
     """Normalization by kernels: returns the normalized x, or x + residual, and that sum (None without residual).
-
-    A residual connection reads the sum again, so the kernel of backward also adds the sum's gradient.
-    """
+    A residual connection reads the sum again, so the kernel of backward also adds the sum's gradient."""
 
     @staticmethod
     def forward(
@@ -297,9 +295,7 @@ class L2Normalization(CompositeModule):
 
 def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: Any) -> Any:
     """Create the normalization of queries or keys before the core attention, head by head; None if `kind` is None.
-
-    "RMSNorm" and "LayerNorm" have one weight of `size` features for all heads. "L2Normalization" has none.
-    """
+    "RMSNorm" and "LayerNorm" have one weight of `size` features for all heads. "L2Normalization" has none."""
     if kind is None:
         return None
     if kind == "L2Normalization":

@@ -55,10 +55,8 @@ class RotaryPositionEmbedding(nn.Module):
         super().__init__()
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if (seq_len_interpolation_factor is None) != (pretrained_max_position_embeddings is None):
-            raise ConfigurationError(
-                "RotaryPositionEmbedding: give both or neither of seq_len_interpolation_factor and "
-                "pretrained_max_position_embeddings"
-            )
+            names = "seq_len_interpolation_factor and pretrained_max_position_embeddings"
+            raise ConfigurationError(f"RotaryPositionEmbedding: give both or neither of {names}")
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base, self.interleaved = rotary_base, interleaved
@@ -122,9 +120,7 @@ def token_positions(
     tokens: int, freqs: Tensor, cu_seqlens: Tensor | None, longest: int | None, start_positions: Tensor | None = None
 ) -> Tensor:
     """Return the position of each token in its sequence, int [tokens].
-
-    `longest`: at least the largest length. If None, it is read on the host when sequences may exceed the angles.
-    """
+    `longest`: at least the largest length. If None, it is read on the host when sequences may exceed the angles."""
     if cu_seqlens is None:
         raise ConfigurationError("qkv_format='thd' needs cu_seqlens_q")
     lengths, count = cu_seqlens.diff(), freqs.shape[0]
@@ -160,12 +156,9 @@ class HeadLayout(NamedTuple):
 
 
 def rotate_queries_and_keys(
-    q: Tensor,
-    k: Tensor,
-    freqs: RotaryEmbedding,
-    layout: HeadLayout,
+    q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: HeadLayout,
     positions: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Apply `apply_rotary_pos_emb` to queries and keys. If their angles are the same, cosines and sines are computed
     once. `positions`: of the tokens of queries and keys, for "thd"."""
     for_q, for_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
@@ -210,10 +203,8 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | Non
     """Return the table for t. `positions`: of each token, instead of 0, 1, ...; [s] or, by batch, [s, b] or [b, s]."""
     length, rotated = layout.length(t), freqs.shape[-1]
     if (positions is None and freqs.shape[0] < length) or rotated > t.shape[-1]:
-        raise ConfigurationError(
-            f"apply_rotary_pos_emb: freqs are for {freqs.shape[0]} positions and {rotated} features, but t has "
-            f"{length} and {t.shape[-1]}; use RotaryPositionEmbedding(features)(positions)"
-        )
+        sizes = f"{freqs.shape[0]} positions and {rotated} features, but t has {length} and {t.shape[-1]}"
+        raise ConfigurationError(f"apply_rotary_pos_emb: freqs are for {sizes}; use RotaryPositionEmbedding(features)")
     if positions is None:
         return _cached_table(t, freqs, length, layout.tensor_format)
     whole = _cached_table(t, freqs, freqs.shape[0], "sbhd")

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import kernel_dispatch, limits, sharding
+from quantshard import kernel_dispatch, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import predictions
 from quantshard.modules import grouped_linear
 from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts import recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import graph_state, grouped, stacked
 from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, RowExchange
@@ -23,6 +23,7 @@ from quantshard.recipe import Recipe
 from quantshard.tensor import moves, parameter_state, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 
 class StackedExperts(QuantizedModule):
@@ -39,9 +40,7 @@ class StackedExperts(QuantizedModule):
 
     def init_empty(self, name: str, like: Tensor) -> None:
         """Give a module that has just become an instance of this class the attributes of one without weights.
-
-        `like`: one of its stacks.
-        """
+        `like`: one of its stacks."""
         empty = vars(QuantizedModule(like.device, like.dtype))
         vars(self).update({key: value for key, value in empty.items() if key not in vars(self)})
         self._handle = graph_state.handle(self, like.device)
@@ -83,14 +82,15 @@ class StackedExperts(QuantizedModule):
         """
         weight, bias_value = self._locals([name, bias]) if bias else (*self._locals([name]), None)
         call = recompute.linear_context((id(self), (name,)), True, self.training)
-        self._check_stack(name, weight, call, x.device)
+        self._check_weight(name, weight, call, x.device)
         in_features = weight.shape[1 if self.is_transposed else 2]
         if x.shape[-1] != in_features:
             raise checks.wrong_features(self, name, in_features, x.shape, None)
         layer = self._grouped_layer(name, weight, bias_value, x, counts, call, exchange)
         if layer is not None:
             return grouped.grouped_linear(x, layer)
-        if exchange.route is None and self._multiplies_values(x, weight, call):
+        is_plain = bool(call.recipe.table) and not predictions.quantized_gemms(call.recipe) and exchange.route is None
+        if is_plain and len(x) and kernel_dispatch.has_float_kernels(x) and grouped.multiplies_plain(x, [weight]):
             biases = [] if bias_value is None else [bias_value]
             return grouped.plain_grouped_linear(x, grouped.PlainExperts([weight], biases, counts, self.is_transposed))
         if isinstance(counts, Tensor):
@@ -101,27 +101,10 @@ class StackedExperts(QuantizedModule):
         )
         return stacked.stacked_linear(x, stack)
 
-    def _multiplies_values(self, x: Tensor, weight: QuantizedTensor, call: LinearContext) -> bool:
-        """Return whether one product in high precision multiplies all experts, as the recipe asks for."""
-        is_asked = bool(call.recipe.table) and not predictions.quantized_gemms(call.recipe)
-        return (
-            is_asked and len(x) > 0 and kernel_dispatch.has_float_kernels(x) and grouped.multiplies_plain(x, [weight])
-        )
-
-    def _check_stack(self, name: str, weight: QuantizedTensor, call: LinearContext, device: torch.device) -> None:
-        storage, spec = weight.quantized_storage, call.recipe.weight
-        if storage.gathered or (storage.version == 0 and not weight.is_meta):
-            checks.check_values(self, name, storage)
-        if call.recipe.table and storage.spec.of_matrix != spec:
-            raise checks.wrong_format(self.label(name), storage.spec, call.recipe)
-        if weight.is_meta and device.type != "meta":
-            raise checks.no_values(self.label(name))
-        is_outside = not context.in_autocast() and self.training and torch.is_grad_enabled()
-        if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
-            limits.warn("dequantized", self.label(name), "autocast(enabled=False)")
-        if call.strict and len(weight):
-            fallbacks = predictions.fallbacks(storage.matrix(0), call.recipe, device)
-            checks.refuse_fallbacks(self.label(name), (*fallbacks, *self.joint_fallbacks(call.recipe, device)))
+    def _fallbacks(self, storage: QuantizedStorage | None, recipe: Recipe, device: torch.device) -> tuple[str, ...]:
+        if storage is None or 0 in storage.shape:
+            return ()
+        return (*super()._fallbacks(storage.matrix(0), recipe, device), *self.joint_fallbacks(recipe, device))
 
     def __delattr__(self, name: str) -> None:
         # PEFT's adapters of `target_parameters` are parametrizations that last for one forward
@@ -130,9 +113,7 @@ class StackedExperts(QuantizedModule):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         nn.Module.register_parameter(self, name, param)
 
-    def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
-        """See `GroupedLinear.joint_fallbacks`."""
-        return grouped_linear.joint_fallbacks(recipe, device)
+    joint_fallbacks = staticmethod(grouped_linear.joint_fallbacks)
 
     def _grouped_layer(
         self, name: str, weight: QuantizedTensor, bias: Tensor | None, x: Tensor, counts: list[int] | Tensor,
@@ -146,8 +127,7 @@ class StackedExperts(QuantizedModule):
         is_native = grouped.multiplies_codes(block, shape, x.device)
         if not (is_native or grouped_linear.is_faster_together(rows, len(weight), (shape[0], shape[1]))):
             return None
-        biases = [] if bias is None else [bias]
-        reader = self._readers[name]
+        biases, reader = [] if bias is None else [bias], self._readers[name]
         if not grouped.are_readable([weight], biases, call.recipe.weight, x, reader):
             return None
         return grouped.ExpertsLayer(
@@ -182,9 +162,7 @@ def distribute_experts(model: nn.Module, ep_mesh: DeviceMesh, use_fp8_dispatch: 
         raise ConfigurationError('distribute_experts needs one axis of a device mesh, such as mesh["ep"]')
     modules = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
     if not modules:
-        raise ConfigurationError(
-            "distribute_experts: this model has no quantized stacks of experts; convert it, and see its report"
-        )
+        raise ConfigurationError("distribute_experts: this model has no quantized stacks of experts; convert it first")
     for name, module in modules.items():
         params = dict(module.named_parameters())
         replicated = next((param for param in params if module._cuts.get(param) is None), None)

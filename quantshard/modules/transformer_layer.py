@@ -227,15 +227,14 @@ class TransformerLayer(CompositeModule):
             raise ConfigurationError("TransformerLayer: encoder_output needs layer_type='decoder'")
         else:
             drop_path = True
-        takes_residual = isinstance(self.layernorm_mlp, LayerNormMLP) and not private_torch.has_hooks(
-            self.layernorm_mlp
-        )
+        mlp = self.layernorm_mlp
+        takes_residual = isinstance(mlp, LayerNormMLP) and not private_torch.has_hooks(mlp)
         if takes_residual and not self.apply_residual_connection_post_layernorm:
-            block, hidden_states = self.layernorm_mlp(self._dropped(attention_out, drop_path), residual=hidden_states)
+            block, hidden_states = mlp(self._dropped(attention_out, drop_path), residual=hidden_states)
         else:
             # a replacement takes no residual, and hooks that read or cast the inputs do not expect one
             hidden_states = self._add(attention_out, hidden_states, drop_path)
-            block = self.layernorm_mlp(hidden_states)
+            block = mlp(hidden_states)
         out = self._add(block, hidden_states)
         return self.layernorm(out) if self.output_layernorm else out
 

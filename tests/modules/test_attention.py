@@ -334,10 +334,10 @@ def test_rotary_survives_meta():
             lambda: MultiheadAttention(
                 96, 6, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True, tp_size=2
             ),
-            "leave qkv_weight_interleaved=True",
+            "needs qkv_weight_interleaved=True",
         ),
         (lambda: MultiheadAttention(96, 3, qk_norm_type="GroupNorm"), "L2Normalization, RMSNorm, LayerNorm, or None"),
-        (lambda: MultiheadAttention(97, 3), "97 is not divisible by 3 heads; give kv_channels"),
+        (lambda: MultiheadAttention(97, 3), "97 / 3 is no integer; give kv_channels"),
         (lambda: MultiheadAttention(96, 3, num_gqa_groups=0), "num_gqa_groups 0"),
         (lambda: MultiheadAttention(96, 3, qkv_format="hds"), "'hds'"),
         (lambda: MultiheadAttention(96, 3, attention_type="both"), "'both'.*self, cross"),

@@ -24,9 +24,6 @@ LOADED = "_is_hf_initialized"
 _NORMS = ("LayerNorm", "RMSNorm")
 """Parts of class names. transformers treats such a class as a normalization and sets its `weight` to ones."""
 
-_FEW = 16
-"""More distinct values than this, all of them integers from 0 to 255, and a weight is taken for codes."""
-
 
 class AssignableModule(nn.Module):
     """Base of modules whose weights can be assigned one component at a time."""
@@ -57,11 +54,11 @@ def take(module: Any, name: str, value: Tensor) -> bool:
         if param is None or not name.startswith(weight):
             continue
         if name == weight:
-            if value.is_floating_point():
-                _check_values(f"{type(module).__name__}.{weight}", param, value)
-                return False
-            _take_component(module, weight, param, "", value)
-            return True
+            if not value.is_floating_point():
+                _take_component(module, weight, param, "", value)
+            elif components.quantized_local(param) is None and _look_like_codes(value):
+                raise component_loading.codes_for_high_precision(f"{type(module).__name__}.{weight}", "cast")
+            return not value.is_floating_point()
         suffix = name.removeprefix(weight)
         if suffix.startswith("_") and suffix in state_keys(module, weight):
             _take_piece(module, weight, param, suffix, value)
@@ -75,11 +72,8 @@ def finish_loading(module: Any) -> None:
     for weight, pieces in _pieces(module).items():
         suffixes = [c.key_suffix for c in components.storage_of(getattr(module, weight)).spec.format.components]
         lacking = [weight + suffix for suffix in suffixes if suffix not in pieces]
-        raise CheckpointError(
-            f"{type(module).__name__}.{weight}: {', '.join(weight + suffix for suffix in pieces)} was loaded, but not "
-            f"{', '.join(lacking)}, which the file lacks or has in another shape; use load_state_dict, or for "
-            "high-precision weights quantshard.checkpoints.load_high_precision(model, state_dict)"
-        )
+        problem = f"{type(module).__name__}.{weight}: the file lacks {', '.join(lacking)}, or has another shape"
+        raise CheckpointError(f"{problem}; for high-precision weights call quantshard.checkpoints.load_high_precision")
     if not module._awaits_values or any(param.is_meta for param in module.parameters(recurse=False)):
         return
     module._awaits_values = False
@@ -99,9 +93,7 @@ def finish_loading(module: Any) -> None:
 
 def _attributes_in_the_way(module: Any) -> list[str]:
     """Names of plain attributes that hide a component or piece of state and that no code reads.
-
-    Attributes named like a weight are left out: PyTorch's pruning and weight_norm set those.
-    """
+    Attributes named like a weight are left out: PyTorch's pruning and weight_norm set those."""
     beginnings = tuple(weight + "_" for weight in module._weights)
     likely = [name for name in module.__dict__ if name.startswith(beginnings)]
     pieces = {weight + suffix for weight in module._weights for suffix in state_keys(module, weight)} if likely else ()
@@ -112,12 +104,6 @@ def _pieces(module: Any) -> dict[str, dict[str, Tensor]]:
     """Weight -> key suffix -> component, for weights on the meta device that still lack components."""
     pieces: dict[str, dict[str, Tensor]] = module.__dict__.setdefault("_given_pieces", {})
     return pieces
-
-
-def _check_values(name: str, own: Tensor, value: Tensor) -> None:
-    """Reject codes that were cast to the dtype of a weight in high precision."""
-    if getattr(value, LOADED, False) and components.quantized_local(own) is None and _look_like_codes(value):
-        raise component_loading.codes_for_high_precision(name, "cast")
 
 
 def _take_piece(module: Any, weight: str, own: Tensor, suffix: str, value: Tensor) -> None:
@@ -139,9 +125,7 @@ def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: T
     if quantized is None:
         raise component_loading.codes_for_high_precision(name, value.dtype)
     if not own.is_meta:
-        raise UnsupportedOperationError(
-            f"{name}{suffix} cannot be assigned alone; use load_state_dict, or quantize_ of the weight"
-        )
+        raise UnsupportedOperationError(f"{name}{suffix} cannot be assigned alone; use load_state_dict")
     pieces = _pieces(module).setdefault(weight, {})
     pieces[suffix] = value
     if all(component.key_suffix in pieces for component in quantized.quantized_storage.spec.format.components):
@@ -154,7 +138,9 @@ def _take_component(module: Any, weight: str, own: Tensor, suffix: str, value: T
 
 
 def _look_like_codes(values: Tensor) -> bool:
+    """Return whether loaded values are codes that were cast to a floating dtype: many integers from 0 to 255."""
     local = private_torch.local_tensor(values).detach()
-    if local.is_meta or local.numel() == 0 or float(local.min()) < 0 or float(local.max()) > 255:
+    if not getattr(values, LOADED, False) or local.is_meta or local.numel() == 0:
         return False
-    return bool((local == local.round()).all()) and local.unique().numel() > _FEW
+    are_bytes = (local == local.round()) & (local >= 0) & (local <= 255)
+    return bool(are_bytes.all()) and local.unique().numel() > 16

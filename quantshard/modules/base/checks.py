@@ -21,10 +21,8 @@ PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError if parameters cannot have this dtype."""
     if dtype not in PARAMS_DTYPES:
-        raise ConfigurationError(
-            f"{name} cannot be {dtype}: parameters stand for values of one of {', '.join(map(str, PARAMS_DTYPES))}; "
-            "build the module under quantized_model_init with a recipe to store weights in fewer bits"
-        )
+        allowed = ", ".join(map(str, PARAMS_DTYPES))
+        raise ConfigurationError(f"{name} cannot be {dtype}; use {allowed}, or quantized_model_init for fewer bits")
 
 
 def check_stays(module: Any, name: str, param: Tensor | None) -> None:
@@ -36,22 +34,15 @@ def check_stays(module: Any, name: str, param: Tensor | None) -> None:
 def check_cut(module: Any, name: str, shape: tuple[int, ...], cut: int | None) -> None:
     """Raise ConfigurationError if tensor parallelism cannot cut the dim `cut` of a parameter into equal parts."""
     if cut is not None and shape[cut] % module.tp_size:
-        raise ConfigurationError(
-            f"{type(module).__name__}.{name} {list(shape)}: tensor parallelism over {module.tp_size} ranks cuts dim "
-            f"{cut}, and {shape[cut]} is not a multiple of {module.tp_size}; choose sizes that tp_size divides"
-        )
+        subject = f"{type(module).__name__}.{name} {list(shape)}"
+        raise ConfigurationError(f"{subject}: tensor parallelism needs a multiple of {module.tp_size} in dim {cut}")
 
 
 def wrong_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> ConfigurationError:
     """The error for an input that is a DTensor or has no floating dtype."""
     if isinstance(x, DTensor):
-        return ConfigurationError(
-            f"{owner}: the input is a DTensor {list(x.shape)} of {x.placements}; give this rank's "
-            "part as a plain tensor: x.to_local(), or use_local_output=True of the module before it"
-        )
-    return ConfigurationError(
-        f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
-    )
+        return ConfigurationError(f"{owner}: the input is a DTensor {list(x.shape)} of {x.placements}; use to_local()")
+    return ConfigurationError(f"{owner}: the input {list(x.shape)} is of {x.dtype}; give x.to({params_dtype})")
 
 
 @private_torch.constant_in_graphs
@@ -62,57 +53,40 @@ def warn_of_wide_input(owner: str, given: torch.dtype, own: torch.dtype) -> None
     bfloat16 layers can be intended.
     """
     wide, narrow = (str(dtype).removeprefix("torch.") for dtype in (given, own))
-    warn_once(
-        "wide input",
-        f"{owner}: an input of {wide} in a layer of {narrow}: it computes in {wide}, and what follows takes the memory "
-        f"for it; give x.to(torch.{narrow}), enter torch.autocast, or cast the model (quantized weights keep their "
-        "codes)",
-    )
+    remedy = f"give x.to(torch.{narrow}), enter torch.autocast, or cast the model"
+    warn_once("wide input", f"{owner}: an input of {wide} in a layer of {narrow} computes in {wide}; {remedy}")
 
 
-def wrong_features(
-    module: Any, name: str, features: int, x_shape: Sequence[int], mode: str | None
-) -> ConfigurationError:
+def wrong_features(module: Any, name: str, size: int, x_shape: Sequence[int], mode: str | None) -> ConfigurationError:
     """The error for an input whose last dim differs from the weight's in_features."""
     part = f", its part of them over {module.tp_size} ranks" if mode == "row" and module.tp_size > 1 else ""
-    return ConfigurationError(
-        f"{type(module).__name__}.{name} got an input {list(x_shape)}, but its last dim must have the {features} "
-        f"features that the weight takes here{part}"
-    )
+    subject = f"{type(module).__name__}.{name}: an input {list(x_shape)}"
+    return ConfigurationError(f"{subject} must have the {size} features that the weight takes here{part}")
 
 
 def no_values(name: str) -> ConfigurationError:
     """The error for a parameter that is still on the meta device."""
-    return ConfigurationError(
-        f"{name} is on the meta device and holds no values; call to_empty(device=...) on the model and load them "
-        "(checkpoints.load_high_precision, checkpoints.load), or reset_parameters()"
-    )
+    remedy = "call to_empty(device=...) on the model and load values, or reset_parameters()"
+    return ConfigurationError(f"{name} is on the meta device and holds no values; {remedy}")
 
 
 def wrong_format(name: str, spec: QuantSpec, recipe: Recipe) -> RecipeMismatchError:
     """The error for a weight whose format is not the recipe's."""
     expected = "high precision" if recipe.weight is None else str(recipe.weight)
-    return RecipeMismatchError(
-        f"Recipe mismatch for {name!r}: it is stored as {spec}, but {recipe.name!r} wants {expected}; enter "
-        "autocast with the recipe of the weights"
-    )
+    problem = f"it is stored as {spec}, but {recipe.name!r} wants {expected}"
+    return RecipeMismatchError(f"Recipe mismatch for {name!r}: {problem}; enter autocast with the weights' recipe")
 
 
 def check_values(module: Any, name: str, storage: QuantizedStorage) -> None:
     """Raise ConfigurationError if a weight that FSDP2 gathered is outdated, or a weight was never given values."""
     if storage.is_stale:
-        raise ConfigurationError(
-            f"{module.label(name)} was gathered by FSDP before its last update, so this forward would use old values; "
-            "let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or call reshard() "
-            "on the FSDP-wrapped module after optimizer.step()"
-        )
+        remedy = "call reshard() on its FSDP module after optimizer.step(), or set_reshard_after_backward(True)"
+        raise ConfigurationError(f"{module.label(name)} was gathered by FSDP before its last update; {remedy}")
     is_capturing = kernel_dispatch.is_capturing()
     if storage.gathered and storage.captured is not is_capturing and (storage.captured or torch.is_grad_enabled()):
-        raise ConfigurationError(
-            f"{type(module).__name__}.{name} was gathered {'inside' if storage.captured else 'outside'} the capture of "
-            f"a CUDA graph and is used {'inside' if is_capturing else 'outside'}; call reshard() on the FSDP-wrapped "
-            "module in between"
-        )
+        here, there = ("inside", "outside") if storage.captured else ("outside", "inside")
+        where = f"{here} the capture of a CUDA graph and is used {there}"
+        raise ConfigurationError(f"{module.label(name)} was gathered {where}; call reshard() on its FSDP module before")
     # a shard without entries is never written
     shard = storage.sharded_source
     is_unwritten = shard.version == 0 and not private_torch.count_in_place_changes(shard.components.values())

@@ -16,11 +16,16 @@ class CompositeModule(nn.Module):
         """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
         for child in self._cut():
             child.set_device_mesh(tp_mesh, weight_mesh)
+        self._on_mesh()
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
         """Set the tensor-parallel process group of all children; under FSDP2 use `set_device_mesh`."""
         for child in self._cut():
             child.set_tensor_parallel_group(tp_group)
+        self._on_mesh()
+
+    def _on_mesh(self) -> None:
+        """Check or adapt the children after a mesh was set."""
 
     def set_context_parallel_group(self, *args: Any, **kwargs: Any) -> None:
         """Let ranks share sequences; see `DotProductAttention.set_context_parallel_group`."""
@@ -47,9 +52,7 @@ class CompositeModule(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
         for child in self.children():
-            reset = getattr(child, "reset_parameters", None)
-            if reset is not None:
-                reset()
+            getattr(child, "reset_parameters", lambda: None)()
 
 
 def child_name(parent: str | None, child: str) -> str | None:

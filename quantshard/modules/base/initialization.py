@@ -142,10 +142,8 @@ def materialize(module: Any) -> None:
 def reset(module: Any) -> None:
     """Materialize a module on the meta device, and fill all of its parameters and buffers."""
     if private_torch.has_gathered_parameters(module):
-        raise ConfigurationError(
-            f"{type(module).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
-            "written to them is lost; call reshard() on the FSDP-wrapped module first"
-        )
+        remedy = "call reshard() on its FSDP module first"
+        raise ConfigurationError(f"{type(module).__name__}.reset_parameters: FSDP has gathered parameters; {remedy}")
     materialize(module)
     fill(module, module._weights)
     for name, value in module._vectors.items():

@@ -36,6 +36,7 @@ from quantshard.modules.gemms.weight_gradients import WgradModule
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components, moves, parameter_state
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tensor.storage import QuantizedStorage
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
@@ -100,16 +101,9 @@ class QuantizedModule(WgradModule, AssignableModule):
     # Initialization --------------------------------------------------------------------------------------------------
 
     def _add_projection(
-        self,
-        sizes: Mapping[str, int],
-        in_features: int,
-        init_method: InitMethod | None,
-        bias: bool,
-        *,
-        prefix: str = "",
-        suffix: str = "",
-        mode: str | None = None,
-    ) -> Projection:
+        self, sizes: Mapping[str, int], in_features: int, init_method: InitMethod | None, bias: bool, *,
+        prefix: str = "", suffix: str = "", mode: str | None = None,
+    ) -> Projection:  # fmt: skip
         """Register the parameters of a linear layer; `sizes` maps the name of each part to its out_features."""
         tensor_parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
         projection = Projection(tuple(sizes), prefix, mode, suffix)
@@ -201,9 +195,7 @@ class QuantizedModule(WgradModule, AssignableModule):
     @torch.no_grad()
     def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
         """Convert in place to what `plan` would have built, keeping the current values.
-
-        `name`: name of the module in the model. A collective call if tensor parallelism shards the module.
-        """
+        `name`: name of the module in the model. A collective call if tensor parallelism shards the module."""
         self._plan = plan
         if has_own_recipe:
             self.recipe = stock_name(plan.recipe) or plan.recipe
@@ -217,9 +209,8 @@ class QuantizedModule(WgradModule, AssignableModule):
     @property
     def plain_states(self) -> dict[str, dict[str, Tensor]]:
         """Live state of the weights that are not quantized."""
-        return {
-            name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
-        }
+        states = self._born_states.items()
+        return {name: s for name, s in states if components.quantized_local(getattr(self, name)) is None}
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
         """Live RNG key, RNG counter and amax history of a weight."""
@@ -262,9 +253,7 @@ class QuantizedModule(WgradModule, AssignableModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
-
-        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path.
-        """
+        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path."""
         old = self.__dict__.get("_parameters", {}).get(name)
         sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
         is_swap = old is not None and sharded and isinstance(value, nn.Parameter)
@@ -314,9 +303,7 @@ class QuantizedModule(WgradModule, AssignableModule):
         if self.tp_mesh is not None:
             return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
         if self._asked.tp_size > 1 and mode is not None:
-            raise ConfigurationError(
-                f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh)"
-            )
+            raise ConfigurationError(f"{type(self).__name__} has tp_size={self.tp_size}; call set_device_mesh()")
         return tensor_parallel.NONE
 
     def whole_on_rows(self, *names: str) -> list[Any]:
@@ -338,14 +325,9 @@ class QuantizedModule(WgradModule, AssignableModule):
     # Use -------------------------------------------------------------------------------------------------------------
 
     def _project(
-        self,
-        x: Tensor,
-        layer: Projection,
-        *,
-        with_bias: bool = True,
-        prepared: PreparedLinear | TracedLinear | None = None,
-        recompute: functional.RecomputedInput | None = None,
-    ) -> Sequence[Tensor]:
+        self, x: Tensor, layer: Projection, *, with_bias: bool = True,
+        prepared: PreparedLinear | TracedLinear | None = None, recompute: functional.RecomputedInput | None = None,
+    ) -> Sequence[Tensor]:  # fmt: skip
         """Apply a linear layer under the current recipe: x [..., in_features] @ w^T + b for each weight.
 
         `prepared`: result of `_prepare` for this call, if there is one. `recompute`: recomputes x in backward, so that
@@ -373,16 +355,12 @@ class QuantizedModule(WgradModule, AssignableModule):
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
     ) -> PreparedLinear | TracedLinear:
         """Prepare a layer for an input of this shape under the current recipe. Each call counts as a forward.
-
-        While torch.compile traces, the result has the weights' names.
-        """
+        While torch.compile traces, the result has the weights' names."""
         if torch.compiler.is_compiling():
-            traced_weights = [getattr(self, name) for name in layer.weights]
-            biases = self._locals(layer.biases) if with_bias else [None] * len(traced_weights)
+            weights = [getattr(self, name) for name in layer.weights]
+            biases = self._locals(layer.biases) if with_bias else [None] * len(weights)
             setting = context.current_setting()
-            return TracedLinear(
-                traced_weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting
-            )
+            return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
         computed = vars(type(self))  # parametrize creates a class per module, with a property for the weight
         if computed.keys().isdisjoint(layer.weights):
             return self._prepare_eager(layer, x_shape, device, with_bias)
@@ -396,9 +374,6 @@ class QuantizedModule(WgradModule, AssignableModule):
         weights, biases = tensors[: len(layer.weights)], tensors[len(layer.weights) :]
         quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
         call = recompute.linear_context((id(self), layer.weights), quantized, self.training)
-        is_outside = quantized and not context.in_autocast() and self.training and torch.is_grad_enabled()
-        if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
-            limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
         for name, weight in zip(layer.weights, weights, strict=True):
             self._check_weight(name, weight, call, device)
         if x_shape[-1] != weights[0].shape[1]:
@@ -431,12 +406,18 @@ class QuantizedModule(WgradModule, AssignableModule):
         else:
             if storage.gathered or (storage.version == 0 and not weight.is_meta):
                 checks.check_values(self, name, storage)
-            if storage.spec != recipe.weight and recipe.table:
+            if storage.spec != recipe.weight and recipe.table and storage.spec.of_matrix != recipe.weight:
                 raise checks.wrong_format(self.label(name), storage.spec, recipe)
+            is_outside = not context.in_autocast() and self.training and torch.is_grad_enabled()
+            if is_outside and not call.repeated:  # backward recomputes outside of the autocast of the first forward
+                limits.warn("dequantized", self.label(name), "autocast(enabled=False)")
         if weight.is_meta and device.type != "meta":
             raise checks.no_values(self.label(name))
         if call.strict:
-            checks.refuse_fallbacks(self.label(name), predictions.fallbacks(storage, recipe, device))
+            checks.refuse_fallbacks(self.label(name), self._fallbacks(storage, recipe, device))
+
+    def _fallbacks(self, storage: QuantizedStorage | None, recipe: Recipe, device: torch.device) -> tuple[str, ...]:
+        return predictions.fallbacks(storage, recipe, device)
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """State of one linear layer of this module. Missing histories that the recipe needs are created."""

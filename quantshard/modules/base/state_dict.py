@@ -53,13 +53,9 @@ def save_weights(module: Any, destination: dict[str, Any], prefix: str, keep_var
 
 
 def load_weights(
-    module: Any,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    missing_keys: list[str],
+    module: Any, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, missing_keys: list[str],
     error_msgs: list[str],
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Load the weights, and return the other entries; None if a weight does not fit, so that nothing is loaded."""
     rest = dict(state_dict)
     extra = rest.get(prefix + _EXTRA_STATE)
@@ -107,9 +103,7 @@ def _assign(module: Any, name: str, pairs: component_loading.Pairs) -> Tensor | 
 
 def _drop_placeholders(param: Tensor, entries: dict[str, Tensor]) -> None:
     """Remove the placeholders that torch.distributed.checkpoint.state_dict has for missing weights.
-
-    With `full_state_dict` it fills in what it collected; `ignore_frozen_params` drops only the codes.
-    """
+    With `full_state_dict` it fills in what it collected; `ignore_frozen_params` drops only the codes."""
     for suffix in [suffix for suffix, value in entries.items() if value is _NOT_LOADED]:
         del entries[suffix]
     storage = components.quantized_storage(param)

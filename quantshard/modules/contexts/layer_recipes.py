@@ -44,9 +44,7 @@ def check_recipes(owner: str, recipes: Recipes) -> None:
 def concrete_recipes(recipes: Recipes) -> Recipes:
     """Replace "auto" by the recipe that it selects on this machine, also inside a mapping."""
     if isinstance(recipes, Mapping):
-        return {
-            pattern: concrete_name(recipe) if isinstance(recipe, str) else recipe for pattern, recipe in recipes.items()
-        }
+        return {key: concrete_name(recipe) if isinstance(recipe, str) else recipe for key, recipe in recipes.items()}
     return concrete_name(recipes) if isinstance(recipes, str) else recipes
 
 
@@ -57,10 +55,8 @@ def recipes_of(owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]]) 
         names = [name for name, _ in layers]
         check_patterns(f"{owner}(recipe=", recipes, names)
         check_reached(f"{owner}(recipe)", recipes, names)
-        resolved = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
-        return [
-            next((recipe for pattern, recipe in resolved.items() if matches(pattern, name)), None) for name, _ in layers
-        ]
+        pairs = [(pattern, resolve(recipe)) for pattern, recipe in recipes.items()]
+        return [next((recipe for pattern, recipe in pairs if matches(pattern, name)), None) for name in names]
     if callable(recipes):
         return [_resolved(f"{owner}(recipe=...)", recipes(layer, name), name) for name, layer in layers]
     return [resolve(recipes)] * len(layers)

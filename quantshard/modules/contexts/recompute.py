@@ -83,9 +83,7 @@ def is_repeated() -> bool:
 
 def linear_context(layer: Layer, quantized: bool, training: bool, setting: str | None = None) -> LinearContext:
     """Return the context of a layer's forward, from autocast or, in a recomputation, from the first forward.
-
-    `setting`: name of the autocast setting that the running code was compiled for; None in eager code.
-    """
+    `setting`: name of the autocast setting that the running code was compiled for; None in eager code."""
     regions = _regions()
     if regions.replayed is None:
         autocast_setting = settings.registered[setting or context.current_setting()]
@@ -110,11 +108,8 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         if first is None:
             raise UnsupportedOperationError(f"recomputation calls {names!r} more often than the first forward did")
         if setting is not None and settings.registered[setting].recipe != first.recipe:
-            raise UnsupportedOperationError(
-                f"activation recomputation of a compiled function calls the layer of {names!r} outside of the "
-                "autocast that its first forward ran in, and a graph is compiled for one recipe; enter autocast inside "
-                "the checkpointed function, or compile the function that checkpoints"
-            )
+            problem = f"recomputation of a compiled function calls {names!r} outside of its first forward's autocast"
+            raise UnsupportedOperationError(f"{problem}; enter autocast inside the checkpointed function")
         current = replace(first, repeated=True)
     for region in regions.entered:
         _calls_of(region).made[layer].append(current)
