@@ -1,7 +1,7 @@
 """How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets."""
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypedDict
 
 import torch
@@ -69,10 +69,8 @@ def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_QUANT_SPECS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
-        raise ConfigurationError(
-            f"{optimizer}({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
-            + (" (uint8: FP8)" if torch.uint8 in allowed else "")
-        )
+        names = ", ".join(map(str, allowed)) + (" (uint8: FP8)" if torch.uint8 in allowed else "")
+        raise ConfigurationError(f"{optimizer}({option}={dtype}) is not supported; use one of {names}")
 
 
 def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
@@ -107,11 +105,7 @@ def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bo
 ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
 """Optimizer algorithms, as named by `quantshard train`, `plan` and the groups of `Muon`."""
 
-UNUSED_OPTIONS: Final = {
-    ADAMW: ("momentum_buffer_dtype",),
-    LION: ("exp_avg_sq_dtype", "momentum_buffer_dtype"),
-    MUON: (),
-}
+UNUSED_OPTIONS = {ADAMW: ("momentum_buffer_dtype",), LION: ("exp_avg_sq_dtype", "momentum_buffer_dtype"), MUON: ()}
 """The `StateOptions` that each algorithm ignores."""
 
 
@@ -133,11 +127,8 @@ class StateOptions:
 
     def dtypes(self, algorithm: str = ADAMW) -> dict[str, torch.dtype]:
         """State -> dtype of a quantized weight under one of `ALGORITHMS`."""
-        moments = {
-            ADAMW: {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype},
-            LION: {EXP_AVG: self.exp_avg_dtype},
-            MUON: {MOMENTUM_BUFFER: self.momentum_buffer_dtype},
-        }[algorithm]
+        roles = {ADAMW: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), MUON: (MOMENTUM_BUFFER,)}[algorithm]
+        moments = {role: getattr(self, f"{role}_dtype") for role in roles}
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
 
@@ -148,22 +139,11 @@ STATE_ARGUMENTS: Final = (
 """The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
 so parameter groups cannot override them."""
 
-PRESETS: Final = {
-    "lean8": StateOptions(
-        master_weight_dtype=torch.float16,
-        store_param_remainders=True,
-        exp_avg_dtype=torch.uint8,
-        exp_avg_sq_dtype=torch.uint8,
-        momentum_buffer_dtype=torch.bfloat16,
-    ),
-    "lean6": StateOptions(
-        master_weight_dtype=torch.float16,
-        store_param_remainders=True,
-        exp_avg_dtype=torch.uint8,
-        exp_avg_sq_dtype=torch.bfloat16,
-        momentum_buffer_dtype=torch.bfloat16,
-    ),
-}
+_LEAN8 = StateOptions(
+    master_weight_dtype=torch.float16, store_param_remainders=True, exp_avg_dtype=torch.uint8,
+    exp_avg_sq_dtype=torch.uint8, momentum_buffer_dtype=torch.bfloat16,
+)  # fmt: skip
+PRESETS: Final = {"lean8": _LEAN8, "lean6": replace(_LEAN8, exp_avg_sq_dtype=torch.bfloat16)}
 """The presets by name; docs/optimizers.md gives the reasons.
 
 lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
@@ -176,20 +156,11 @@ largest, and with them the error of rounding to FP8.
 """
 
 
-def check_preset(where: str, name: Any) -> StateOptions:
-    """Return the options of a preset."""
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
-    raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
-
-
 def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
     """Check that `store_param_remainders` is used with masters, of a dtype that it supports."""
     if not has_masters or master is torch.bfloat16:
-        raise ConfigurationError(
-            f"{where}(store_param_remainders=True) needs master_weights=True (not {has_masters}), and a "
-            f"master_weight_dtype of float32, or float16 for FP8 weights (not {master})"
-        )
+        rule = f"needs master_weights=True, and master_weight_dtype float32, or float16 for FP8 weights, not {master}"
+        raise ConfigurationError(f"{where}(store_param_remainders=True) {rule}")
 
 
 def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str, Any]) -> StateOptions:
@@ -200,13 +171,14 @@ def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str,
         if explicit.get("master_weights") is False and dtype is not torch.float32:
             raise ConfigurationError(f"{where}: master_weights=False has no masters of {dtype}; leave one out")
         return StateOptions(**explicit)
-    options = check_preset(f"{where}(preset={preset!r})", preset)
+    options = PRESETS.get(preset) if isinstance(preset, str) else None
+    if options is None:
+        choices = f"{meant(preset, PRESETS)}there are {', '.join(PRESETS)}"
+        raise ConfigurationError(f"{where}(preset={preset!r}): there is no such preset; {choices}")
     for name, value in explicit.items():
         if value != getattr(options, name):
-            raise ConfigurationError(
-                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; "
-                "leave one out"
-            )
+            rule = f"the preset has {name}={getattr(options, name)}; leave one out"
+            raise ConfigurationError(f"{where}(preset={preset!r}, {name}={value}): {rule}")
     return options
 
 

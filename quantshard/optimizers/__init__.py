@@ -11,14 +11,6 @@ from quantshard.optimizers.muon import Muon, muon_groups
 from quantshard.state_storage import PRESETS
 
 __all__ = [
-    "PRESETS",
-    "ElementwiseOptimizer",
-    "FusedAdam",
-    "Lion",
-    "MasterWeights",
-    "Muon",
-    "StateSpec",
-    "averaged_weights",
-    "clip_grad_norm_",
-    "muon_groups",
-]
+    "PRESETS", "ElementwiseOptimizer", "FusedAdam", "Lion", "MasterWeights", "Muon", "StateSpec",
+    "averaged_weights", "clip_grad_norm_", "muon_groups",
+]  # fmt: skip

@@ -98,15 +98,11 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
     params = [param for group in optimizer.param_groups for param in group["params"]]
     averaged = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
     if not averaged:
-        raise ConfigurationError(
-            f"averaged_weights: this {name} keeps no averages of weights; call its begin_average(0.999)"
-        )
+        raise ConfigurationError(f"averaged_weights: this {name} keeps no averages; call its begin_average(0.999)")
     model_ids = {id(param) for param in model.parameters()}
     if missing := [param for param in averaged if id(param) not in model_ids]:
-        raise ConfigurationError(
-            f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {name} averages are not the "
-            f"model's (the first of shape {tuple(missing[0].shape)}); pass the whole model"
-        )
+        problem = f"{len(missing)} of the {len(averaged)} parameters that this {name} averages are not the model's"
+        raise ConfigurationError(f"averaged_weights: {problem}; pass the whole model")
     return averaged
 
 

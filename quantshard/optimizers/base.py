@@ -20,7 +20,7 @@ from quantshard.numerics.states import EMA_DECAY, ROUNDING_SEED
 from quantshard.optimizers import checks, loading
 from quantshard.optimizers.guards import LARGEST_RATE, MAIN_GRAD, GradientFlags
 from quantshard.tensor import components
-from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM
+from quantshard.tensor.parameter_state import RNG_KEY, SEED_STREAM, random_key
 
 _BELOW_ONE: Final = 1 - 2.0**-25
 """The largest number that is less than 1 in float32."""
@@ -32,10 +32,11 @@ RANGES: Final = {
     "betas": (0.0, _BELOW_ONE),
     "momentum": (0.0, _BELOW_ONE),
     EMA_DECAY: (0.0, _BELOW_ONE),
+    "max_grad_norm": (0.0, 3e38),
+    "max_grad_value": (0.0, 3e38),
 }
 
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
-
 
 GRAD_NORM: Final = "grad_norm"
 """Group entry: the last finite norm of all gradients, by which the next backward scales them (`max_grad_norm`)."""
@@ -68,8 +69,7 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
     """
     first = next((storage for param in params if (storage := components.quantized_storage(param)) is not None), None)
     if first is None:
-        info = torch.iinfo(torch.int64)
-        seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
+        seed = int(random_key())
     else:
         key = int(first.state[RNG_KEY])
         low, high = numerics.random_words(key, 0, SEED_STREAM, (1, 2))[0].tolist()
@@ -182,10 +182,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if len(params) == len(self._names) and all(map(operator.is_, params, self._names)):
             return
         if self._is_assigned or self._has_updates():
-            raise ConfigurationError(
-                f"{self._name}: the parameters in its groups are not those that its states were made for; replace them "
-                "before the first step or load, or build a new optimizer"
-            )
+            remedy = "replace them before the first step or load, or build a new optimizer"
+            raise ConfigurationError(f"{self._name}: its states were made for other parameters than it has; {remedy}")
         self._make_states()
 
     def _check_parameters(self) -> None:
@@ -195,30 +193,25 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self, param: Tensor, grad: Tensor | None, version: int, has_master: bool, depends_on_dtype: bool
     ) -> bool:
         """Return whether others wrote to a plain parameter that has a master.
-
-        Raises if the parameter no longer fits its states: `Module.half` and resized embeddings replace its data.
-        """
+        Raises if the parameter no longer fits its states: `Module.half` and resized embeddings replace its data."""
         if grad is not None and self._made_for[param] != (param.dtype, param.shape):
             dtype, shape = self._made_for[param]
             is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
             if param.shape != shape or (param.dtype is not dtype and (depends_on_dtype or is_wider)):
-                raise ConfigurationError(
-                    f"{self._name}: {self._names[param]} was {dtype} {tuple(shape)} when its states were made, and is "
-                    f"now {param.dtype} {tuple(param.shape)}; build the optimizer after the model is cast"
+                problem = (
+                    f"was {dtype} {tuple(shape)} when its states were made, now {param.dtype} {tuple(param.shape)}"
                 )
+                raise ConfigurationError(f"{self._names[param]} {problem}; build the optimizer after the model is cast")
         if self._versions.setdefault(param, version) == version or not has_master:
             return False
         if components.quantized_local(param) is not None:
-            raise ConfigurationError(
-                f"{self._names[param]} was given new values after this {self._name} was built, and its masters would "
-                "overwrite them; load the optimizer's state too, or call reseed_masters()"
-            )
+            problem = f"{self._names[param]} was given new values after this {self._name} was built"
+            raise ConfigurationError(f"{problem}; load the optimizer's state too, or call reseed_masters()")
         return True
 
     def _raise_for_frozen(self, param: Tensor) -> None:
-        raise ConfigurationError(
-            f"{self._names[param]} was frozen when this {self._name} was built; call initialize_state(parameter)"
-        )
+        name = self._names[param]
+        raise ConfigurationError(f"{name} was frozen when this {self._name} was built; call initialize_state(param)")
 
     # Skipped steps
 
@@ -296,10 +289,19 @@ class ParameterOptimizer(torch.optim.Optimizer):
         self._adopt_replaced_parameters()
         return super().state_dict()
 
-    @loading.with_hooks
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict of this class into the states, without casts; raise a CheckpointError if it cannot."""
+        before, after = private_torch.load_hooks(self)
+        state_dict = dict(state_dict)  # pre-hooks can change or replace a copy, as in PyTorch
+        for hook in [*before.values()]:
+            returned = hook(self, state_dict)
+            state_dict = state_dict if returned is None else returned
+        self._load(state_dict)
+        for hook in [*after.values()]:
+            hook(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._adopt_replaced_parameters()
         self._read_flags()
         if self._release is not None:

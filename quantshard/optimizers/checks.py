@@ -42,15 +42,11 @@ def check_group_options(where: str, group: Mapping[str, Any], allowed: Container
 
 
 def check_release(where: str, is_releasing: bool, decoupled: bool, max_norm: float, max_value: float) -> None:
-    if not isinstance(is_releasing, bool):
-        raise ConfigurationError(f"{where}(release_gradients={is_releasing!r}): use True or False")
     if is_releasing and decoupled:
         raise ConfigurationError(f"{where}: release_gradients reads gradients; it cannot use_decoupled_grad")
     for name, value in (("max_grad_norm", max_norm), ("max_grad_value", max_value)):
         if value and not is_releasing:
             raise ConfigurationError(f"{where}({name}) needs release_gradients; otherwise clip before step()")
-        if not isinstance(value, int | float) or not value >= 0:
-            raise ConfigurationError(f"{where}({name}={value}) is invalid: use a number of at least 0")
 
 
 def check_trainable(where: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -85,7 +81,5 @@ def warn_of_replaced_parameters(optimizer: str, names: Mapping[Tensor, str]) -> 
     # A parameter with a gradient is in another model, too.
     replaced = [name for param, name in names.items() if param.grad is None and getattr(param, REPLACED, False)]
     if replaced:
-        warn_user(
-            f"{optimizer}: convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...), so "
-            "it does not train the new ones; build the optimizer after them"
-        )
+        problem = f"convert or revert replaced {len(replaced)} of its parameters ({replaced[0]}, ...)"
+        warn_user(f"{optimizer}: {problem}; build the optimizer after them")

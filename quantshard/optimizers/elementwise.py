@@ -22,7 +22,7 @@ from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Bound, Hyperparameters
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import averaging, base, checks
 from quantshard.optimizers.base import COUNTERS, GRAD_NORM, check_alike, weight_version
-from quantshard.optimizers.gradient_release import ReleasingOptimizer
+from quantshard.optimizers.gradient_release import GradientRelease, ReleasingOptimizer
 from quantshard.optimizers.guards import DECOUPLED_GRAD, MAIN_GRAD, FlagLayout, GradientFlags, gradient_of, wrong_rates
 from quantshard.optimizers.kernel_step import GroupSettings, KernelStep, ParameterStep, StepPlan, Update
 from quantshard.optimizers.state import (
@@ -99,7 +99,8 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
     ) -> None:
         self._set_up(max_skipped_in_a_row)
         checks.check_release(self._name, release_gradients, use_decoupled_grad, max_grad_norm, max_grad_value)
-        self._set_up_release(release_gradients, max_grad_norm, max_grad_value)
+        if release_gradients:
+            self._release = GradientRelease(self._name, self._step_unit, max_grad_norm, max_grad_value)
         dtypes = dict(state_dtypes or {})
         roles = [spec.role for spec in self.states]
         if len({*roles, MASTER, AVERAGE, WEIGHT}) < len(roles) + 3:
@@ -115,7 +116,8 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}  # with the parameter itself as WEIGHT
         self._plans: dict[tuple[Tensor, ...] | None, StepPlan] = {}
         self._captured: list[StepPlan] = []  # kept alive: CUDA graphs read their tables by address
-        base.check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
+        numbers = {EMA_DECAY: ema_decay, "max_grad_norm": max_grad_norm, "max_grad_value": max_grad_value}
+        base.check_ranges(self._name, numbers, numbers)
         entries = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         entries |= {GRAD_NORM: 0.0} if max_grad_norm else {}
         super().__init__(params, {**defaults, **entries, **dict.fromkeys(COUNTERS, 0)})
@@ -173,7 +175,8 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
             self._take_gradients(plan)
             flags, remaining = self._start_updates(plan)
             if self._release is not None:
-                flags = self._release.end_step(flags)
+                flags = flags.joined(self._release.flags)
+                self._release.reset()
             flags.warn_of_no_gradient()
             if self._finish_or_skip(flags, remaining):
                 for item in plan.items:
@@ -194,12 +197,12 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
         checks.warn_of_replaced_parameters(self._name, self._names)
         # One stream of random bits for each state, the master and the weight.
         streams = {param: index * (len(self.states) + 2) for index, param in enumerate(self._names)}
-        chosen = None if params is None else set(params)
+        selected = None if params is None else set(params)
         items = [
             ParameterStep(param, self._states[param], self.group_states(group), self.update, number, streams[param])
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
-            if param in (self._states if chosen is None else chosen)
+            if param in (self._states if selected is None else selected)
         ]
         flags = FlagLayout((self._names[item.param], item.param) for item in items)
         plan = self._plans[params] = self._new_plan(items, flags)
@@ -350,12 +353,10 @@ class ElementwiseOptimizer(ReleasingOptimizer, ABC):
         self._states[param], self._made_for[param] = states, (param.dtype, param.shape)
         self._drop_plans()
         self._versions[param] = weight_version(param)
-        self.state[param] = {
-            key: tensor
-            for role, state in states.items()
-            if role != WEIGHT
-            for key, tensor in state.tensors(role).items()
-        }
+        self.state[param] = {}
+        for role, state in states.items():
+            if role != WEIGHT:
+                self.state[param] |= state.tensors(role)
         if self._seed is None and rounded_roles(states):
             seed = base.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for entries in self.param_groups:
@@ -455,24 +456,16 @@ class AdamOptimizer(ElementwiseOptimizer):
     def settings(self, group: dict[str, Any]) -> Any:
         beta1, beta2 = map(float, group["betas"])
         return Hyperparameters(
-            step=group["step"] + 1,
-            lr=group["lr"] if self._capturable else float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=group["adam_w_mode"],
-            bias_correction=group["bias_correction"],
-            matrix_bound=self._matrix_bound,
-        )
+            step=group["step"] + 1, lr=group["lr"] if self._capturable else float(group["lr"]), beta1=beta1,
+            beta2=beta2, eps=float(group["eps"]), weight_decay=float(group["weight_decay"]),
+            decoupled=group["adam_w_mode"], bias_correction=group["bias_correction"], matrix_bound=self._matrix_bound,
+        )  # fmt: skip
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         super().check_group(where, group)
         if self._matrix_bound is Bound.RATIO and adam.largest_ratio(*map(float, group["betas"])) == math.inf:
-            raise ConfigurationError(
-                f"{where}: betas={group['betas']}: with beta1**2 >= beta2 updates have no bound, which they need if "
-                "exp_avg_dtype is coarser than exp_avg_sq_dtype; use a larger beta2 or the same dtype"
-            )
+            rule = "exp_avg_dtype coarser than exp_avg_sq_dtype needs beta1**2 < beta2"
+            raise ConfigurationError(f"{where}: betas={group['betas']}: {rule}; use a larger beta2 or the same dtype")
 
     @cached_property
     def _matrix_bound(self) -> Bound:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.elementwise import AdamOptimizer
 from quantshard.state_storage import CommonOptions, storage_arguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class FusedAdam(AdamOptimizer):
@@ -96,14 +94,10 @@ class FusedAdam(AdamOptimizer):
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         self._set_to_none = set_grad_none is not False
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-        }
+        defaults = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+        )  # fmt: skip
         dtypes = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
         super().__init__(params, defaults, **storage_arguments(type(self).__name__, dtypes, common))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -37,16 +36,9 @@ UNIT_ELEMENTS: Final = 1 << 25
 class GradientRelease:
     """The gradients of one optimizer that are released during backward.
 
-    Args:
-        name: the optimizer's, for messages.
-        step_unit: updates some parameters that have gradients, and returns their flags.
-        max_norm: the largest norm of all gradients that is not scaled down; 0: gradients are not scaled.
-        max_value: gradients are clamped to [-max_value, max_value]; 0: they are not.
-
-    Attributes:
-        flags: the flags of each unit of this backward.
-        stepped: the parameters of these units.
-        is_measuring: whether gradients are only measured (`measure_grad_norm`).
+    `step_unit`: updates some parameters that have gradients, and returns their flags. `max_norm`, `max_value`: bounds
+    of the norm of all gradients and of their values; 0: none. `flags`, `stepped`: flags and parameters of the units of
+    this backward. `is_measuring`: whether gradients are only measured (`measure_grad_norm`).
     """
 
     def __init__(
@@ -70,9 +62,7 @@ class GradientRelease:
             gc.collect()  # an optimizer that is no longer used lives until then
         for hook in _live_hooks(param):
             release = hook.release() if isinstance(hook, ReleaseHook) else None
-            problem = (
-                f"another {release.name} releases it" if release else f"{hook!r:.60} runs after it; remove this hook"
-            )
+            problem = f"another {release.name} releases it" if release else f"{hook!r:.60} runs after it; remove it"
             raise ConfigurationError(f"{self.name}(release_gradients=True): the gradient of {name}: {problem}")
         self._hooks.append(param.register_post_accumulate_grad_hook(ReleaseHook(self)))
 
@@ -94,10 +84,8 @@ class GradientRelease:
     def add(self, param: Tensor) -> None:
         """Take a parameter whose gradient is complete."""
         if param in self.stepped or param in self._pending:
-            raise ConfigurationError(
-                f"{self.name}(release_gradients=True): a second backward before step(); to accumulate gradients use "
-                "FSDP2's set_requires_gradient_sync, or do not release them"
-            )
+            remedy = "to accumulate gradients use FSDP2's set_requires_gradient_sync, or do not release them"
+            raise ConfigurationError(f"{self.name}(release_gradients=True): a second backward before step(); {remedy}")
         self._pending[param] = None
         if sum(pending.numel() for pending in self._pending) >= UNIT_ELEMENTS:
             self.flush()
@@ -139,9 +127,7 @@ class GradientRelease:
 
     def update_norm(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
         """Put the norm of all gradients since the last call into the groups, float32, unless it is not finite.
-
-        `params`: all parameters, in an order that is the same on all ranks. A collective call if they are sharded.
-        """
+        `params`: all parameters, in an order that is the same on all ranks. A collective call if they are sharded."""
         if not self._norms:
             return
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -177,12 +163,6 @@ class GradientRelease:
                 if (main_grad := vars(param).get(MAIN_GRAD)) is not None:
                     main_grad.zero_()
 
-    def end_step(self, flags: GradientFlags) -> GradientFlags:
-        """Return the flags of all units and of the other parameters, `flags`."""
-        joined_flags = flags.joined(self.flags)
-        self.reset()
-        return joined_flags
-
 
 class ReleaseHook:
     """Hands a gradient to a `GradientRelease`, and does not keep it alive."""
@@ -213,18 +193,9 @@ class ReleasingOptimizer(ParameterOptimizer):
     _master_weights: bool
     _release: GradientRelease | None = None
 
-    @abstractmethod
-    def _current_plan(self, params: tuple[Tensor, ...] | None = None) -> StepPlan: ...
-
-    @abstractmethod
-    def _take_gradients(self, plan: StepPlan) -> None: ...
-
-    @abstractmethod
-    def _start_updates(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]: ...
-
-    def _set_up_release(self, is_releasing: bool, max_norm: float, max_value: float) -> None:
-        if is_releasing:
-            self._release = GradientRelease(self._name, self._step_unit, max_norm, max_value)
+    _current_plan: Callable[[tuple[Tensor, ...]], StepPlan]
+    _take_gradients: Callable[[StepPlan], None]
+    _start_updates: Callable[[StepPlan], tuple[GradientFlags, list[ParameterStep]]]
 
     @contextmanager
     def measure_grad_norm(self) -> Iterator[None]:
@@ -282,10 +253,8 @@ class ReleasingOptimizer(ParameterOptimizer):
             return
         for param, name in self._names.items():
             if not isinstance(param, DTensor) and not process_groups.is_expert_parallel(param):
-                raise ConfigurationError(
-                    f"{self._name}(release_gradients=True): {name} is not sharded, so its gradient is not averaged "
-                    "over the processes in time; use fully_shard for the whole model, not DDP"
-                )
+                where = f"{self._name}(release_gradients=True): {name}"
+                raise ConfigurationError(f"{where} is not sharded; use fully_shard for the whole model, not DDP")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -57,10 +57,8 @@ def wrong_rates(groups: list[dict[str, Any]], count: int) -> Tensor:
 
 
 def too_large(name: str) -> str:
-    return (
-        f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g}, so its square overflows; scale the loss "
-        "down, or call quantshard.optimizers.clip_grad_norm_ before the step"
-    )
+    problem = f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g}, so its square overflows"
+    return f"{problem}; scale the loss down, or call quantshard.optimizers.clip_grad_norm_ before the step"
 
 
 def in_order(parts: Iterable[tuple[Sequence[int], Tensor]], count: int, device: torch.device) -> Tensor:
@@ -112,13 +110,9 @@ class GradientFlags:
     """
 
     def __init__(
-        self,
-        layout: FlagLayout,
-        grads: Sequence[Tensor | None],
-        reduction: FlatMax,
-        exceeding: Tensor | None = None,
+        self, layout: FlagLayout, grads: Sequence[Tensor | None], reduction: FlatMax, exceeding: Tensor | None = None,
         wrong: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._names = layout.names
         self._has_none = all([grad is None for grad in grads])
         self._sent: PendingFlag | None = None
@@ -166,10 +160,9 @@ class GradientFlags:
         if not self._names:
             warn_user("this optimizer has no parameter that is trained, so the step changes nothing")
         else:
-            warn_user(
-                f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so "
-                "the step changes nothing; if they were replaced in the model, as by fully_shard, build it after"
-            )
+            problem = f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient"
+            remedy = "if they were replaced in the model, as by fully_shard, build it after"
+            warn_user(f"{problem}, so the step changes nothing; {remedy}")
 
     def bad(self) -> Tensor:
         """Return a bool scalar on the device: a gradient is missing on some ranks only, or has a problem."""
@@ -188,9 +181,7 @@ class GradientFlags:
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
         """Return whether the step must be skipped, and count it in every group, after all checks.
-
-        `deferred`: the step was counted as applied, and the device can be several steps ahead.
-        """
+        `deferred`: the step was counted as applied, and the device can be several steps ahead."""
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
             MISMATCHES.settle()  # does not wait: the device has already reached this point
@@ -210,10 +201,8 @@ class GradientFlags:
         if name := self.large_gradient():
             warn_user(f"{too_large(name)}; {which} skipped")
         elif groups[0]["skipped_in_a_row"] == 1:
-            warn_user(
-                f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and "
-                f"{self._changed} changed ({most_in_a_row} in a row are an error)"
-            )
+            problem = f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped"
+            warn_user(f"{problem}, and {self._changed} changed ({most_in_a_row} in a row are an error)")
         return True
 
     def large_gradient(self) -> str:
@@ -238,15 +227,13 @@ class GradientFlags:
         if worst == RATE:
             raise ConfigurationError(f"the last step was skipped: its learning rate was not in [0, {LARGEST_RATE:g}]")
         name = self._first(self.table[2] == worst)
-        raise NonFiniteGradientError(
-            {
-                TOO_LARGE: f"{in_a_row} steps in a row were skipped: {too_large(name)}",
-                NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; lower the "
-                "learning rate, check the data and the weights, or load an older checkpoint",
-                WEIGHT: f"the update before this one made the master of {name} infinite or NaN; load an older "
-                "checkpoint, and lower the learning rate",
-            }[worst]
-        )
+        remedy = "load an older checkpoint, and lower the learning rate"
+        problems = {
+            TOO_LARGE: f"{in_a_row} steps in a row were skipped: {too_large(name)}",
+            NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; {remedy}",
+            WEIGHT: f"the update before this one made the master of {name} infinite or NaN; {remedy}",
+        }
+        raise NonFiniteGradientError(problems[worst])
 
     def _first(self, mask: Tensor) -> str:
         return self._names[int(mask.nonzero()[0])]

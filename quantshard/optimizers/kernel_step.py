@@ -66,14 +66,9 @@ class ParameterStep:
     group: GroupSettings
 
     def __init__(
-        self,
-        param: Tensor,
-        states: Mapping[str, OptimizerState],
-        specs: tuple[StateSpec, ...],
-        update: Callable[..., Update],
-        group_index: int,
-        stream: int,
-    ) -> None:
+        self, param: Tensor, states: Mapping[str, OptimizerState], specs: tuple[StateSpec, ...],
+        update: Callable[..., Update], group_index: int, stream: int,
+    ) -> None:  # fmt: skip
         self.param, self.local, self.region = param, private_torch.local_tensor(param), TensorRegion.of_local(param)
         self.specs, self.update, self.group_index, self.stream = specs, update, group_index, stream
         self.weight, self.source = states[WEIGHT], states.get(MASTER, states[WEIGHT])
@@ -275,9 +270,7 @@ class KernelStep:
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
         """Update the parameters unless `skip` is true, and return the parameter steps that are still to be finished.
-
-        Those are measured here in PyTorch, or averages without a gradient. A collective call if ranks share blocks.
-        """
+        Those are measured here in PyTorch, or averages without a gradient. A collective call if ranks share blocks."""
         for plan in self._plans:
             plan.launches.update(skip.to(plan.launches.device))
         remaining = self._remaining()

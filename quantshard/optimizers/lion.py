@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
@@ -14,9 +15,6 @@ from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.kernel_step import Update
 from quantshard.state_storage import CommonOptions, storage_arguments
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Lion(ElementwiseOptimizer):

@@ -3,9 +3,8 @@
 Also which parameter groups an optimizer takes; `checkpoints.load` checks groups of any optimizer by the same rules.
 """
 
-from collections.abc import Callable, Container, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +15,7 @@ from quantshard.errors import CheckpointError, shown
 from quantshard.optimizers.checks import layout
 from quantshard.tensor import component_loading
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
 SAVED_OPTIONS = "build it with the options that it was saved with (dtypes, masters, ema_decay)"
-
-
-def with_hooks(
-    load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
-) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
-    """Make a `load_state_dict` run its hooks, as PyTorch's does. Pre-hooks can change or replace a copied argument."""
-
-    @wraps(load_state_dict)
-    def hooked(self: AnyOptimizer, state_dict: dict[str, Any]) -> None:
-        before, after = private_torch.load_hooks(self)
-        state_dict = dict(state_dict)
-        for hook in [*before.values()]:
-            returned = hook(self, state_dict)
-            state_dict = state_dict if returned is None else returned
-        load_state_dict(self, state_dict)
-        for hook in [*after.values()]:
-            hook(self)
-
-    return hooked
 
 
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str]) -> bool:
@@ -89,15 +67,13 @@ def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any])
     if loaded.keys() != live.keys():
         raise CheckpointError(f"{name}: state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}")
     for key, value in loaded.items():
-        expected, found = _described(live[key]), _described(value)
-        if expected != found:
-            raise CheckpointError(f"{name}: optimizer state {key} is {found}, not {expected}; {SAVED_OPTIONS}")
+        expected, actual = _described(live[key]), _described(value)
+        if expected != actual:
+            raise CheckpointError(f"{name}: optimizer state {key} is {actual}, not {expected}; {SAVED_OPTIONS}")
 
 
 def _described(value: Any) -> str:
-    return (
-        f"{private_torch.local_tensor(value).dtype} in {layout(value)}" if isinstance(value, Tensor) else layout(value)
-    )
+    return (f"{private_torch.local_tensor(value).dtype} in " if isinstance(value, Tensor) else "") + layout(value)
 
 
 PARAMETER_ENTRIES = ("params", "param_names")
@@ -113,9 +89,7 @@ def own_settings(optimizer: Optimizer) -> set[str]:
 
 def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], own_names: Container[str]) -> None:
     """Check that a saved group has the parameters of a live one, in the same order, and options of the same types.
-
-    Parameters are compared by name, or by their number if one side has no names. `own_names`: see `own_settings`.
-    """
+    Parameters are compared by name, or by their number if one side has no names. `own_names`: see `own_settings`."""
     params = saved.get("params")
     if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
         count = len(params) if isinstance(params, list | tuple) else "no list of"
@@ -123,26 +97,21 @@ def check_group(where: str, saved: Mapping[str, Any], group: Mapping[str, Any], 
     names = () if _is_matched_by_name(saved) else saved.get("param_names") or ()
     for index, (old, new) in enumerate(zip(names, group.get("param_names") or (), strict=False)):
         if not component_loading.is_same_name(str(old), new):
+            difference = f"{str(old)!r:.200} as parameter {index}, not {new!r}"
             raise CheckpointError(
-                f"{where} has {str(old)!r:.200} as parameter {index} and this one's {new!r}; pass the same parameters "
-                "in the same order, or load the model alone"
+                f"{where} has {difference}; pass the same parameters in order, or load the model alone"
             )
     for name in saved.keys() & group.keys() - {*PARAMETER_ENTRIES}:
-        if not can_take(name.partition(".")[0] in own_names, saved[name], group[name]):
-            raise CheckpointError(
-                f"{where} has {name} = {shown(saved[name])}, and this optimizer has {shown(group[name])}; choose "
-                "another checkpoint, or load the model alone"
-            )
+        # any value replaces an option of others, such as an LR scheduler
+        is_checked = name.partition(".")[0] in own_names or isinstance(group[name], bool | int | float | Tensor)
+        if is_checked and not _is_like(saved[name], group[name]):
+            difference = f"{name} = {shown(saved[name])}, and this optimizer has {shown(group[name])}"
+            raise CheckpointError(f"{where} has {difference}; choose another checkpoint, or load the model alone")
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
     """Return True for a state dict of `set_optimizer_state_dict`, which can name experts of other ranks."""
     return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
-
-
-def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can replace this optimizer's `own`. Any value replaces None, or an option of others."""
-    return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
 
 def _is_like(saved: Any, own: Any) -> bool:

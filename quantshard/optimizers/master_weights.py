@@ -131,9 +131,8 @@ class MasterWeights(ParameterOptimizer):
 
     def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Put the model's parameters and blank states into a group that the inner optimizer filled in."""
-        group.update(
-            {**self._own_entries, **{key: group[key] for key in (EMA_DECAY,) if key in group}, "params": params}
-        )
+        decay = {EMA_DECAY: group[EMA_DECAY]} if EMA_DECAY in group else {}
+        group.update({**self._own_entries, **decay, "params": params})
         for param in params:
             if param in self._masters:
                 self._inner.state.pop(self._masters[param], None)  # made again before the first update

@@ -137,9 +137,8 @@ class _AxisExchange:
 
     def forth(self, shards: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Send flat shards toward the owners: each rank then has fewer matrices and more of each."""
-        received_parts = self._exchanged(
-            [shards[number] for peer in self.sent for number, _ in peer], self.sent, self.received
-        )
+        outgoing = [shards[number] for peer in self.sent for number, _ in peer]
+        received_parts = self._exchanged(outgoing, self.sent, self.received)
         parts_by_matrix: dict[int, list[Tensor]] = {}
         for (number, _), part in zip((pair for peer in self.received for pair in peer), received_parts, strict=True):
             parts_by_matrix.setdefault(number, []).append(part)
@@ -163,11 +162,10 @@ class _AxisExchange:
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         send_buffer = torch.cat([empty, *(part.to(device) for part in outgoing)])
         recv_buffer = send_buffer.new_empty(sum(size for peer in received for _, size in peer))
-        recv_bytes, send_bytes = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
+        recv_sizes, send_sizes = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
         # Every backend supports uint8.
-        dist.all_to_all_single(
-            recv_buffer.view(torch.uint8), send_buffer.view(torch.uint8), recv_bytes, send_bytes, group=self.group
-        )
+        received_bytes, sent_bytes = recv_buffer.view(torch.uint8), send_buffer.view(torch.uint8)
+        dist.all_to_all_single(received_bytes, sent_bytes, recv_sizes, send_sizes, group=self.group)
         return recv_buffer.split([size for peer in received for _, size in peer])
 
 
@@ -184,14 +182,8 @@ class MatrixExchange:
     def _along(self, axis: int) -> _AxisExchange:
         peers = range(self._groups[axis].size())
         candidates = [number for number, owner in enumerate(self._owners) if owner[:axis] == self._here[:axis]]
-        sent = [
-            [
-                (number, self._elements(number, axis, self._here[axis]))
-                for number in candidates
-                if self._owners[number][axis] == q
-            ]
-            for q in peers
-        ]
+        sizes = {number: self._elements(number, axis, self._here[axis]) for number in candidates}
+        sent = [[(number, sizes[number]) for number in candidates if self._owners[number][axis] == q] for q in peers]
         owned = [number for number in candidates if self._owners[number][axis] == self._here[axis]]
         received = [[(number, self._elements(number, axis, q)) for number in owned] for q in peers]
         return _AxisExchange(self._groups[axis], sent, received)
@@ -199,9 +191,8 @@ class MatrixExchange:
     def _elements(self, number: int, axis: int, peer: int) -> int:
         """Return how many elements of a matrix a rank of this axis holds before the exchange along it."""
         tail = (peer, *self._here[axis + 1 :])
-        return sum(
-            _area(piece) for coordinate, piece in self._layouts[number].pieces.items() if coordinate[axis:] == tail
-        )
+        pieces = self._layouts[number].pieces.items()
+        return sum(_area(piece) for coordinate, piece in pieces if coordinate[axis:] == tail)
 
     def gather(self, parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield the whole matrices that this rank owns, with their numbers, from all shards. A collective call."""

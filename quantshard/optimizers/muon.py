@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
@@ -31,18 +33,13 @@ from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, 
 from quantshard.state_storage import ADAMW, MUON, CommonOptions, storage_arguments
 from quantshard.tensor import components
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 BUCKET_BYTES = 1 << 27
 """Size of the bfloat16 shards that a rank sends at once; it receives about as much (see `matrix_exchange.buckets`)."""
 
 SMALLEST_EPS = 2.0**-126
 """Smallest eps of the orthogonalization: in bfloat16 smaller values are zero on some GPUs, and make zeros NaN."""
 
-
 ALGORITHM = "algorithm"
-
 ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
 
 MUON_ENTRIES = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
@@ -108,17 +105,10 @@ class Muon(AdamOptimizer):
         **common: Unpack[CommonOptions],
     ) -> None:
         self._directions: dict[Tensor, Tensor] = {}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            ALGORITHM: MUON,
-        }
+        defaults = dict(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
+            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, algorithm=MUON,
+        )  # fmt: skip
         state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
         super().__init__(params, defaults, **storage_arguments(type(self).__name__, state_dtypes, common))
 
@@ -134,15 +124,10 @@ class Muon(AdamOptimizer):
             return super().settings(group)
         a, b, c = map(float, group["ns_coefficients"])
         return MuonSettings(
-            lr=group["lr"] if self._capturable else float(group["lr"]),
-            momentum=float(group["momentum"]),
-            nesterov=group["nesterov"],
-            weight_decay=float(group["weight_decay"]),
-            ns_coefficients=(a, b, c),
-            ns_steps=group["ns_steps"],
-            eps=float(group["eps"]),
-            adjust_lr_fn=group["adjust_lr_fn"] or "original",
-        )
+            lr=group["lr"] if self._capturable else float(group["lr"]), momentum=float(group["momentum"]),
+            nesterov=group["nesterov"], weight_decay=float(group["weight_decay"]), ns_coefficients=(a, b, c),
+            ns_steps=group["ns_steps"], eps=float(group["eps"]), adjust_lr_fn=group["adjust_lr_fn"] or "original",
+        )  # fmt: skip
 
     def check_group(self, where: str, group: Mapping[str, Any]) -> None:
         if group[ALGORITHM] != MUON:
@@ -218,7 +203,7 @@ class Muon(AdamOptimizer):
 
     def _new_plan(self, items: list[ParameterStep], flags: FlagLayout) -> MatrixPlan:
         matrices = [index for index, item in enumerate(items) if item.specs is muon.STATES]
-        others = [index for index, item in enumerate(items) if item.specs is not muon.STATES]
+        elementwise = [index for index, item in enumerate(items) if item.specs is not muon.STATES]
         layouts = [MatrixLayout.of(items[index].param) for index in matrices]
         result = []
         for numbers in buckets(layouts, BUCKET_BYTES):
@@ -226,8 +211,8 @@ class Muon(AdamOptimizer):
             work = [items[index] for index in indices]
             result.append(MatrixBucket(indices, work, exchange, KernelStep(work, self._uses_kernels)))
         sizes = [sum(padded_size(item.local.numel()) for item in bucket.work) for bucket in result]
-        kernels = KernelStep([items[index] for index in others], self._uses_kernels)
-        return MatrixPlan(items, flags, kernels, result, max(sizes, default=0), others)
+        kernels = KernelStep([items[index] for index in elementwise], self._uses_kernels)
+        return MatrixPlan(items, flags, kernels, result, max(sizes, default=0), elementwise)
 
 
 class MatrixBucket(NamedTuple):
@@ -295,20 +280,15 @@ def muon_groups(
     named = list(model.named_parameters())
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     adamw_ids = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
-    groups = {
-        MUON: [(name, param) for name, param in named if _is_matrix(param) and id(param) not in adamw_ids],
-        "others": [
-            (name, param)
-            for name, param in named
-            if param.ndim > 1 and (not _is_matrix(param) or id(param) in adamw_ids)
-        ],
-        "vectors": [(name, param) for name, param in named if param.ndim < 2],
-    }
+    matrices, embeddings, vectors = list[Any](), list[Any](), list[Any]()
+    for name, param in named:
+        is_muon = _is_matrix(param) and id(param) not in adamw_ids
+        (matrices if is_muon else embeddings if param.ndim > 1 else vectors).append((name, param))
     settings = {ALGORITHM: ADAMW, **(adamw or {})}
     result: list[dict[str, Any]] = [
-        {"params": groups[MUON], ALGORITHM: MUON},
-        {"params": groups["others"], **settings},
-        {"params": groups["vectors"], **settings, "weight_decay": 0.0},
+        {"params": matrices, ALGORITHM: MUON},
+        {"params": embeddings, **settings},
+        {"params": vectors, **settings, "weight_decay": 0.0},
     ]
     return [group for group in result if group["params"]]
 
@@ -321,25 +301,21 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
     if any(id(param) in embedded for layer in layers for param in layer.parameters(recurse=False)):
         return set()  # tied to an embedding
     weighted_modules = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
-    raise ConfigurationError(
-        "muon_groups(model): the layer that computes the logits is not known, and AdamW should train it; name it, as "
-        f"head={weighted_modules[-1] if weighted_modules else 'lm_head'!r}, or give head=() if there is none"
-    )
+    last = weighted_modules[-1] if weighted_modules else "lm_head"
+    remedy = f"name it, as head={last!r}, or give head=() if there is none"
+    raise ConfigurationError(f"muon_groups(model): the layer that computes the logits is not known; {remedy}")
 
 
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
     """Return the ids of the parameters whose name, or the name of a module around them, matches a pattern."""
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        ids = [
-            id(param)
-            for name, param in named
-            if any(fnmatchcase(".".join(name.split(".")[:end]), pattern) for end in range(1, name.count(".") + 2))
-        ]
+        paths = {id(param): accumulate(name.split("."), "{}.{}".format) for name, param in named}
+        ids = [key for key, names in paths.items() if any(fnmatchcase(name, pattern) for name in names)]
         if not ids:
+            first_names = ", ".join(name for name, _ in named[:5])
             raise ConfigurationError(
-                f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
-                f"{', '.join(name for name, _ in named[:5])}, ..."
+                f"muon_groups(head={pattern!r}): no parameter has that name; it has {first_names}, ..."
             )
         matched.update(ids)
     return matched
@@ -356,13 +332,9 @@ def _completed(defaults: Mapping[str, Any], number: int, group: dict[str, Any]) 
         if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
             raise ConfigurationError(f"{where}: set lr; only adjust_lr_fn='match_rms_adamw' makes Muon's suit AdamW")
         return {**ADAMW_SETTINGS, **group}
-    named = [
-        entry if isinstance(entry, tuple) else (f"parameter {i}", entry) for i, entry in enumerate(group["params"])
-    ]
+    named = [item if isinstance(item, tuple) else (f"parameter {i}", item) for i, item in enumerate(group["params"])]
     invalid = [f"{name} {tuple(param.shape)}" for name, param in named if not _is_matrix(param)]
     if invalid:
-        raise ConfigurationError(
-            f"{where}: {', '.join(invalid[:3])} {'are' if len(invalid) > 1 else 'is'} not 2-D; put all of "
-            f"{len(invalid)} such parameters into an {ADAMW!r} group, as muon_groups does"
-        )
+        remedy = f"put all {len(invalid)} such parameters into an {ADAMW!r} group, as muon_groups does"
+        raise ConfigurationError(f"{where}: not 2-D: {', '.join(invalid[:3])}; {remedy}")
     return group

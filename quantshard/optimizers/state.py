@@ -63,9 +63,7 @@ class TensorRegion(NamedTuple):
 
     def random_bits(self, seed: int, step: int | Tensor, stream: int, swapped: bool, device: torch.device) -> Tensor:
         """Return int64 in [0, 2**32): a number per element, which depends only on its index in the global tensor.
-
-        `swapped`: swap the high and low 16 bits. Rounding uses the high ones, so two states can share one stream.
-        """
+        `swapped`: swap the high and low 16 bits. Rounding uses the high ones, so two states can share one stream."""
         matrix = self.matrix()
         if matrix is None:  # whole rows, which are then cut along the other dims
             trailing = self.global_shape[1:]
@@ -80,9 +78,7 @@ class TensorRegion(NamedTuple):
 
 def round_to(values: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:
     """Round float32 to `dtype`: to nearest, or by `random_bits` stochastically, saturating at the largest finite value.
-
-    Dtypes other than bfloat16 and float16 are cast.
-    """
+    Dtypes other than bfloat16 and float16 are cast."""
     if dtype is torch.bfloat16:
         if random_bits is None:
             return numerics.split_bfloat16(values)[0]
@@ -374,9 +370,7 @@ def make_states(
     param: Tensor, specs: Iterable[StateSpec], dtypes: Mapping[str, torch.dtype], has_master: bool, remainders: bool
 ) -> dict[str, OptimizerState]:
     """Return a parameter's states by role, zeros; a master if it needs one; and the parameter itself as `WEIGHT`.
-
-    `dtypes`: of each role and of `MASTER`. `remainders`: see `state_storage.splits`.
-    """
+    `dtypes`: of each role and of `MASTER`. `remainders`: see `state_storage.splits`."""
     states = {spec.role: make_state(param, dtypes[spec.role], spec.nonnegative) for spec in specs}
     states[WEIGHT] = make_weight(param)
     storage, dtype = states[WEIGHT].storage, dtypes[MASTER]

@@ -115,7 +115,7 @@ def test_after_the_first_step_they_are_refused_by_name(make, touch):
     for _ in range(2):  # and again
         with pytest.raises(
             ConfigurationError,
-            match="the parameters in its groups are not those that its states were made for",
+            match="its states were made for other parameters",
         ):
             act()
 
@@ -129,7 +129,7 @@ def test_states_that_were_loaded_are_not_lost(make):
     optimizer = make(groups_of(parameters()))
     optimizer.load_state_dict(state)
     put(optimizer, parameters(7), False)
-    with pytest.raises(ConfigurationError, match="not those that its states were made for"):
+    with pytest.raises(ConfigurationError, match="states were made for other parameters"):
         optimizer.step()
 
 
@@ -140,7 +140,7 @@ def test_masters_that_were_set_or_loaded_are_not_lost():
     optimizer.set_scaled_state(params["bf16"], "master_param", torch.ones(6, 140))
     state = copy.deepcopy(optimizer.state_dict())
     put(optimizer, parameters(7), False)
-    with pytest.raises(ConfigurationError, match="not those that its states were made for"):
+    with pytest.raises(ConfigurationError, match="states were made for other parameters"):
         optimizer.step()
     optimizer = FusedAdam(groups_of(parameters()))
     optimizer.load_state_dict(untouched)
@@ -148,7 +148,7 @@ def test_masters_that_were_set_or_loaded_are_not_lost():
     optimizer.state_dict()
     optimizer.load_state_dict(state)
     put(optimizer, parameters(), False)
-    with pytest.raises(ConfigurationError, match="not those that its states were made for"):
+    with pytest.raises(ConfigurationError, match="states were made for other parameters"):
         optimizer.state_dict()
 
 
