@@ -215,13 +215,9 @@ FORMATS: Final[dict[str, Format]] = {}
 
 
 def _row(
-    name: str,
-    element: Encoding,
-    scale: Encoding,
-    *blocks: tuple[int, int],
-    amax: bool = False,
+    name: str, element: Encoding, scale: Encoding, *blocks: tuple[int, int], amax: bool = False,
     scale_name: str = "scale_inv",
-) -> Format:
+) -> Format:  # fmt: skip
     assert len(name) <= FORMAT_NAME_BYTES, name
     # Codes are packed along dim 1, so that dim 0 can be cut anywhere.
     packed, parts = max(1, 8 // element.bits), []

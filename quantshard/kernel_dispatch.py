@@ -154,13 +154,9 @@ def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
 
 
 def dequantize(
-    copy: OrientedCodes,
-    parts: Mapping[str, Tensor],
-    shape: Pair,
-    origin: Pair = (0, 0),
-    dtype: torch.dtype = torch.float32,
-    nan_flag: Tensor | None = None,
-) -> Tensor:
+    copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0),
+    dtype: torch.dtype = torch.float32, nan_flag: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`numerics.dequantize`, rounded once to `dtype`. If `nan_flag` (float32 scalar, 0 or NaN) is NaN, so is all."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]

@@ -26,14 +26,12 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
-from quantshard.recipe_table import OPERANDS
+from quantshard.recipe_table import OPERANDS, Table, check_scalings
 from quantshard.recipe_table import Gemm as Gemm
 from quantshard.recipe_table import QuantSpec as QuantSpec
 from quantshard.recipe_table import Recipe as Recipe
-from quantshard.recipe_table import Table as Table
 from quantshard.recipe_table import TableRecipe as TableRecipe
 from quantshard.recipe_table import TensorRole as TensorRole
-from quantshard.recipe_table import check_scalings as check_scalings
 
 
 class ElementFormats(str, Enum):
@@ -94,9 +92,7 @@ class MixedRecipe(Recipe):
         if any(isinstance(recipe, MixedRecipe) for recipe in (self._first, *self._others.values())):
             raise ConfigurationError(f"recipe {self.name!r} is a mixture of mixtures; name the recipe of each GEMM")
         if self._first.weight is None:
-            raise ConfigurationError(
-                f"recipe {self.name!r}: {self._first.name!r} does not quantize weights; begin with a recipe that does"
-            )
+            raise ConfigurationError(f"recipe {self.name!r}: begin with a recipe that quantizes weights")
         check_scalings(self.name, self.table)
 
     @property
@@ -167,10 +163,9 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_element_formats("DelayedScaling", self.fp8_format)
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ConfigurationError(
-                f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"
-            )
+        algo = self.amax_compute_algo
+        if algo not in ("max", "most_recent"):
+            raise ConfigurationError(f"DelayedScaling(amax_compute_algo={algo!r}): use 'max' or 'most_recent'")
         if self.amax_history_len < 1:
             raise ConfigurationError(f"DelayedScaling(amax_history_len={self.amax_history_len}): use 1 or more")
 
@@ -334,9 +329,8 @@ def _stock(text: str) -> Recipe:
     name = text.lower()
     first, *gemm_parts = name.split("/")
     if first not in NAMES:
-        raise ConfigurationError(
-            f"unknown recipe {text!r}; {meant(first or text, CHOICES)}choose one of: {', '.join(CHOICES)}"
-        )
+        choices = f"{meant(first or text, CHOICES)}choose one of: {', '.join(CHOICES)}"
+        raise ConfigurationError(f"unknown recipe {text!r}; {choices}")
     if text != name:
         return _stock(name)
     recipe_names: dict[str, str] = {}
@@ -344,10 +338,8 @@ def _stock(text: str) -> Recipe:
         gemm, _, recipe_name = part.partition(":")
         if gemm in recipe_names or gemm not in _GEMM_NAMES or recipe_name not in NAMES:
             hint = meant(recipe_name, NAMES) if gemm in _GEMM_NAMES else meant(gemm, _GEMM_NAMES)
-            raise ConfigurationError(
-                f"unknown recipe {text!r}: {part!r}; {hint}write each GEMM once, as in current/wgrad:bf16; names: "
-                f"{', '.join(NAMES)}"
-            )
+            rule = f"{hint}write each GEMM once, as in current/wgrad:bf16; names: {', '.join(NAMES)}"
+            raise ConfigurationError(f"unknown recipe {text!r}: {part!r}; {rule}")
         recipe_names[gemm] = recipe_name
     return MixedRecipe(first, **recipe_names) if recipe_names else NAMES[first]()
 

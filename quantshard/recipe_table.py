@@ -102,19 +102,14 @@ class Recipe:
     def fast_gemms(self) -> frozenset[Gemm]:
         """GEMMs that may sum in lower precision than float32: those whose `MMParams` (a field, if any) say so."""
         params = {gemm: getattr(self, f"fp8_gemm_{gemm.value}", None) for gemm in Gemm}
-        return frozenset(
-            gemm for gemm, mm_params in params.items() if mm_params and not mm_params.use_split_accumulator
-        )
+        return frozenset(gemm for gemm, mm in params.items() if mm and not mm.use_split_accumulator)
 
     @cached_property
     def weight(self) -> QuantSpec | None:
         """How weights are stored, or None if they stay in high precision."""
         specs = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(specs) != 1:
-            raise ConfigurationError(
-                f"recipe {self.name!r} has two formats for weights ({specs}); give both entries one row, with square "
-                "blocks or with two copies"
-            )
+            raise ConfigurationError(f"recipe {self.name!r} has two formats for weights ({specs}); give one row")
         spec = specs.pop()
         if spec is None:
             return None
@@ -122,9 +117,7 @@ class Recipe:
             raise ConfigurationError(f"recipe {self.name!r}: weights take no stochastic_rounding or random_hadamard")
         blocks = {copy.block for copy in spec.format.copies.values()}
         if spec.scaling.history and blocks != {(formats.ALL, formats.ALL)}:
-            raise ConfigurationError(
-                f"recipe {self.name!r}: {spec.format.name} has blocks, and an amax history needs a per-tensor format"
-            )
+            raise ConfigurationError(f"recipe {self.name!r}: {spec.format.name} has blocks, so it takes no history")
         return spec
 
     @cached_property
@@ -186,9 +179,7 @@ def check_scalings(label: str, table: Table) -> None:
     activations = {operand: spec.scaling for operand, spec in table.items() if operand[0] is not TensorRole.WEIGHT}
     transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
     if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):
-        raise ConfigurationError(
-            f"recipe {label!r}: set random_hadamard for both operands of wgrad or for neither, and in no other GEMM"
-        )
+        raise ConfigurationError(f"recipe {label!r}: set random_hadamard for both operands of wgrad and no others")
     for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT):
         histories = {(s.history, s.most_recent) for (other, _), s in activations.items() if other is role}
         if len(histories) > 1:

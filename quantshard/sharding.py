@@ -37,9 +37,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def grid_extent(extent: Extent, cover: int) -> Extent:
     """Return the grid entries along one dim that the elements of `extent` touch, at `cover` elements per entry.
-
-    An entry that covers the whole dim (ALL) exists on every rank, even if the extent is empty.
-    """
+    An entry that covers the whole dim (ALL) exists on every rank, even if the extent is empty."""
     start, stop = extent
     if cover == ALL:
         return (0, 1)
@@ -172,11 +170,9 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
     pieces = pieces_outermost_first(shard)
     axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]
     cuts = [piece.cut.dim for piece in pieces if piece.cut is not None]
-    if cuts != [dims[axis] for axis in axes]:
-        raise ConfigurationError(
-            f"a weight {shard.global_shape} whose mesh axes shard dims {[dims[axis] for axis in axes]} was cut along "
-            f"dims {cuts}; apply tensor parallelism and then fully_shard only once each"
-        )
+    if cuts != (expected := [dims[axis] for axis in axes]):
+        problem = f"a weight {shard.global_shape} whose mesh axes shard dims {expected} was cut along dims {cuts}"
+        raise ConfigurationError(f"{problem}; apply tensor parallelism and then fully_shard only once each")
     return [axis for axis, piece in zip(axes, pieces, strict=True) if piece.replicates(component, dims[axis] or 0)]
 
 

@@ -41,7 +41,7 @@ def test_one_history_scales_both_operands_or_none(at):
 
 @pytest.mark.parametrize("at", [(INPUT, Gemm.FPROP), (GRADIENT, Gemm.DGRAD), (INPUT, Gemm.WGRAD)])
 def test_a_transform_that_does_not_cancel(at):
-    with pytest.raises(ConfigurationError, match="in no other GEMM"):
+    with pytest.raises(ConfigurationError, match="no others"):
         TableRecipe("transformed", {**CURRENT, at: transformed(CURRENT[at])})
     both = {at: transformed(CURRENT[at]) for at in ((INPUT, Gemm.WGRAD), (GRADIENT, Gemm.WGRAD))}
     assert TableRecipe("cancels", {**CURRENT, **both}).table[INPUT, Gemm.WGRAD].scaling.random_hadamard
@@ -148,7 +148,7 @@ def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
         ("nvfp4/wgard:bf16", "did you mean 'wgrad'"),
         ("nvfp4/backward:bf16", "'backward:bf16'; .*write each GEMM once, as in current/wgrad:bf16"),
         ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16'; .*write each GEMM once"),
-        ("bf16/wgrad:current", "'bf16' does not quantize weights"),
+        ("bf16/wgrad:current", "begin with a recipe that quantizes weights"),
         (["current"], r"unknown recipe \['current'\]; choose one of"),
         ("delayed/wgrad:current", r"recipe 'delayed/wgrad:current': .* one amax history"),
     ],

@@ -112,9 +112,7 @@ class PendingAmaxes:
             self._first = queue, most_recent, id(history)
             predicted = [candidate() for candidate in self._orders.get(self._first, ())]
             if predicted and predicted[0] is history:  # not another tensor with the same id
-                histories = [
-                    candidate for candidate in predicted if candidate is not None and candidate.device == history.device
-                ]
+                histories = [item for item in predicted if item is not None and item.device == history.device]
         if len(histories) > 1:
             amaxes = history_amaxes(histories, most_recent, workspace.APART).unbind()
         else:
@@ -128,9 +126,7 @@ class PendingAmaxes:
         self, keys: Sequence[Tensor], number: int, histories: Sequence[Tensor], group: Groups, queue: LaunchQueue
     ) -> Tensor:
         """Return the slot in which the kernels of a queue record a tensor's amax for several different histories.
-
-        It is a float32 scalar, 0 until the first amax of a pass; kernels update it by an atomic maximum of its bits.
-        """
+        It is a float32 scalar, 0 until the first amax of a pass; kernels update it by an atomic maximum of its bits."""
         name = queue, *map(id, histories)
         slot = self._slots.get(name)
         if slot is None:
@@ -177,12 +173,12 @@ class PendingAmaxes:
         self._end(is_whole=True)
         MISMATCHES.check()
         for group, members in by_group.items():
-            identities: list[tuple[int, int]] = []
+            names: list[int] = []
             if group is not None:
-                identities, members = _in_order(members)
+                names, members = _in_order(members)
             amaxes = torch.stack(merged_slots([pending.slots for pending in members]))
             if group is not None:
-                reduction, flat = FlatMax(padded=True), torch.cat([rank_digest(identities, amaxes.device), amaxes])
+                reduction, flat = FlatMax(padded=True), torch.cat([rank_digest(names, amaxes.device), amaxes])
                 reduction.add(flat, group)
                 reduction.reduce()
                 agree = was_alike(flat[0], flat[1])
@@ -214,17 +210,12 @@ def merged_slots(noted: list[list[Tensor]]) -> list[Tensor]:
     return [slot for (slot,) in noted]
 
 
-def _in_order(members: Sequence[PendingHistory]) -> tuple[list[tuple[int, int]], list[PendingHistory]]:
-    """Sort pending histories by identities that are equal on all ranks; equal identities stay in order."""
+def _in_order(members: Sequence[PendingHistory]) -> tuple[list[int], list[PendingHistory]]:
+    """Sort pending histories by their names, and return the names too; members of one name stay in order."""
     keys = torch.cat([member.key for member in members]).tolist()
-    by_identity: dict[tuple[int, int], PendingHistory] = {}
-    counts: dict[int, int] = {}
-    for key, member in zip(keys, members, strict=True):
-        name = key * 3 + member.number
-        counts[name] = count = counts.get(name, -1) + 1
-        by_identity[name, count] = member
-    identities = sorted(by_identity)
-    return identities, [by_identity[identity] for identity in identities]
+    names = [key * 3 + member.number for key, member in zip(keys, members, strict=True)]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    return [names[index] for index in order], [members[index] for index in order]
 
 
 def check_same_stage(group: Groups, stage: RunningStage) -> None:

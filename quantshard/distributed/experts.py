@@ -126,10 +126,8 @@ def route_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: Dev
     """Exchange the numbers of tokens per expert, and return the route of a dispatch; see `dispatch_tokens`."""
     is_matching = tokens.ndim == 2 and experts.ndim in (1, 2) and len(experts) == len(tokens)
     if not is_matching or experts.is_floating_point():
-        raise ConfigurationError(
-            f"dispatch_tokens: tokens {list(tokens.shape)} and experts {experts.dtype} {list(experts.shape)} must be "
-            "[tokens, hidden] and int64 [tokens, choices]"
-        )
+        shapes = f"tokens {list(tokens.shape)} and experts {experts.dtype} {list(experts.shape)}"
+        raise ConfigurationError(f"dispatch_tokens: {shapes} must be [tokens, hidden] and int64 [tokens, choices]")
     num_local = len(local_experts("dispatch_tokens", num_experts, ep_mesh))
     group = None if ep_mesh is None else ep_mesh.get_group()
     choices = 1 if experts.ndim == 1 else experts.shape[1]

@@ -96,10 +96,8 @@ def local_part(module: Any, name: str, param: Any) -> Any:
 def _cut_otherwise(module: Any, name: str, actual: str) -> str:
     cut = module._cuts.get(name)
     action = "has it whole" if cut is None else f"cuts its dim {cut}"
-    return (
-        f"{type(module).__name__}.{name} is {actual}, but tensor parallelism over {module.tp_size} ranks {action}; "
-        "cut a weight that modules share equally in all of them, before it is assigned here"
-    )
+    problem = f"{actual}, but tensor parallelism over {module.tp_size} ranks {action}"
+    return f"{type(module).__name__}.{name} is {problem}; cut a weight that modules share equally in all of them first"
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
@@ -126,15 +124,9 @@ def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Para
 
 
 def empty_parameter(
-    shape: Sequence[int],
-    mesh: DeviceMesh,
-    dim: int | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    spec: QuantSpec | None = None,
-    state: dict[str, Tensor] | None = None,
-) -> nn.Parameter:
+    shape: Sequence[int], mesh: DeviceMesh, dim: int | None, *, dtype: torch.dtype, device: torch.device | str,
+    spec: QuantSpec | None = None, state: dict[str, Tensor] | None = None,
+) -> nn.Parameter:  # fmt: skip
     """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
 
     Args:

@@ -59,13 +59,11 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that ranks must agree on, by name, except `_initial_values`: buffers and the state dict."""
-    live: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) or param.is_meta:
             where = "sharded" if isinstance(param, DTensor) else "on the meta device"
             raise ConfigurationError(f"{name} is {where}; pass a whole model, before fully_shard")
-    live.update(model.named_buffers())
-    live.update(model.state_dict())
+    live = {**dict(model.named_buffers()), **model.state_dict()}
     return {name: value for name, value in live.items() if isinstance(value, Tensor)}
 
 

@@ -31,18 +31,10 @@ ReadOperand = tuple[Tensor, tuple[Tensor, ...]]  # codes and scales in the form 
 
 
 def matmul(
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    bias: Tensor | None = None,
-    nan_flag: Tensor | None = None,
-    precision: torch.dtype | None = None,
-    fast: bool = False,
-    read: ReadOperand | None = None,
-) -> Tensor:
+    a: Operand, b: Operand, out_dtype: torch.dtype, *, transpose_a: bool = False, transpose_b: bool = False,
+    bias: Tensor | None = None, nan_flag: Tensor | None = None, precision: torch.dtype | None = None,
+    fast: bool = False, read: ReadOperand | None = None,
+) -> Tensor:  # fmt: skip
     """op(a) @ op(b) + bias, accumulated in float32 and rounded once to `out_dtype`.
 
     A quantized operand of a two-copy format is read from the copy that was quantized along the summed dim.
@@ -154,9 +146,7 @@ class OperandReader:
         self.cuts = _touched(shard, copy.codes), _touched(shard, copy.scale)
         self.kind: Kind = hardware.kind_of(copy, self.block)
         # all blocks are complete, except the last one of a dim
-        is_aligned = all(
-            cover == ALL or start % cover == 0 for start, cover in zip(self.origin, self.block, strict=True)
-        )
+        is_aligned = all(size == ALL or start % size == 0 for start, size in zip(self.origin, self.block, strict=True))
         # there are codes that were quantized along the summed dim, from entire blocks
         self.is_readable = is_aligned and 0 not in self.shape and (as_stored or fmt.transposable or not rowwise)
         self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
@@ -307,20 +297,16 @@ def read_swizzled(
     nan_flags: Sequence[Tensor | None], others: Sequence[Tensor | None] = (),
 ) -> list[ReadOperand]:  # fmt: skip
     """Read several operands of the same copy with one kernel. Requires `is_swizzled`, and scales that are not yet.
-
-    `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN.
-    """
+    `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN."""
     storages, matrices = _swizzle_arguments(readers, storages, nan_flags, others)
     outputs = kernel_dispatch.swizzle(readers[0].copy, matrices, readers[0].transposed)
     return _from_swizzled(readers, storages, outputs)
 
 
 def _swizzle_arguments(
-    readers: Sequence[OperandReader],
-    storages: Sequence[QuantizedStorage],
-    nan_flags: Sequence[Tensor | None] = (),
+    readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], nan_flags: Sequence[Tensor | None] = (),
     others: Sequence[Tensor | None] = (),
-) -> tuple[list[QuantizedStorage], list[kernel_dispatch.StoredMatrix]]:
+) -> tuple[list[QuantizedStorage], list[kernel_dispatch.StoredMatrix]]:  # fmt: skip
     """Storages that have the copy that is read, and the arguments of `kernel_dispatch.swizzle`."""
     nones = [None] * len(storages)
     with_copies, matrices = list[QuantizedStorage](), list[kernel_dispatch.StoredMatrix]()

@@ -117,12 +117,8 @@ _WHOLE = _layout(as_single, _TYPES.TensorWise)
 _ROW, _ROW_RIGHT = _layout(by_rows, _TYPES.RowWise), _layout(by_rows_right, _TYPES.RowWise)
 _VECTOR, _SQUARE = _layout(by_columns, _TYPES.BlockWise1x128), _layout(by_four, _TYPES.BlockWise128x128)
 _MX = _layout(swizzled_as(torch.float8_e8m0fnu), _TYPES.BlockWise1x32, swizzle=(_SWIZZLE.SWIZZLE_32_4_4,))
-_NV = _layout(
-    swizzled_as(torch.float8_e4m3fn),
-    _TYPES.BlockWise1x16,
-    _TYPES.TensorWise,
-    swizzle=(_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE),
-)
+_NV_SWIZZLE = (_SWIZZLE.SWIZZLE_32_4_4, _SWIZZLE.NO_SWIZZLE)
+_NV = _layout(swizzled_as(torch.float8_e4m3fn), _TYPES.BlockWise1x16, _TYPES.TensorWise, swizzle=_NV_SWIZZLE)
 
 _FP8, _FP8_WIDE = (E4M3.name, FP32.name, ALL, ALL), (E5M2.name, FP32.name, ALL, ALL)
 _1XROW, _1X128, _128X128 = ((E4M3.name, FP32.name, *block) for block in ((1, ALL), (1, 128), (128, 128)))

@@ -38,9 +38,7 @@ RandomBitsFn = Callable[[Shard], RandomBits]
 
 class OperandUsage(NamedTuple):
     """The uses of an input or output gradient: in its first GEMM (fprop or dgrad), in wgrad, and for a bias gradient.
-
-    `num_transient`: how many of the two operands are dropped right after their GEMM, so that they may be values.
-    """
+    `num_transient`: how many of the two operands are dropped right after their GEMM, so that they may be values."""
 
     for_first_gemm: bool
     for_wgrad: bool
@@ -142,13 +140,9 @@ _MIXED = len(HADAMARD_SIGNS)  # adjacent elements of a row that the Hadamard tra
 
 
 def quantize_operand(
-    values: Tensor,
-    spec: QuantSpec,
-    *,
-    amax: Tensor | None = None,
-    words: Callable[[Shard], RandomWords] | None = None,
-    split: OperandSplit | None = None,
-) -> QuantizedStorage:
+    values: Tensor, spec: QuantSpec, *, amax: Tensor | None = None,
+    words: Callable[[Shard], RandomWords] | None = None, split: OperandSplit | None = None,
+) -> QuantizedStorage:  # fmt: skip
     """Quantize an activation or gradient [R, C] along its last dim.
 
     Args:
@@ -199,9 +193,7 @@ def operand_shard(shape: tuple[int, int], spec: QuantSpec, split: OperandSplit |
 
 def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if shards of `shape` [R, C] can be quantized separately and gathered codes equal the quantized whole.
-
-    This fails if the cut crosses 16 elements that a Hadamard transform mixes, or two 4-bit codes in a byte.
-    """
+    This fails if the cut crosses 16 elements that a Hadamard transform mixes, or two 4-bit codes in a byte."""
     if split.size == 1:
         return True
     shard = split.shard(shape)

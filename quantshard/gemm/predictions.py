@@ -80,9 +80,8 @@ def gemm_path(spec: QuantSpec | None, device: torch.device, recipe: Recipe | Non
 def products_of(spec: QuantSpec) -> list[ScaledProduct]:
     """The scaled products that accept a weight as right operand, on any hardware."""
     kind = stored_kind(spec.format)
-    return list(dict.fromkeys(
-        product for (_, right), product in hardware.NATIVE.items() if right in (kind, flat(kind))
-    ))  # fmt: skip
+    products = (product for (_, right), product in hardware.NATIVE.items() if right in (kind, flat(kind)))
+    return list(dict.fromkeys(products))
 
 
 def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:

@@ -44,9 +44,7 @@ _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 
 def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of a float32 tensor, from a float64 root that may be off by two ulps.
-
-    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL.
-    """
+    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL."""
     return torch.sqrt(x.double()).float()
 
 
@@ -134,9 +132,7 @@ def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
 
 def encode_e8m0_round_up(x: Tensor) -> Tensor:
     """Return the smallest power of two >= x (float32, nonnegative) as uint8 E8M0. NaN -> 0xFF, inf -> 0xFE, 0 -> 0x00.
-
-    Equal to PTX's cvt.rp.satfinite.ue8m0 (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
-    """
+    Equal to PTX's cvt.rp.satfinite.ue8m0 (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0)."""
     bits = x.float().view(torch.int32)
     code = (bits + 0x7FFFFF).bitwise_right_shift_(23).clamp_(max=0xFE)  # a fraction carries into the exponent
     code.mul_(bits > 0x400000)  # the float32 subnormal 2**-127 is E8M0's 0
@@ -309,9 +305,7 @@ def quantize_codes(
     x: Tensor, copy: OrientedCodes, multipliers: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> Tensor:
     """Quantize x [R, C], floating point, to the stored codes of one copy: uint8 [R, C] or packed [R, ceil(C / 2)].
-
-    `multipliers`: the touched grids, from `scales_and_multipliers`. `words`: int64 [R, C], for stochastic rounding.
-    """
+    `multipliers`: the touched grids, from `scales_and_multipliers`. `words`: int64 [R, C], for stochastic rounding."""
     encoding, grid = copy.codes.encoding, multipliers[copy.scale.name]
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)

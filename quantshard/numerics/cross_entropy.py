@@ -12,9 +12,7 @@ ELEMENTS_AT_ONCE: Final = 1 << 25
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return -log p of the int64 target of each row of [N, V] and log(Z) of its softmax, both float32 [N].
-
-    Both are NaN if a logit is +inf or all logits are -inf (in the latter case a kernel returns log(Z) = -inf).
-    """
+    Both are NaN if a logit is +inf or all logits are -inf (in the latter case a kernel returns log(Z) = -inf)."""
     parts = [_of_rows(logits[rows], targets[rows]) for rows in _at_once(logits)]
     losses, log_z = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(log_z)
@@ -24,9 +22,7 @@ def logits_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """factors[n] * p[n, v] - of_entropy[n] * (v == targets[n]), p: the softmax; rounded once to the logits' dtype.
-
-    `log_z`: the second result of `cross_entropies`. `out`: contiguous output; the logits themselves are allowed.
-    """
+    `log_z`: the second result of `cross_entropies`. `out`: contiguous output; the logits themselves are allowed."""
     grad, target_columns, columns = torch.empty_like(logits) if out is None else out, targets[:, None], log_z[:, None]
     p = (logits.gather(1, target_columns).float() - columns).exp_()
     for rows in _at_once(logits):

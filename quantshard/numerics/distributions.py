@@ -43,9 +43,7 @@ _LN2_LOW: Final = 1.90821492927058770002e-10
 
 def normal(words: Tensor) -> Tensor:
     """Map words int64 in [0, 2**32) to float32 standard normal numbers: the quantile of `uniform(words)`, rounded.
-
-    AS241 in float64, from single exact operations, so the result is the same on every device. |z| is at most 6.34.
-    """
+    AS241 in float64, from single exact operations, so the result is the same on every device. |z| is at most 6.34."""
     return in_chunks(lambda w: _normal_quantile(uniform(w)).float(), words)
 
 
@@ -74,9 +72,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 def _log(x: Tensor) -> Tensor:
     """Natural logarithm of positive float64: x = 2**e * m, m in [1/sqrt 2, sqrt 2), log m = 2 atanh((m-1) / (m+1)).
-
-    The series of atanh goes to degree 23; the omitted terms are below 2e-20.
-    """
+    The series of atanh goes to degree 23; the omitted terms are below 2e-20."""
     m, e = torch.frexp(x)
     small = m < 0.5**0.5
     m, e = torch.where(small, m * 2.0, m), (e - small.to(e.dtype)).double()

@@ -36,8 +36,9 @@ def beyond(encoding: Encoding) -> float:
     return float(encoding.max + 2.0 ** (exponent - encoding.mantissa_bits - 1))
 
 
-def add_values_(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
+def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
     """Add a matrix that is not quantized: its elements, nonfinite and nonzero elements, and its amax."""
+    sums, extremes = sums[0], extremes[0]
     finite = x.isfinite()
     count = finite.sum()
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -47,17 +48,18 @@ def add_values_(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
         extremes[0] = torch.maximum(extremes[0], top)
 
 
-def add_error_(
-    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)
-) -> None:
-    """Add a matrix x [R, C] and its quantized components of one copy.
+def add_error(
+    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor],
+    origin: Pair = (0, 0), hadamard: bool = False, partial: bool = False,
+) -> None:  # fmt: skip
+    """Add a matrix x [R, C] and its quantized components of one copy that the rectangle touches.
 
-    Args:
-        sums: float64 [len(SUMS)], updated in place.
-        extremes: float32 [len(EXTREMES)], updated in place.
-        parts: the components that the rectangle touches.
+    `sums`, `extremes`: [copies, columns], of which the first row is updated in place; kernels use all rows.
+    `hadamard`: x was quantized after `hadamard16`. `partial`: kernels sample a part of x.
     """
-    add_values_(sums, extremes, x)
+    x = hadamard16(x) if hadamard else x
+    add_values(sums, extremes, x)
+    sums, extremes = sums[0], extremes[0]
     if not x.numel():
         return
     shape = (x.shape[0], x.shape[1])
@@ -78,19 +80,3 @@ def add_error_(
             error.square().sum(),
         ]
     )
-
-
-# The same functions as kernels have them, for the first row of sums and extremes [copies, columns]
-
-
-def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """See `add_values_`."""
-    add_values_(sums[0], extremes[0], x)
-
-
-def add_error(
-    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair,
-    hadamard: bool, partial: bool,
-) -> None:  # fmt: skip
-    """See `add_error_`. `hadamard`: x was quantized after `hadamard16`. `partial`: kernels sample a part of x."""
-    add_error_(sums[0], extremes[0], hadamard16(x) if hadamard else x, copy, parts, origin)

@@ -30,9 +30,7 @@ def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
     """Philox4x32-10: counter int64 [..., 4] of 32-bit words (or its four words), 64-bit key -> int64 [..., 4].
-
-    Word 0 of the key is its low half. 32 x 32 -> 64 bit products are taken modulo 2**64 in int64, then masked.
-    """
+    Word 0 of the key is its low half. 32 x 32 -> 64 bit products are taken modulo 2**64 in int64, then masked."""
     c0, c1, c2, c3 = counter.unbind(-1) if isinstance(counter, Tensor) else counter
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
@@ -77,14 +75,9 @@ def swap_halves(words: Tensor) -> Tensor:
 
 
 def random_words(
-    key: int,
-    draw: int | Tensor,
-    stream: int,
-    global_shape: Pair,
-    origin: Pair = (0, 0),
-    shape: Pair | None = None,
+    key: int, draw: int | Tensor, stream: int, global_shape: Pair, origin: Pair = (0, 0), shape: Pair | None = None,
     device: torch.device | str = "cpu",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Generate the random words of a rectangle [R, C]: int64 in [0, 2**32), the same for every sharding.
 
     Element i (row-major, in `global_shape`) gets word i % 4 of Philox call (lo(i // 4), hi(i // 4), draw, stream) under

@@ -45,18 +45,15 @@ def quantize(
     """`quantize_codes` in 16 bits: the codes of one copy, and their low bytes (`split`)."""
     encoding, grid = copy.codes.encoding.extended, multipliers[copy.scale.name]
     scaled = x.float() * numerics.expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
-    return split(
-        numerics.encode(scaled, encoding) if words is None else numerics.encode_stochastic(scaled, encoding, words)
-    )
+    codes = numerics.encode(scaled, encoding) if words is None else numerics.encode_stochastic(scaled, encoding, words)
+    return split(codes)
 
 
 def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
     """Return the low bytes that bring the existing codes of one copy closest to x [R, C]: uint8 [R, C]."""
     encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
-    scaled = x.float() / numerics.expand(
-        numerics.stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin
-    )
-    nearest = numerics.encode(scaled, encoding.extended).to(torch.int32)
+    scales = numerics.expand(numerics.stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin)
+    nearest = numerics.encode(x.float() / scales, encoding.extended).to(torch.int32)
     rest = (nearest & 0x7FFF) - ((codes & 0x7F) << 8)
     same_sign = (nearest >> 8 ^ codes) & 0x80 == 0
     return (rest.clamp_(-128, 127) * same_sign).to(torch.int8).view(torch.uint8)
@@ -64,7 +61,5 @@ def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origi
 
 def dequantize(copy: OrientedCodes, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
     """Dequantize the components of one copy and the low bytes of its codes to float32 [R, C]."""
-    values = decode(parts[copy.codes.name], low, copy.codes.encoding)
-    return values.mul_(
-        numerics.expand(numerics.stored_scales(copy, parts), copy.block, (low.shape[0], low.shape[1]), origin)
-    )
+    scales = numerics.expand(numerics.stored_scales(copy, parts), copy.block, (low.shape[0], low.shape[1]), origin)
+    return decode(parts[copy.codes.name], low, copy.codes.encoding).mul_(scales)

@@ -111,9 +111,7 @@ def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dic
     """The weight's new values, float32, in the shape of its rectangle."""
     target.check_filled("in-place arithmetic")
     if target.quantized_storage.gathered:
-        raise UnsupportedOperationError(
-            f"a change of {target!r}, which FSDP gathered, would be lost; call reshard(), and change the shard"
-        )
+        raise UnsupportedOperationError(f"a change of {target!r}, gathered by FSDP, would be lost; call reshard()")
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
     return formula(x, *map(_operand, operands), **options).float().reshape(shape)
@@ -128,17 +126,15 @@ def _operand(operand: Any) -> Any:
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
     """Write new values, rounded stochastically, into all weights, or into none if a value is not finite on any rank."""
     if "addcdiv" in operation:  # the last operation of Adam and its relatives
-        warn_user(
-            "torch.optim trains quantized weights without masters, so small updates become rounding noise; use "
-            "quantshard.optimizers.MasterWeights(torch.optim.AdamW, params, lr=...)"
-        )
-    owners = [_owner_of(weight) for weight in weights]
+        remedy = "use quantshard.optimizers.MasterWeights(torch.optim.AdamW, params, lr=...)"
+        warn_user(f"torch.optim trains quantized weights without masters, so it loses small updates; {remedy}")
+    owners, storages = [_owner_of(weight) for weight in weights], [weight.quantized_storage for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
         by_group.setdefault(process_groups.sharding_group(owner), []).append(index)
     reduction = FlatMax(padded=True)
     flags = {
-        group: _flags([weights[i].quantized_storage for i in members], [results[i] for i in members], operation)
+        group: _flags([storages[i] for i in members], [results[i] for i in members], operation)
         for group, members in by_group.items()
     }
     for group, flag in flags.items():
@@ -146,16 +142,14 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
     reduction.add(non_finite, process_groups.united(by_group))
     requantizations = [
-        Requantization(
-            weight.quantized_storage, result, requantize.shared_scales(owner, weight.quantized_storage), reduction
-        )
-        for weight, owner, result in zip(weights, owners, results, strict=True)
+        Requantization(storage, result, requantize.shared_scales(owner, storage), reduction)
+        for storage, owner, result in zip(storages, owners, results, strict=True)
     ]
     reduction.reduce()
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        storage = weights[i].quantized_storage
+        storage = storages[i]
         history = storage.state.get(AMAX_HISTORY)
         if history is not None:  # whose scale could round new values to zeros, see `SHRINKAGE`
             (amax,) = requantizations[i].amaxes.values()
@@ -174,20 +168,16 @@ def _flags(quantized: Sequence[QuantizedStorage], results: Sequence[Tensor], ope
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
     highest, complement, *change = flags.tolist()
     if not rank_checks.was_alike(highest, complement):
-        raise RankMismatchError(
-            f"{operation}: ranks update different weights, or weights with different random keys; use the same modules "
-            "in every step (is a gradient None on some?), and seed torch alike before building the model"
-        )
+        remedy = "use the same modules in every step (is a gradient None on some?), and seed torch alike before"
+        raise RankMismatchError(f"{operation}: ranks update different weights, or have different random keys; {remedy}")
     return [i for i, changes in zip(members, change, strict=True) if changes]
 
 
 def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operation: str) -> None:
     for weight, bad in zip(weights, non_finite.tolist(), strict=True):
         if bad:
-            raise NonFiniteGradientError(
-                f"{operation} would give {weight!r} infinite or NaN values, so it changed no weight; lower the "
-                "learning rate, or use optimizers.MasterWeights or FusedAdam, which skip such a step"
-            )
+            remedy = "lower the learning rate, or use MasterWeights or FusedAdam, which skip such a step"
+            raise NonFiniteGradientError(f"{operation} would give {weight!r} infinite or NaN values; {remedy}")
 
 
 _places: WeakKeyDictionary[QuantizedStorage, tuple[DeviceMesh, list[Placement], torch.Size]] = WeakKeyDictionary()
@@ -206,14 +196,10 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
         for parameter in private_torch.sharded_parameters():
             local: Any = private_torch.local_tensor(parameter)
             if isinstance(local, QuantizedTensor):
-                place = parameter.device_mesh, list(parameter.placements), parameter.shape
-                _places[local.quantized_storage] = place
+                _places[local.quantized_storage] = parameter.device_mesh, list(parameter.placements), parameter.shape
     if storage not in _places:
-        raise UnsupportedOperationError(
-            f"in-place arithmetic on {weight!r}, a shard that is not a parameter of a fully_shard-ed module; change "
-            "the module's own parameter, or for an average of weights give FusedAdam, Lion, Muon or MasterWeights "
-            "ema_decay=0.999, or change the parameters of a second fully_shard-ed model (docs/optimizers.md)"
-        )
+        remedy = "change the module's own parameter, or for averages give the optimizer ema_decay (docs/optimizers.md)"
+        raise UnsupportedOperationError(f"arithmetic on {weight!r}, not of a fully_shard-ed module; {remedy}")
     return private_torch.dtensor_around(weight, *_places[storage])
 
 

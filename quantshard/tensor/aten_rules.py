@@ -78,12 +78,9 @@ def _new(make: Callable[..., Tensor]) -> Rule:
     """A rule that makes a placeholder of a given size, or a plain tensor by `make` for other than floating dtypes."""
 
     def new(
-        tensor: QuantizedTensor,
-        size: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        **_: Any,
-    ) -> Tensor:
+        tensor: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None = None,
+        device: torch.device | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
         target = torch.device(device) if device is not None else tensor.device
         if dtype is not None and not dtype.is_floating_point:
             return make(size, dtype=dtype, device=target)
@@ -133,10 +130,8 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     elif target is not source.quantized_storage:
         new = source.quantized_storage
         if target.spec != new.spec or target.shard != new.shard:
-            raise UnsupportedOperationError(
-                f"copy_ from {new.spec} {new.shard.extents} into {target.spec} {target.shard.extents}: quantized "
-                "tensors must have one format and shard"
-            )
+            names = f"{new.spec} {new.shard.extents} into {target.spec} {target.shard.extents}"
+            raise UnsupportedOperationError(f"copy_ from {names}: quantized tensors must have one format and shard")
         for parts, new_parts in ((target.components, new.components), (target.state, new.state)):
             for name, part in parts.items():
                 part.copy_(new_parts[name])

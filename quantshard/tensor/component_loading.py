@@ -21,9 +21,7 @@ Pairs = dict[str, tuple[Tensor, Tensor]]
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
     """Copy loaded components and state, by key suffix, into a quantized parameter, or raise and write nothing.
-
-    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
-    """
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component."""
     write_components(param, fitting_pairs(param, values, name).values())
 
 
@@ -37,9 +35,8 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> Pai
     """Live local tensors and their loaded values, as `load_components` copies them, by key suffix."""
     storage = components.storage_of(param)
     tag = values.get(components.FORMAT_SUFFIX)
-    if tag is not None and components.read_format_tag(tag) != storage.spec.tag:
-        stored = components.read_format_tag(tag)
-        problem = f"the state dict holds {stored!r}, but this model's weight is {storage.spec.tag!r}"
+    if tag is not None and (saved_tag := components.read_format_tag(tag)) != storage.spec.tag:
+        problem = f"the state dict holds {saved_tag!r}, but this model's weight is {storage.spec.tag!r}"
         raise CheckpointError(f"{name}: {problem}; build the model with the checkpoint's recipe")
     pairs: Pairs = {}
     for suffix, live in components.state_of(param).items():
@@ -59,17 +56,13 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
         (r0, r1), (c0, c1) = shard.resident(component)
         source = source.flatten(0, -2)[r0:r1, c0:c1].reshape(target.shape)
     if component is not None and source.dtype != target.dtype:
-        raise CheckpointError(
-            f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
-            f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
-            "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
-        )
+        problem = f"a {source.dtype} tensor cannot be loaded as {component.encoding.name} {component.role.value}"
+        remedy = "for high-precision weights call checkpoints.load_high_precision(model, state_dict)"
+        raise CheckpointError(f"{key}: {problem}; {remedy}")
     if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
-        raise CheckpointError(
-            f"{key}: shape {tuple(value.shape)} (local {tuple(source.shape)}) in the state dict, "
-            f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model; the checkpoint is of another model or, "
-            "for local tensors, of another mesh"
-        )
+        actual = f"{tuple(value.shape)} (local {tuple(source.shape)}) in the state dict"
+        expected = f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model"
+        raise CheckpointError(f"{key}: shape {actual}, {expected}; it is of another model or mesh")
     return target, source
 
 

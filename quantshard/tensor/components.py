@@ -72,9 +72,7 @@ def component_placements(
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
     """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor.
-
-    Components of a stack of matrices have three dims too.
-    """
+    Components of a stack of matrices have three dims too."""
     if owner.ndim < 3 and not isinstance(owner, DTensor):
         return dict(storage.components)
     tensors: dict[str, Tensor] = {}

@@ -27,12 +27,9 @@ def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTenso
 
 @rule(aten._to_copy.default, needed_by="module.to(), .cpu(), .cuda(), FSDP2's CPU offload")
 def _to_copy(
-    tensor: QuantizedTensor,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **_: Any,
-) -> Tensor:
+    tensor: QuantizedTensor, dtype: torch.dtype | None = None, device: torch.device | None = None,
+    non_blocking: bool = False, **_: Any,
+) -> Tensor:  # fmt: skip
     if dtype is not None and dtype.is_complex:
         raise refused("to", tensor, f"({dtype}); the nominal dtype of a quantized tensor is a floating one")
     if dtype is not None and not dtype.is_floating_point:

@@ -15,9 +15,7 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 @torch.no_grad()
 def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
     """Move or cast a quantized parameter by `change`, as `nn.Module` does, keeping the object, attributes and grad.
-
-    Hooks survive too, except on the way to or from the meta device, where PyTorch can only swap tensors.
-    """
+    Hooks survive too, except on the way to or from the meta device, where PyTorch can only swap tensors."""
     changed, grad = change(param), param.grad
     if private_torch.takes_data(param, changed):
         param.data = changed
@@ -54,9 +52,7 @@ def set_attributes(param: Tensor) -> dict[str, Any]:
 
 def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
     """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
-
-    An unsharded parameter receives the attributes of its shard and passes none back.
-    """
+    An unsharded parameter receives the attributes of its shard and passes none back."""
     # the last condition is a fast path: each gather calls this function
     if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:
         return

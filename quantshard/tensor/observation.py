@@ -18,9 +18,7 @@ class Observer(ABC):
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
         """Receive this rank's piece [R, C] of one operand of a layer, and what it was quantized to, if it was.
-
-        `key`: of the layer's weight. `for_wgrad`: whether it was quantized separately for wgrad, along tokens.
-        """
+        `key`: of the layer's weight. `for_wgrad`: whether it was quantized separately for wgrad, along tokens."""
 
     @abstractmethod
     def see_plain(
@@ -51,9 +49,7 @@ class OperandWatch(NamedTuple):
         self, values: Tensor, first: Tensor | QuantizedStorage, second: Tensor | QuantizedStorage, transposed: bool
     ) -> None:
         """Report values [R, C] and the operands that kernels made of them; an operand that is not needed is empty.
-
-        `transposed`: whether `second` is quantized from the transpose.
-        """
+        `transposed`: whether `second` is quantized from the transpose."""
         if isinstance(first, QuantizedStorage) or first.shape == values.shape:
             self.see(values, first)
         if isinstance(second, QuantizedStorage):

@@ -19,9 +19,7 @@ differs between ranks adds rank * STREAMS_PER_RANK."""
 
 def weight_state(spec: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
     """New state of a parameter, small tensors that are equal on all ranks.
-
-    The key is drawn on the CPU for every device, "meta" included, so that equally seeded ranks get equal keys.
-    """
+    The key is drawn on the CPU for every device, "meta" included, so that equally seeded ranks get equal keys."""
     state = {RNG_KEY: random_key(), RNG_DRAWS: torch.zeros(1, dtype=torch.int64, device="cpu")}
     if spec is not None and spec.scaling.history:
         state[AMAX_HISTORY] = torch.zeros(spec.scaling.history, dtype=torch.float32, device=device)

@@ -42,12 +42,9 @@ class QuantizedTensor(reads.ReadableTensor):
     _stable_hash_for_caching = private_torch.compile_cache_key
 
     def __new__(
-        cls,
-        storage: QuantizedStorage,
-        dtype: torch.dtype,
-        shape: torch.Size | tuple[int, ...] | None = None,
+        cls, storage: QuantizedStorage, dtype: torch.dtype, shape: torch.Size | tuple[int, ...] | None = None,
         requires_grad: bool = False,
-    ) -> QuantizedTensor:
+    ) -> QuantizedTensor:  # fmt: skip
         size = torch.Size(storage.shape if shape is None else shape)
         self = private_torch.make_wrapper(cls, size, dtype, storage.device)
         self.quantized_storage = storage
@@ -76,9 +73,8 @@ class QuantizedTensor(reads.ReadableTensor):
         if any(storage.shard.shares_blocks(part) for part in storage.spec.format.components):
             raise UnsupportedOperationError(f"quantize_ on {self!r}: ranks share its scales; call requantize_")
         if tensor.shape != self.shape or not tensor.is_floating_point():
-            raise UnsupportedOperationError(
-                f"quantize_ needs floats of shape {tuple(self.shape)}, got {tensor.dtype} {tuple(tensor.shape)}"
-            )
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise UnsupportedOperationError(f"quantize_ needs floats of shape {tuple(self.shape)}, got {actual}")
         if noop_flag is None or not noop_flag.any():
             requantize.requantize_([(self, tensor.to(self.device).reshape(storage.shard.shape))])
         return self
@@ -182,13 +178,9 @@ class QuantizedTensor(reads.ReadableTensor):
         return all_gather.gather_inputs(self.quantized_storage, mesh)
 
     def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: GatherMetadata,
-        param_dtype: torch.dtype,
-        *,
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: GatherMetadata, param_dtype: torch.dtype, *,
         out: Tensor | None = None,
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:  # fmt: skip
         """The unsharded weight, or None after refilling `out`, that of an earlier all-gather."""
         gathered = all_gather.unsharded_storage(metadata, all_gather_outputs)
         if out is not None:

@@ -67,9 +67,7 @@ class ReadOnlyView(ReadableTensor):
 
 def cast_to(dtype: torch.dtype) -> Callable[[Any], Tensor]:
     """A method such as `float` that returns the values as a plain tensor, as in TransformerEngine.
-
-    A parameter stays quantized and changes its nominal dtype, because `nn.Module.float()` calls the same method.
-    """
+    A parameter stays quantized and changes its nominal dtype, because `nn.Module.float()` calls the same method."""
 
     def cast(self: Any) -> Tensor:
         result: Tensor = self.to(dtype) if isinstance(self, torch.nn.Parameter) else self.dequantize(dtype=dtype)

@@ -28,18 +28,15 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
     if not isinstance(owner, DTensor):
         return {}
     dims, by_name = private_torch.cut_dims(owner.placements, owner.ndim), storage.spec.format.by_name
-    axes = {
-        name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.spec)
-    }
+    names = storages.scale_names(storage.spec)
+    axes = {name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in names}
     groups = {name: private_torch.axis_groups(owner.device_mesh, sorted(mesh_axes)) for name, mesh_axes in axes.items()}
     return {name: group for name, group in groups.items() if group}
 
 
 class Requantization:
     """New values for one weight or optimizer state: measured at construction, written by `commit`.
-
-    The caller must run `reduction` in between. `shared`: the result of `shared_scales` for the storage.
-    """
+    The caller must run `reduction` in between. `shared`: the result of `shared_scales` for the storage."""
 
     def __init__(
         self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Groups], reduction: FlatMax
@@ -114,8 +111,7 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
     for index, (is_bad, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
         if is_bad:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
-            problem = non_finite(values, _storage_of(weight).shard.origin)
-            problem = problem or "infinite or NaN on other ranks"
+            problem = non_finite(values, _storage_of(weight).shard.origin) or "infinite or NaN on other ranks"
             raise ConfigurationError(f"requantize_: {name}: {problem}; nothing was written")
 
 

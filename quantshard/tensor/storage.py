@@ -188,12 +188,9 @@ class QuantizedStorage:
 
     @torch.no_grad()
     def write(
-        self,
-        values: Tensor,
-        amaxes: dict[str, Tensor],
-        words: RandomWords | None = None,
+        self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None,
         remainder: Remainder | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Quantize `values`, the high-precision rectangle, into the components, in place.
 
         Args:
@@ -254,9 +251,7 @@ class QuantizedStorage:
 
 class Placeholder(QuantizedStorage):
     """The result of `new_zeros`: a storage without components, until a quantized tensor is copied into it.
-
-    `fully_shard` pads a chunk by `new_zeros`, `copy_` into a narrow, and another narrow: the padding is never built.
-    """
+    `fully_shard` pads a chunk by `new_zeros`, `copy_` into a narrow, and another narrow: the padding is never built."""
 
     def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
         super().__init__(parent.spec, parent.shard, {}, parent.state)

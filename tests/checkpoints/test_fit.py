@@ -260,7 +260,7 @@ def test_parameters_in_another_order(kind: str, tmp_path: Path) -> None:
     for model, optimizer in zip(models, (saved, own), strict=True):
         stepped(model, optimizer)
     checkpoints.save(tmp_path / "c", models[0], saved)
-    says = "its group 0 has '0.weight' as parameter 0 and this one's '1.weight'; pass the same parameters"
+    says = "its group 0 has '0.weight' as parameter 0, not '1.weight'; pass the same parameters"
     with refused(f"another optimizer: {says}", models[1], own):
         checkpoints.load(tmp_path / "c", models[1], own)
 

@@ -74,7 +74,7 @@ def said(case: Case) -> list[str]:
 def test_what_is_refused_says_what_to_do() -> None:
     """2 ranks."""
     for (clone,) in run_ranks(2, said, Case("mxfp8", (2,), shapes=SHAPES)):
-        assert clone.endswith("of a second fully_shard-ed model (docs/optimizers.md)")
+        assert clone.endswith("give the optimizer ema_decay (docs/optimizers.md)")
 
 
 def unsharded(case: Case) -> bool:

@@ -252,10 +252,10 @@ def test_counts_on_the_device_are_checked() -> None:
     layer, x = experts(AT_ONCE["current"]), values(0, 12, IN)
     with qs.autocast(recipe=AT_ONCE["current"]):
         for wrong in (torch.ones(3, dtype=torch.int64), torch.ones(4, 1, dtype=torch.int64), torch.full((4,), 3.0)):
-            with pytest.raises(ConfigurationError, match=r"m_splits is torch.* it must be integers \[4\]"):
+            with pytest.raises(ConfigurationError, match=r"m_splits is torch.* give ints \[4\]"):
                 layer(x, wrong.to(DEVICE))
         if not ON_GPU:
-            with pytest.raises(ConfigurationError, match=r"on meta; it must be integers \[4\] on cpu"):
+            with pytest.raises(ConfigurationError, match=r"on meta; give ints \[4\] on cpu"):
                 layer(x, torch.ones(4, dtype=torch.int64, device="meta"))
 
 

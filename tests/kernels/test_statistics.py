@@ -16,7 +16,7 @@ from quantshard import kernel_dispatch, numerics
 from quantshard.formats import FORMATS, Orientation
 from quantshard.kernels.quantize import error
 from quantshard.modules.gemms import grouped
-from quantshard.numerics.quantization_error import EMPTY, SUMS, add_error_
+from quantshard.numerics.quantization_error import EMPTY, SUMS, add_error
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
 
@@ -132,7 +132,7 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
         sums, exact = torch.zeros(2, 3, len(SUMS), dtype=torch.float64, device=DEVICE)
         extremes, outer = torch.tensor(EMPTY, device=DEVICE).repeat(2, 3, 1)
         error.add_error(sums, extremes, x, copy, parts)
-        add_error_(exact[0], outer[0], x, copy, parts)
+        add_error(exact, outer, x, copy, parts)
         assert torch.equal(sums.sum(0)[:6], exact[0, :6]), name
         assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0]), name
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5), name
@@ -154,7 +154,7 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
         error.add_error(sums, extremes, x, copy, parts, partial=True)
         for first, last in chosen:
             piece = x[:, first:last].contiguous()
-            add_error_(exact[0], outer[0], piece, copy, numerics.quantize(piece, fmt))
+            add_error(exact, outer, piece, copy, numerics.quantize(piece, fmt))
         assert exact[0, 0] == 66 * sum(last - first for first, last in chosen)
         assert torch.equal(sums.sum(0)[:6], exact[0, :6])
         assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0])

@@ -1,5 +1,5 @@
-"""The error of a quantization, from one read of the values and their codes: `numerics.quantization_error.add_error_`,
-and `add_values_` for values that were not quantized.
+"""The error of a quantization, from one read of the values and their codes: `numerics.quantization_error.add_error`,
+and `add_values` for values that were not quantized.
 
 Counts and extremes equal the oracle's. A program sums squares in float32, after dividing values by a power of two near
 the largest scale of its tiles. So the square of a value within a factor of 2**63 of that scale neither overflows nor
@@ -286,7 +286,7 @@ def _count(counts):
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """Add `numerics.quantization_error.add_values_` of x [R, C] to a row of float64 `sums` and float32 `extremes`."""
+    """Add `numerics.quantization_error.add_values` of x [R, C] to a row of float64 `sums` and float32 `extremes`."""
     if x.numel() == 0:
         return
     grid = triton.cdiv(x.shape[0], TILE[0]), triton.cdiv(x.shape[1], TILE[1])
@@ -307,7 +307,7 @@ def add_error(
     hadamard: bool = False,
     partial: bool = False,
 ) -> None:
-    """Add `numerics.quantization_error.add_error_` of x [R, C] to one row of `sums` and `extremes`.
+    """Add `numerics.quantization_error.add_error` of x [R, C] to one row of `sums` and `extremes`.
 
     `hadamard`: measure `numerics.hadamard16` of x. `partial`: measure and count only a part of a large matrix.
     """

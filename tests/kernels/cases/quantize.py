@@ -238,7 +238,7 @@ def values_case(x: Tensor) -> KernelCase:
 
     def oracle() -> list[Expected]:
         (sums,), (extremes,) = _statistics_rows(1, x.device)
-        quantization_error.add_values_(sums, extremes, values)
+        quantization_error.add_values(sums[None], extremes[None], values)
         return [sums, extremes]
 
     return KernelCase(launch, oracle, bytes_of(x))
@@ -276,7 +276,7 @@ def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
 
     def oracle() -> list[Expected]:
         (sums,), (extremes,) = _statistics_rows(1, x.device)
-        quantization_error.add_error_(sums, extremes, exact, copy, parts)
+        quantization_error.add_error(sums[None], extremes[None], exact, copy, parts)
         squares = sums[6:]
         bound = (math.log2(exact.numel()) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
         return [sums[:6], extremes, Bound(squares, bound)]

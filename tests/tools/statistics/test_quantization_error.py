@@ -8,7 +8,7 @@ import torch
 from quantshard import formats, numerics
 from quantshard.formats import FORMATS, Orientation, Scaling
 from quantshard.numerics import quantization_error
-from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS, add_error_, add_values_, beyond
+from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS, add_error, add_values, beyond
 
 
 def rows():
@@ -31,7 +31,7 @@ def test_a_case_by_hand():
         copy.codes.name: numerics.pack(numerics.encode(x / 2, formats.E2M1), formats.E2M1),
     }
     sums, extremes = rows()
-    add_error_(sums, extremes, x, copy, parts)
+    add_error(sums[None], extremes[None], x, copy, parts)
     assert named(sums, extremes) == {
         "elements": 8, "nonfinite": 2, "nonzero": 5, "quantized": 6, "saturated": 1, "underflowed": 1,
         "signal": pytest.approx(144 + 169 + 225 + 0.16 + 9), "noise": pytest.approx(1 + 9 + 0.16),
@@ -53,7 +53,7 @@ def test_squares_are_those_of_float64(fmt):
     parts, copy = numerics.quantize(x, fmt), fmt.copies[Orientation.ROWWISE]
     q = numerics.dequantize(copy, parts, (40, 70)).double()
     sums, extremes = rows()
-    add_error_(sums, extremes, x, copy, parts)
+    add_error(sums[None], extremes[None], x, copy, parts)
     found = named(sums, extremes)
     exact = x.double()
     assert found["signal"] == pytest.approx(float((exact**2).sum()), rel=2800 * 2.0**-53)
@@ -68,7 +68,7 @@ def test_large_and_small_values_neither_overflow_nor_vanish():
     for size in (1e30, 1e-30):
         x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) * size
         sums, extremes = rows()
-        add_error_(sums, extremes, x, fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt, Scaling()))
+        add_error(sums[None], extremes[None], x, fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt, Scaling()))
         ratio = 10 * math.log10(float(sums[6] / sums[7]))
         assert 25 < ratio < 45, ratio
 
@@ -76,8 +76,8 @@ def test_large_and_small_values_neither_overflow_nor_vanish():
 def test_counts_above_what_float32_holds():
     """Of 2**24 + 1 elements none is lost; the largest counts are integers in float64."""
     sums, extremes = rows()
-    add_values_(sums, extremes, torch.ones(1, 1).expand(4097, 4096))
-    add_values_(sums, extremes, torch.ones(1, 1))
+    add_values(sums[None], extremes[None], torch.ones(1, 1).expand(4097, 4096))
+    add_values(sums[None], extremes[None], torch.ones(1, 1))
     assert sums[:3].tolist() == [4097 * 4096 + 1, 0, 4097 * 4096 + 1]
 
 
@@ -85,5 +85,5 @@ def test_nothing_is_added_of_an_empty_shard():
     fmt = formats.FP8_E4M3
     sums, extremes = rows()
     x = torch.empty(0, 8)
-    add_error_(sums, extremes, x, fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt))
+    add_error(sums[None], extremes[None], x, fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt))
     assert sums.tolist() == [0] * len(SUMS) and tuple(extremes.tolist()) == quantization_error.EMPTY
