@@ -137,10 +137,9 @@ def parameter_conversions(
         conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
     if unconvertible:
         reason = "no optimizer was given" if optimizer is None else "it has no masters"
-        raise CheckpointError(
-            f"{reader.path}: {len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and "
-            f"{reason}; to quantize their dequantized codes, which is less precise, pass lossy=True (or --lossy)"
-        )
+        problem = f"{len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and {reason}"
+        remedy = "to quantize their dequantized codes, which is less precise, pass lossy=True (or --lossy)"
+        raise CheckpointError(f"{reader.path}: {problem}; {remedy}")
     return conversions
 
 
@@ -208,6 +207,7 @@ def write_weights(
         yield from ((conversion, value) for conversion, value in batch if conversion.sets_master)
 
 
+T = TypeVar("T")
 Conversion = TypeVar("Conversion", bound="ParameterConversion | StateConversion")
 
 
@@ -215,7 +215,7 @@ def _read_in_batches(
     reader: SafeReader, conversions: Iterable[Conversion]
 ) -> Iterator[list[tuple[Conversion, Tensor]]]:
     """Read the float32 values of a batch of conversions at a time, and check them on all ranks. A collective call."""
-    for batch in batches(conversions):
+    for batch in in_batches(conversions, lambda conversion: conversion.param.numel(), BATCH_ELEMENTS):
         tensors: dict[str, Tensor] = {}
         computations = [conversion.add_tensors(reader.entries, tensors) for conversion in batch]
         reader.read_into(dict(tensors))
@@ -230,17 +230,17 @@ def _check_finite(path: object, batch: Iterable[Conversion], values: list[Tensor
             raise CheckpointError(f"{path}: {problem}")
 
 
-def batches(conversions: Iterable[Conversion]) -> Iterator[list[Conversion]]:
-    """Group conversions into batches of up to `BATCH_ELEMENTS` elements, or of one larger parameter."""
-    batch: list[Conversion] = []
-    elements = 0
-    for conversion in conversions:
-        numel = conversion.param.numel()
-        if batch and elements + numel > BATCH_ELEMENTS:
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Group consecutive items into batches of up to `limit` in total size, or of one larger item."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and total + size > limit:
             yield batch
-            batch, elements = [], 0
-        batch.append(conversion)
-        elements += numel
+            batch, total = [], 0
+        batch.append(item)
+        total += size
     if batch:
         yield batch
 

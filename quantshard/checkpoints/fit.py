@@ -13,13 +13,9 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
-from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
-from quantshard.checkpoints.safe_read import SafeReader
-from quantshard.checkpoints.saving import digest
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.optimizers.loading import check_group, own_settings
 from quantshard.tensor import component_loading, components
@@ -62,21 +58,18 @@ def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) ->
 def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
     for weight, (old, new) in formats.items():
         if old != new:
-            raise CheckpointError(
-                f"{path} is of another recipe: {weight} is stored as {old} there and as {new} in this model; build the "
-                "model with the checkpoint's recipe, or load with requantize=True"
-            )
+            problem = f"{path} is of another recipe: {weight} is stored as {old} there and as {new} in this model"
+            raise CheckpointError(f"{problem}; build it with the checkpoint's recipe, or load with requantize=True")
 
 
 def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
     """Check the model's entries, without converted ones. `casts`: keys of plain tensors to cast; None for all."""
     missing, unexpected = _differing(stored, live, _MODEL)
     if missing or unexpected:
-        raise CheckpointError(
-            f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
-            f"{missing[:1] or '-'}) and has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'})"
-            + _history_remedy([*missing, *unexpected])
-        )
+        lacking = f"it lacks {len(missing)} of this model's tensors (first: {missing[:1] or '-'})"
+        surplus = f"has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'})"
+        remedy = _history_remedy([*missing, *unexpected])
+        raise CheckpointError(f"{path} is of another model: {lacking} and {surplus}{remedy}")
     for key, entry, value in _pairs(stored, live, _MODEL):
         if not isinstance(value, Tensor):
             continue
@@ -85,15 +78,14 @@ def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Col
         if private_torch.local_tensor(value).is_meta:
             raise CheckpointError(f"{path}: {key} is on the meta device; call reset_parameters() or to_empty() first")
         if entry.size != value.shape:
-            raise CheckpointError(
-                f"{path} is of another model: {key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
-                + _history_remedy([key])
-            )
+            shapes = f"{key} has shape {tuple(entry.size)} there and {tuple(value.shape)} here"
+            raise CheckpointError(f"{path} is of another model: {shapes}{_history_remedy([key])}")
         if casts is not None and key not in casts and entry.properties.dtype != value.dtype:
-            raise CheckpointError(
-                f"{path} is of another model: {key} is {entry.properties.dtype} there and {value.dtype} here; build "
-                "the model with that dtype (params_dtype), or load with requantize=True, lossy=True to cast it"
+            problem = f"{path} is of another model: {key} is {entry.properties.dtype} there and {value.dtype} here"
+            remedy = (
+                "build the model with that dtype (params_dtype), or load with requantize=True, lossy=True to cast it"
             )
+            raise CheckpointError(f"{problem}; {remedy}")
 
 
 def _history_remedy(keys: list[str]) -> str:
@@ -107,10 +99,9 @@ def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimi
         raise CheckpointError(f"{path} was saved without an optimizer; {remedy}")
     differences = list(_optimizer_differences(stored, live, optimizer_states.allocates(optimizer)))
     if differences:
-        raise CheckpointError(
-            f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved "
-            f"with, load with requantize=True to convert states of other dtypes, or {remedy}"
-        )
+        problem = f"{path} is of another optimizer: {', '.join(differences)}"
+        remedy = f"load with requantize=True to convert states of other dtypes, or {remedy}"
+        raise CheckpointError(f"{problem}; build it with the options that it was saved with, {remedy}")
 
 
 def check_groups(
@@ -175,29 +166,3 @@ def _differing(stored: Iterable[str], live: Iterable[str], prefix: str) -> tuple
 
 def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
     return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]
-
-
-_SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
-
-
-def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs."""
-    first_names: dict[nn.Parameter, str] = {}
-    groups = [] if optimizer is None else optimizer.param_groups
-    stepped_ids = {id(param) for group in groups for param in group["params"]}
-    pairs = [
-        (first_names[param], name)
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if first_names.setdefault(param, name) != name and id(param) not in stepped_ids
-    ]
-    for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
-        values, alias_values = (
-            {
-                suffix: digest(reader.value(f"model.{name}{suffix}"))
-                for suffix in _SUFFIXES
-                if f"model.{name}{suffix}" in reader.entries
-            }
-            for name in (first, alias)
-        )
-        if values and alias_values and values != alias_values:
-            raise CheckpointError(f"{reader.path}: {alias} and {first}, which are tied in this model, differ")

@@ -88,10 +88,10 @@ def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) ->
     missing = [key for key in live if key not in described]
     unexpected = sorted(described.keys() - live.keys() - component_loading.held_elsewhere(model, described))
     if strict and (missing or unexpected):
+        lacking = f"lacks {len(missing)} of this model's entries (first: {missing[:1] or '-'})"
+        problem = f"rank 0's state dict {lacking} and has {len(unexpected)} that this one lacks"
         raise CheckpointError(
-            f"rank 0's state dict is of another model: it lacks {len(missing)} of this model's entries (first: "
-            f"{missing[:1] or '-'}) and has {len(unexpected)} that this one lacks (first: {unexpected[:1] or '-'}); "
-            "build the model that was saved, or pass strict=False to load what both have"
+            f"{problem} (first: {unexpected[:1] or '-'}); build the saved model, or pass strict=False"
         )
     for key, value in described.items():
         if key in live and _kind(live[key]) != _kind(value):

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk import agreement
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.numerics.states import MASTER, has_master
+from quantshard.optimizers import averaging
 from quantshard.optimizers.base import weight_version
 from quantshard.tensor import component_loading, components, requantize
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
@@ -80,9 +80,7 @@ def _checked(
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(f"high_precision_state_dict({dtype=}): choose one of {', '.join(map(str, _DTYPES))}")
     if full and optimizer_states.expert_layers(model):
-        raise ConfigurationError(
-            "high_precision_state_dict: experts are on several ranks; pass full=False for each rank's own"
-        )
+        raise ConfigurationError("high_precision_state_dict: experts are on several ranks; pass full=False")
     live = dict(model.state_dict())  # also reshards FSDP2's parameters
     params = components.named_parameters(model)
     components.check_offsets(params.items())
@@ -98,14 +96,10 @@ def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
     if components.quantized_local(param) is None or not param.requires_grad:
         return
     if not has_master(optimizer.state.get(param, {})):
-        raise ConfigurationError(
-            f"high_precision_state_dict: {name} has no master; leave the optimizer out to dequantize"
-        )
+        raise ConfigurationError(f"high_precision_state_dict: {name} has no master; omit the optimizer to dequantize")
     if _is_behind(param, optimizer):
-        raise ConfigurationError(
-            f"high_precision_state_dict: {name} was changed after its master in this {type(optimizer).__name__}; load "
-            "the optimizer's state too, call reseed_masters(), or leave the optimizer out"
-        )
+        problem = f"high_precision_state_dict: {name} was changed after its master in this {type(optimizer).__name__}"
+        raise ConfigurationError(f"{problem}; load the optimizer too, call reseed_masters(), or omit the optimizer")
 
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
@@ -154,9 +148,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
     """
     components.check_offsets(model.named_parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without backward can leave parameters unsharded
+    averaging.reshard(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     other_entries, parts = agreement.run_on_all_ranks(lambda: _fitting(model, params, state_dict))
     for tensor, value in other_entries:
@@ -197,18 +189,14 @@ def _other_entries(
     live = {key: value for key, value in model.state_dict().items() if key.endswith((f"_{RNG_KEY}", f"_{RNG_DRAWS}"))}
     live |= dict(model.named_buffers())
     missing = sorted(params.keys() - state_dict.keys())
-    unknown = sorted(
-        state_dict.keys() - params.keys() - live.keys() - component_loading.held_elsewhere(model, state_dict)
-    )
+    elsewhere = component_loading.held_elsewhere(model, state_dict)
+    unknown = sorted(state_dict.keys() - params.keys() - live.keys() - elsewhere)
     if missing or unknown:
-        raise CheckpointError(
-            f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "
-            f"{missing[:1] or '-'}) and {len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'}); a "
-            "quantized checkpoint is loaded with dcp.load and load_state_dict instead"
-        )
-    return [
-        (live[name], _value(name, state_dict[name], live[name])) for name in sorted(live.keys() & state_dict.keys())
-    ]
+        problem = f"{len(missing)} parameters have no entry in the state dict (first: {missing[:1] or '-'})"
+        surplus = f"{len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'})"
+        raise CheckpointError(f"load_high_precision: {problem} and {surplus}; load codes by load_state_dict")
+    common = sorted(live.keys() & state_dict.keys())
+    return [(live[name], _value(name, state_dict[name], live[name])) for name in common]
 
 
 def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:

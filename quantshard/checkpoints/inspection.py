@@ -324,12 +324,9 @@ def _stored_shape(shape: tuple[int, ...], component: Component) -> tuple[int, ..
 
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
-    entries, total = reader.entries, 0
-    for key in (*group.parts.values(), *group.others):
-        entry = entries[key]
-        if isinstance(entry, TensorStorageMetadata):
-            total += entry.size.numel() * entry.properties.dtype.itemsize
-    return total
+    entries = (reader.entries[key] for key in (*group.parts.values(), *group.others))
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
 
 
 def figures(reader: SafeReader, group: TensorGroup) -> dict[str, Any]:

@@ -185,7 +185,6 @@ def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str
     fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(request.path, stored, live, optimizer)
-    fit.check_ties(reader, request.model, optimizer)
     object_keys, settings = _settings(request, reader, live)
     return LoadPlan(
         request,

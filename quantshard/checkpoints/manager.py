@@ -220,21 +220,14 @@ class Manager:
             return
         if problem := self._damage(last):
             raise CheckpointError(f"{problem}, though it was just saved; nothing older was removed")
-        good_steps = [
-            step
-            for step in self.steps()
-            if step <= last and step not in self._damaged and (step == last or self._damage(step) is None)
-        ]
-        kept_steps = {
-            *good_steps[-self.keep_last :],
-            *(step for step in good_steps if self.keep_every and step % self.keep_every == 0),
-        }
-        for step in good_steps:
-            try:
-                if step not in kept_steps:
+        steps = [step for step in self.steps() if step <= last and step not in self._damaged]
+        good_steps = [step for step in steps if step == last or self._damage(step) is None]
+        for step in good_steps[: -self.keep_last]:
+            if not self.keep_every or step % self.keep_every:
+                try:
                     remove(self.path(step))
-            except CheckpointError as error:
-                warnings.warn(str(error), stacklevel=4)
+                except CheckpointError as error:
+                    warnings.warn(str(error), stacklevel=4)
 
     def restore(
         self,
@@ -323,12 +316,9 @@ class Manager:
             self.close()
 
 
-def _held_bytes(state: Any) -> int:
-    if isinstance(state, Mapping):
-        return sum(_held_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(_held_bytes(value) for value in state)
-    return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
+def _held_bytes(state: dict[str, Any]) -> int:
+    entries = private_torch.flatten_state_dict(state)[0].values()
+    return sum(private_torch.local_tensor(entry).nbytes for entry in entries if isinstance(entry, Tensor))
 
 
 class BackgroundSaver:
@@ -392,9 +382,8 @@ def _remove_incomplete(paths: Iterable[str]) -> None:
         store, store_path = locate(path)
         if store.renames:
             return
-        if not commit.is_complete(path) and all(
-            commit.CHECKPOINT_FILE.fullmatch(name) for name in store.names(store_path)
-        ):
+        holds_others = not all(map(commit.CHECKPOINT_FILE.fullmatch, store.names(store_path)))
+        if not holds_others and not commit.is_complete(path):
             with suppress(OSError):  # harmless if it stays
                 commit.remove_folder(store, store_path)
 

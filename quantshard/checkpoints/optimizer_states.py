@@ -54,11 +54,8 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
         isinstance(p, DTensor) for p in params
     )
     if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
-        raise ConfigurationError(
-            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} is in this "
-            f"{type(model).__name__}; build the optimizer over this model's parameters, after convert, revert or "
-            "fully_shard"
-        )
+        problem = f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} is in this"
+        raise ConfigurationError(f"{problem} {type(model).__name__}; build it after convert, revert or fully_shard")
 
 
 def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
@@ -250,9 +247,7 @@ def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> N
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
-    return {
-        id(param): number for param, number in zip(params, known.local if known else range(len(params)), strict=True)
-    }
+    return dict(zip(map(id, params), known.local if known else range(len(params)), strict=True))
 
 
 def _of_all_ranks(names: Iterable[str], layers: Mapping[str, GroupedLinear]) -> Iterator[str]:

@@ -121,10 +121,9 @@ def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
         return file.getvalue(), _plain_object(file.getvalue())
     # The caller's objects can raise anything while they are saved.
     except Exception as error:
-        raise ConfigurationError(
-            f"{what}, a {type(value).__name__}, cannot be saved as plain data ({why(error)}); convert it to numbers, "
-            "strings, tensors, lists, tuples and dicts (a DTensor must be an entry of `extra` itself)"
-        ) from error
+        problem = f"{what}, a {type(value).__name__}, cannot be saved as plain data ({why(error)})"
+        remedy = "convert it to numbers, strings, tensors and containers (a DTensor must be an entry of `extra` itself)"
+        raise ConfigurationError(f"{problem}; {remedy}") from error
 
 
 def empty(entry: STORAGE_TYPES) -> Tensor | None:

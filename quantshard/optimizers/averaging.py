@@ -118,7 +118,7 @@ def _write_averages(copies: list[_WeightCopy], optimizer: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 has gathered, so that the next forward gathers the current values."""
+    """Free what FSDP2 has gathered, also in a forward without backward; the next forward gathers current values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantshard.errors import CheckpointError
-from quantshard.formats import Orientation, Role
+from quantshard.formats import Orientation
 from quantshard.interop.conversion.linear import ConvertedLinear, is_packed, unpack
 from quantshard.interop.layouts import conversion, table
 from quantshard.interop.layouts.conversion import InexactConversionError
@@ -98,23 +98,13 @@ class WeightToFill:
         if verdict.kind != EXACT:
             raise CheckpointError(f"it cannot be copied into {spec}: {verdict.why}; {table.advice(layout)}")
         self._leave_meta(codes.device)
-        storage, scale = self.storage, spec.format.copies[Orientation.ROWWISE].scale
+        shard = self.storage.shard
         try:
-            resident = storage.shard.resident(scale)
-            grid = conversion.our_grid(scales, layout, spec.format, resident, storage.shard.global_shape[1])
+            resident = shard.resident(spec.format.copies[Orientation.ROWWISE].scale)
+            grid = conversion.our_grid(scales, layout, spec.format, resident, shard.global_shape[1])
         except InexactConversionError as error:
             raise CheckpointError(f"it cannot be copied into {spec}: {error}; {table.advice(layout)}") from None
-        values = {Role.CODES: codes.view(torch.uint8), Role.SCALE: grid}
-        if amaxes is not None:
-            values[Role.AMAX] = amaxes
-        pairs = [(storage.components[c.name], values[c.role]) for c in spec.format.components]
-        for live, value in pairs:
-            if live.shape != value.shape:
-                raise CheckpointError(
-                    f"its codes or scales are {list(value.shape)} in the files, not {list(live.shape)}"
-                )
-        component_loading.write_components(self.param, pairs)
-        storage.forget_amaxes()
+        conversion.write_copy(self.param, codes.view(torch.uint8), grid, amaxes)
 
 
 def scales_by_row(layout: Layout, scale: Tensor, rows: int) -> Tensor:

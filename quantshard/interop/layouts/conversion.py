@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.errors import ConfigurationError
-from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation, Role
 from quantshard.interop.layouts.table import Layout, ScaleShape, said
 from quantshard.sharding import ceil_div
+from quantshard.tensor import component_loading, components
 
 
 class InexactConversionError(Exception):
@@ -184,6 +185,19 @@ def our_grid(
     copy = fmt.copies[Orientation.ROWWISE]
     grid = regrid(by_row, layout.block, copy.block, cols)[:, slice(*extents[1])]
     return _encoded(grid, layout.scale, copy.scale.encoding)
+
+
+def write_copy(param: Tensor, codes: Tensor, grid: Tensor, amaxes: Tensor | None) -> None:
+    """Write the components of a weight with a single copy; `grid`: from `our_grid`; `amaxes`: one for each matrix."""
+    storage, values = components.storage_of(param), {Role.CODES: codes, Role.SCALE: grid}
+    if amaxes is not None:
+        values[Role.AMAX] = amaxes
+    pairs = [(storage.components[part.name], values[part.role]) for part in storage.spec.format.components]
+    for live, value in pairs:
+        if live.shape != value.shape:
+            raise CheckpointError(f"its codes or scales are {list(value.shape)} in the files, not {list(live.shape)}")
+    component_loading.write_components(param, pairs)
+    storage.forget_amaxes()
 
 
 def stored_scale(layout: Layout, scale: Tensor) -> Tensor:

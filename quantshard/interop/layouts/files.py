@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantshard import foreign
+from quantshard.checkpoints.conversions import in_batches
 from quantshard.checkpoints.disk.manifest import is_shape
 from quantshard.checkpoints.disk.store import expect_transfer, is_inside, local, regular_size, report_transfer, why
 from quantshard.errors import CheckpointError
@@ -72,11 +73,7 @@ def write_safetensors(
     folder: Path, groups: Sequence[TensorBatch], max_shard_bytes: int, metadata: Mapping[str, str]
 ) -> int:
     """Write groups as sharded safetensors with an index, one file in memory at a time. Returns the bytes."""
-    shards: list[list[TensorBatch]] = [[]]
-    for group in groups:
-        if shards[-1] and sum(g.nbytes for g in shards[-1]) + group.nbytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(group)
+    shards = list(in_batches(groups, lambda group: group.nbytes, max_shard_bytes)) or [[]]
     weight_map = {}
     total = sum(group.nbytes for group in groups)
     expect_transfer(total)

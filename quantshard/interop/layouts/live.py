@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from quantshard import private_torch, sharding
+from quantshard.checkpoints.conversions import in_batches
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Component, Orientation, Role
@@ -28,6 +29,7 @@ from quantshard.interop.layouts.conversion import RowRun
 from quantshard.interop.layouts.names import FileNames, Names
 from quantshard.interop.layouts.source import ModelWeight, WeightReader, input_history, is_state
 from quantshard.modules.stacked_experts import StackedExperts
+from quantshard.optimizers import averaging
 from quantshard.sharding import Shard
 from quantshard.tensor import components
 
@@ -85,9 +87,7 @@ class LiveModel(WeightReader):
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:
         self.path = class_name(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        averaging.reshard(model)
         self._expert_ranks, self._held_only = _expert_ranks(model), held_only
         self.tensors = dict(_entries(model))
         self._history_buffers = dict(model.named_buffers())
@@ -133,16 +133,10 @@ class LiveModel(WeightReader):
 
     def _in_buckets(self) -> Iterator[list[str]]:
         for _, names in groupby(self.weights, _block):
-            bucket: list[str] = []
-            size = 0
-            for name in names:
-                nbytes = self.tensors[name].numel() * self.weights[name].dtype.itemsize
-                if bucket and size + nbytes > _BUCKET_BYTES:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(name)
-                size += nbytes
-            yield bucket
+            yield from in_batches(names, self._nbytes, _BUCKET_BYTES)
+
+    def _nbytes(self, name: str) -> int:
+        return self.tensors[name].numel() * self.weights[name].dtype.itemsize
 
     def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         if self._last[0] != weight.name:
@@ -218,9 +212,7 @@ def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
         if isinstance(module, StackedExperts) and module.tp_mesh is not None:
             ranks[_sent_name(name)] = module.tp_mesh
         elif process_groups.expert_axis(module) is not None:
-            raise ConfigurationError(
-                f"{name}: a GroupedLinear with experts on several ranks cannot be sent; use distribute_experts"
-            )
+            raise ConfigurationError(f"{name}: a spread GroupedLinear cannot be sent; use distribute_experts")
     return ranks
 
 

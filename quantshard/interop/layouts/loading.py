@@ -13,21 +13,22 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
+from quantshard.checkpoints.conversions import in_batches
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import expect_transfer, local
 from quantshard.errors import CheckpointError
-from quantshard.formats import Orientation, Role
+from quantshard.formats import Orientation
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import CONFIGURATION, SafetensorsFiles, files_center_gamma, heads_of, is_tied
 from quantshard.interop.layouts.names import IDENTITY, FileNames, Names, default_names, file_rows, matrix_shape
 from quantshard.interop.layouts.table import EXACT, Layout
 from quantshard.interop.layouts.writing import HEAD, NOTED_AMAX
+from quantshard.optimizers import averaging
 from quantshard.sharding import ceil_div
-from quantshard.tensor import component_loading, components, requantize
+from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -87,10 +88,7 @@ def load(
         lossy: requantize weights that cannot be copied.
     """
     components.check_offsets(model.named_parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # a forward without backward leaves the unsharded copies in place
-            module.reshard()
+    averaging.reshard(model)
     loader = agreement.run_on_all_ranks(lambda: _LayoutLoader(local(path, "safetensors files"), model, names, config))
     loader.judge(lossy)
     with agreement.writing_into("the model"):
@@ -154,9 +152,8 @@ class _LayoutLoader:
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
         if unknown:
-            raise CheckpointError(
-                f"{path}: the model lacks {len(unknown)} tensors (first: {unknown[0]}); pass names= (--names)"
-            )
+            problem = f"the model lacks {len(unknown)} tensors (first: {unknown[0]})"
+            raise CheckpointError(f"{path}: {problem}; pass names= (--names)")
 
     def _item(self, name: str, param: Tensor, names: Names) -> _ParameterSlices:
         if param.is_meta:
@@ -203,12 +200,11 @@ class _LayoutLoader:
         """Determine which weights cannot be copied, from the scales of the local shards; all ranks agree."""
         reasons = agreement.run_on_all_ranks(lambda: {item.name: self._why_not(item) for item in self.items})
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
-        for name, why in list(self.report.requantized.items())[:1]:
-            if not lossy:
-                raise CheckpointError(
-                    f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; {table.advice(self.layout)}, or pass lossy=True (--lossy)"
-                )
+        if self.report.requantized and not lossy:
+            name, why = next(iter(self.report.requantized.items()))
+            problem = f"{len(self.report.requantized)} weights cannot be copied (first: {name}): {why}"
+            remedy = f"{table.advice(self.layout)}, or pass lossy=True (--lossy)"
+            raise CheckpointError(f"{self.report.path}: {problem}; {remedy}")
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:
@@ -272,14 +268,9 @@ class _LayoutLoader:
     def write(self) -> None:
         """Copy weights, then quantize the others in batches. A collective call."""
         expect_transfer(self.files.nbytes())
-        batch: list[_ParameterSlices] = []
-        for item in agreement.run_on_all_ranks(self._copy_what_may_be):
-            # numel of a DTensor is global, so all ranks form the same batches for this collective call
-            if batch and sum(4 * member.param.numel() for member in (*batch, item)) > BATCH_BYTES:
-                self._quantize(batch)
-                batch = []
-            batch.append(item)
-        if batch:
+        remaining = agreement.run_on_all_ranks(self._copy_what_may_be)
+        # numel of a DTensor is global, so all ranks form the same batches
+        for batch in in_batches(remaining, lambda item: 4 * item.param.numel(), BATCH_BYTES):
             self._quantize(batch)
 
     def _copy_what_may_be(self) -> list[_ParameterSlices]:
@@ -295,20 +286,10 @@ class _LayoutLoader:
         return remaining
 
     def _copy(self, item: _ParameterSlices, storage: QuantizedStorage) -> None:
-        assert self.layout is not None
-        live = storage.components
-        pairs = []
-        for component in storage.spec.format.components:
-            if component.role is Role.CODES:
-                rows, cols = storage.shard.resident(component)
-                value = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)
-            else:
-                converted = item.grid if component.role is Role.SCALE else item.amax
-                assert converted is not None
-                value = converted
-            pairs.append((live[component.name], value))
-        component_loading.write_components(item.param, pairs)
-        storage.forget_amaxes()
+        assert self.layout is not None and item.grid is not None
+        rows, cols = storage.shard.resident(storage.spec.format.copies[Orientation.ROWWISE].codes)
+        codes = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)
+        conversion.write_copy(item.param, codes, item.grid, item.amax)
         self.report.copied.append(item.name)
 
     def _rows(

@@ -15,73 +15,17 @@ from quantshard.compat.transformer_engine.pytorch import (
     quantization,
     tensor,
 )
-from quantshard.compat.transformer_engine.pytorch.attention import (
-    DotProductAttention,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-)
-from quantshard.compat.transformer_engine.pytorch.distributed import checkpoint
-from quantshard.compat.transformer_engine.pytorch.graph import make_graphed_callables
-from quantshard.compat.transformer_engine.pytorch.module import (
-    GroupedLinear,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    RMSNorm,
-    TransformerLayer,
-)
-from quantshard.compat.transformer_engine.pytorch.quantization import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_fp8_recipe,
-    get_default_recipe,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
-)
-from quantshard.compat.transformer_engine.pytorch.tensor import QuantizedTensor
+from quantshard.compat.transformer_engine.pytorch.attention import *  # noqa: F403
+from quantshard.compat.transformer_engine.pytorch.distributed import *  # noqa: F403
+from quantshard.compat.transformer_engine.pytorch.graph import *  # noqa: F403
+from quantshard.compat.transformer_engine.pytorch.module import *  # noqa: F403
+from quantshard.compat.transformer_engine.pytorch.quantization import *  # noqa: F403
+from quantshard.compat.transformer_engine.pytorch.tensor import *  # noqa: F403
 
-__all__ = [
-    "DotProductAttention",
-    "GroupedLinear",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MultiheadAttention",
-    "QuantizedTensor",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TransformerLayer",
-    "attention",
-    "autocast",
-    "checkpoint",
-    "distributed",
-    "fp8",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_default_fp8_recipe",
-    "get_default_recipe",
-    "get_device_compute_capability",
-    "graph",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "make_graphed_callables",
-    "module",
-    "optimizers",
-    "quantization",
-    "quantized_model_init",
-    "recipe",
-    "tensor",
-]
+__all__ = ["attention", "distributed", "fp8", "get_device_compute_capability", "graph", "module", "optimizers"]
+__all__ += ["quantization", "recipe", "tensor"]
+__all__ += [*attention.__all__, *distributed.__all__, *graph.__all__, *module.__all__]
+__all__ += [*quantization.__all__, *tensor.__all__]
 
 NOT_HERE = {
     "parallel_cross_entropy": "use torch.nn.functional.cross_entropy; of DTensors under loss_parallel()",
