@@ -26,7 +26,7 @@ from quantshard.errors import CheckpointError, ConfigurationError, shown
 from quantshard.interop.layouts import files, table, writing
 from quantshard.interop.layouts.files import CONFIGURATION, TensorBatch
 from quantshard.interop.layouts.live import LiveModel, class_name, unwrapped
-from quantshard.interop.layouts.names import FileNames, Names, default_names, file_rows
+from quantshard.interop.layouts.names import Names, default_names, names_in_files
 from quantshard.interop.layouts.writing import Export, ExportPlan
 from quantshard.optimizers import averaging
 from quantshard.tensor import components
@@ -145,7 +145,7 @@ class LiveWeights:
             self._names = default_names(source.weights)
             if any(weight.spec is not None and weight.is_stack for weight in weights):
                 shapes = {name: tuple(tensor.shape) for name, tensor in source.tensors.items()}
-                self._names = FileNames({}, files=file_rows(self.model, shapes))
+                self._names = names_in_files(self.model, shapes)
         return source.held_rows(self._names)
 
 
@@ -225,9 +225,7 @@ def _check_version(folder: str | os.PathLike[str], version: int, keep: int) -> N
             raise ConfigurationError(f"publish({name}={value!r}): use an integer of at least {least}")
     newest = max((int(path.name) for path in published(folder)), default=-1)
     if version <= newest:
-        raise ConfigurationError(
-            f"publish(version={version}): {os.fspath(folder)} has version {newest}; use a new folder"
-        )
+        raise ConfigurationError(f"publish(version={version}): {folder} has version {newest}; use a new folder")
 
 
 def published(folder: str | os.PathLike[str]) -> list[Path]:

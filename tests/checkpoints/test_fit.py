@@ -300,7 +300,7 @@ def test_activation_checkpointing_is_turned_on_or_off(kind: str, there: bool, by
         checkpoints.save(tmp_path / "c", source, saved)
         (stored,) = SafeReader(tmp_path / "c").value("optimizer.param_groups.0.param_names")[:1]
         assert stored == "0.weight"
-    assert kind != "FusedAdam" or CheckpointModel(tmp_path / "c").has_master("0.weight")
+    assert kind != "FusedAdam" or "0.weight" in CheckpointModel(tmp_path / "c").masters
     names = own.param_groups[0]["param_names"]
     checkpoints.load(tmp_path / "c", model, own)
     assert not differing(source.state_dict(), model.state_dict()) and not differing(held(saved), held(own))

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -15,19 +16,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 from transformers.utils import PushToHubMixin
 
-from quantshard import numerics
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.formats import ALL, Orientation
+from quantshard.formats import ALL
 from quantshard.interop.conversion import forward
 from quantshard.interop.conversion.forward import ENTERS, RECIPE
 from quantshard.interop.conversion.fusion import is_fused
 from quantshard.interop.conversion.linear import pack
 from quantshard.interop.conversion.selection import ADAPTERS
-from quantshard.interop.layouts import conversion, table
-from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.names import file_rows, is_stack
-from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, LAYOUTS, Layout
-from quantshard.interop.layouts.writing import NOTED_AMAX
+from quantshard.interop.layouts import table
+from quantshard.interop.layouts.names import IDENTITY, Names, is_stack, names_in_files
+from quantshard.interop.layouts.source import ModelWeight, WeightReader
+from quantshard.interop.layouts.table import COMPRESSED_TENSORS, LAYOUTS, Layout
+from quantshard.interop.layouts.writing import WEIGHTS, Export, ExportPlan
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
 from quantshard.tensor.parameter_state import AMAX_HISTORY
@@ -84,13 +84,58 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
     tags = {components.storage_of(param).spec.tag for param in weights.values()}
     # no layout has amax histories
     plain_entries = {name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)}
-    row = table.find(layout, tags)
-    if row.is_plain:
-        return _plain_form(model, row, weights, parts, plain_entries)
-    return _layout_form(model, row, weights, parts, plain_entries)
+    return _layout_form(model, table.find(layout, tags), weights, entries, plain_entries)
 
 
-def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[int, int]]) -> None:
+class _StateDictWeights(WeightReader):
+    """The quantized weights in an unsharded state dict."""
+
+    def __init__(self, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor]) -> None:
+        self.path, self._entries = "save_pretrained", entries
+        self.weights = {
+            name: ModelWeight(name, tuple(param.shape), components.storage_of(param).spec.of_matrix, torch.uint8)
+            for name, param in weights.items()
+        }
+
+    def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
+        return {c.name: self._entries[weight.name + c.key_suffix].flatten(0, -2) for c in weight.format.components}
+
+    scales = parts
+
+    def input_amax(self, name: str) -> None:
+        return None
+
+
+def _layout_form(
+    model: nn.Module, row: Layout, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor],
+    others: dict[str, Tensor],
+) -> SavedForm:  # fmt: skip
+    where = f"save_pretrained(layout={row.name!r})"
+    dtype = next(iter(weights.values())).dtype if weights else row.dtype
+    if row.is_plain and row.dtype != dtype:
+        raise ConfigurationError(f"{where}: call model.to({row.dtype}) first, not {dtype}")
+    names: Names = IDENTITY
+    if not row.is_plain and _has_stacks(weights):
+        names = names_in_files(model, {name: tuple(param.shape) for name, param in weights.items()})
+        others = revert_weight_conversion(cast(PreTrainedModel, model), others)
+    report = Export("save_pretrained", row)
+    plan = ExportPlan(_StateDictWeights(weights, entries), row, names, {}, WEIGHTS, False, report, set())
+    try:
+        batches = plan.groups()
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
+    form = SavedForm({**others, **{name: part for batch in batches for name, part in batch.make().items()}}, None)
+    if not row.is_plain:
+        shapes = {name: shape for batch in batches for name, (_, shape) in batch.tensors.items()}
+        _warn_of_unread(model, row, {name: shape for name, shape in shapes.items() if name.endswith(".weight")})
+        plain = {name: param for name, param in components.named_parameters(model).items() if name not in weights}
+        matrices = [name for name, p in plain.items() if p.ndim == 2 or is_stack(name, tuple(p.shape))]
+        form.quantization = row.config(sorted({name.rpartition(".")[0] for name in matrices}))
+        form.metadata = plan.noted
+    return form
+
+
+def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Warn about weights that transformers (5.24) cannot read in this layout, even if other programs can."""
     if ALL not in row.block and min(row.block) > 1:
         # transformers handles a single block of any size
@@ -109,12 +154,6 @@ def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[in
     unread = [name for name in stacks if row.second or name in components.quantized_parameters(model)]
     if unread and not is_read:
         warn_user(f"save_pretrained(layout={row.name!r}): transformers reads no stacked experts ({unread[0]})")
-
-
-def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a weight's components by name; a stack of matrices counts as one matrix."""
-    fmt = components.storage_of(param).spec.format
-    return {component.name: parts[component.key_suffix].flatten(0, -2) for component in fmt.components}
 
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -154,74 +193,9 @@ def _converted_part(model: nn.Module, layer: str) -> nn.Module:
     return part
 
 
-def _plain_form(
-    model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
-    others: dict[str, Tensor],
-) -> SavedForm:  # fmt: skip
-    dtype = next(iter(weights.values())).dtype if weights else row.dtype
-    if row.dtype != dtype:
-        raise ConfigurationError(f"save_pretrained(layout={row.name!r}): call model.to({row.dtype}) first, not {dtype}")
-    tensors = {}
-    for name, param in weights.items():
-        copy = components.storage_of(param).spec.format.copies[Orientation.ROWWISE]
-        shape = components.storage_of(param).shard.global_shape
-        values = numerics.dequantize(copy, _components(param, parts[name]), shape)
-        tensors[name] = values.to(row.dtype).view(param.shape)
-    return SavedForm({**others, **tensors}, None)
-
-
-def _layout_form(
-    model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
-    others: dict[str, Tensor],
-) -> SavedForm:  # fmt: skip
-    tensors, shapes, amaxes, in_files = {}, {}, {}, _file_rows(model, weights)
-    for name, param in weights.items():
-        storage, parts_by_name = components.storage_of(param), _components(param, parts[name])
-        spec, shape = storage.spec, storage.shard.global_shape
-        verdict = table.verdict(spec.of_matrix, row, has_input_amax=False)
-        for file_name, runs in in_files[name].items():
-            rows = None if runs is None else conversion.our_rows(runs)
-            try:
-                if verdict.kind != EXACT:
-                    raise InexactConversionError(verdict.why)
-                if not file_name.endswith(".weight"):
-                    raise InexactConversionError("its files have the experts in one tensor, which this layout lacks")
-                converted = conversion.to_layout(row, spec.format, parts_by_name, shape, rows)
-            except InexactConversionError as error:
-                raise ConfigurationError(
-                    f"save_pretrained(layout={row.name!r}): {name} {list(param.shape)} ({spec.tag}) is not exact: "
-                    f"{error}; choose another layout"
-                ) from None
-            tensors.update({file_name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
-            shapes[file_name] = (shape[0] if rows is None else len(rows), shape[1])
-            amax = spec.format.copies[Orientation.ROWWISE].amax
-            if amax is not None:
-                first = 0 if runs is None else runs[0].ours // amax.block_shape[0]
-                amaxes[NOTED_AMAX + file_name] = float(parts_by_name[amax.name].flatten()[first]).hex()
-    params = components.named_parameters(model)
-    plain = {name: param for name, param in params.items() if name not in weights}
-    ignored = {
-        name.rpartition(".")[0]
-        for name, param in plain.items()
-        if param.ndim == 2 or is_stack(name, tuple(param.shape))
-    }
-    plain_tensors = others
-    if _has_stacks(weights):
-        plain_tensors = revert_weight_conversion(cast(PreTrainedModel, model), others)
-    _warn_of_unread(model, row, shapes)
-    return SavedForm({**plain_tensors, **tensors}, row.config(sorted(ignored)), amaxes)
-
-
 def _has_stacks(weights: Mapping[str, Tensor]) -> bool:
     """Return whether weights of experts are quantized as stacks."""
     return any(param.ndim == 3 for param in weights.values())
-
-
-def _file_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Mapping[str, list[RowRun] | None]]:
-    """Return the names of the weights in files, with the rows that each has, or None for all."""
-    if not _has_stacks(weights):
-        return {name: {name: None} for name in weights}
-    return file_rows(model, {name: tuple(param.shape) for name, param in weights.items()})
 
 
 def check_layout(layout: str) -> None:

@@ -104,18 +104,15 @@ class ConversionReport:
         also = f" and {stacks} stacks of experts" if stacks else ""
         lines = [f"converted {len(self.converted) - stacks} linear layers{also}: {sizes}"]
         kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
-        lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
+        for pattern, count, (shape, kind) in by_pattern(kinds):
+            lines.append(f"  {pattern} {list(shape)}{_times(count)}: {kind}")
         lines += self.high_precision()
-        if self.fused:
-            lines.append(f"fused: {len(self.fused)}")
-            steps = [(layers.name, layers.step) for layers in self.fused]
-            lines += [f"  {pattern}{_times(count)}: {step}" for pattern, count, step in by_pattern(steps)]
-        if self.unfused:
-            lines.append(f"not fused: {len(self.unfused)}")
-            reasons = [(layers.name, layers.reason) for layers in self.unfused]
-            lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(reasons)]
-        lines += [self.loss] if self.loss else []
-        return "\n".join(lines)
+        fused = [(layers.name, layers.step) for layers in self.fused]
+        unfused = [(layers.name, layers.reason) for layers in self.unfused]
+        for title, entries in {"fused": fused, "not fused": unfused}.items():
+            lines += [f"{title}: {len(entries)}"] if entries else []
+            lines += [f"  {pattern}{_times(count)}: {text}" for pattern, count, text in by_pattern(entries)]
+        return "\n".join([*lines, self.loss] if self.loss else lines)
 
 
 def convert(
@@ -173,11 +170,9 @@ def convert(
     selection.check_model(model, "convert")
     layer_choices = selection.choices(model, recipe, filter)
     if not any(choice.recipe for choice in layer_choices):
-        all_reasons = [
-            *(choice.reason for choice in layer_choices),
-            *(TRANSPOSED for _ in selection.transposed_linears(model)),
-        ]
-        summary = "; ".join(dict.fromkeys(all_reasons)) or "it has no torch.nn.Linear"
+        reasons = [choice.reason for choice in layer_choices]
+        reasons += [TRANSPOSED] if selection.transposed_linears(model) else []
+        summary = "; ".join(dict.fromkeys(reasons)) or "it has no torch.nn.Linear"
         raise ConfigurationError(f"convert: no layer of this model can be converted: {summary}")
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
     selection.check_values(layer_choices)
@@ -193,11 +188,9 @@ def convert(
     unconverted = _left(model, layer_choices)
     mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
     if activation_storage != HIGH_PRECISION and all(reason for _, _, reason in mlps):
-        reasons = "; ".join(f"{name}: {reason}" for name, _, reason in mlps[:3])
-        raise ConfigurationError(
-            f"convert(activation_storage={activation_storage!r}) needs gated MLPs of a known class and modules='fused'"
-            + (f" ({reasons})" if reasons else "")
-        )
+        summary = "; ".join(f"{name}: {reason}" for name, _, reason in mlps[:3])
+        problem = f"convert(activation_storage={activation_storage!r}) needs gated MLPs of a known class"
+        raise ConfigurationError(f"{problem} and modules='fused'" + (f" ({summary})" if summary else ""))
     enter_recipe(model, common, autocast)
     linear.leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
     converted = []
@@ -312,10 +305,6 @@ def _mark_replaced(old: nn.Module, new: nn.Module) -> None:
 
 def _times(count: int) -> str:
     return f" x{count}" if count > 1 else ""
-
-
-def _line(pattern: str, count: int, shape: tuple[int, ...], text: str) -> str:
-    return f"  {pattern} {list(shape)}{_times(count)}: {text}"
 
 
 def places_of(model: nn.Module) -> Places:

@@ -142,10 +142,9 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         saver = next((saver for kind, saver in SAVERS if isinstance(self, kind)), None)
         if saver is None:
-            raise ConfigurationError(
-                f"{type(self).__name__}.{SAVE} would write codes as if they were values; call quantshard.revert, or "
-                "import quantshard.integrations.transformers"
-            )
+            problem = f"{type(self).__name__}.{SAVE} would write codes as if they were values"
+            remedy = "call quantshard.revert, or import quantshard.integrations.transformers"
+            raise ConfigurationError(f"{problem}; {remedy}")
         return saver(self, functools.partial(plain, self), *args, **kwargs)
 
     return save

@@ -62,10 +62,6 @@ class ConvertedLinear(PackedLoading, Linear, _LinearInterface):  # type: ignore[
         return self._prepare(self._layer, x_shape, device)
 
     @property
-    def has_histories(self) -> bool:
-        return any("history" in name for name, _ in self.named_buffers(recurse=False))
-
-    @property
     def awaits_values(self) -> bool:
         """Whether the weight is on the meta device, or left it without getting values."""
         return self.weight.is_meta or self._awaits_values
@@ -196,16 +192,12 @@ def unpack(param: Tensor, packed: Tensor, name: str) -> dict[str, Tensor]:
     live = components.state_of(param)
     tag, own_tag = packed[:FORMAT_TAG_BYTES], components.storage_of(param).spec.tag
     if len(tag) == FORMAT_TAG_BYTES and components.read_format_tag(tag) != own_tag:
-        raise CheckpointError(
-            f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}; load it "
-            "with the recipe that it was saved with"
-        )
+        problem = f"{name} is stored as {components.read_format_tag(tag)!r}, but this model's weight is {own_tag!r}"
+        raise CheckpointError(f"{problem}; load it with the recipe that it was saved with")
     sizes = {s: math.prod(v.shape) * v.element_size() for s, v in live.items() if s != FORMAT_SUFFIX}
     if len(packed) != FORMAT_TAG_BYTES + sum(sizes.values()):
         raise CheckpointError(f"{name} has {len(packed)} bytes, which do not fit {own_tag!r} {list(param.shape)}")
     pieces = packed[FORMAT_TAG_BYTES:].split(list(sizes.values()))
     # pieces can start at any byte, but a view as int64 needs alignment: clone
-    tensors = {
-        s: piece.clone().view(live[s].dtype).reshape(live[s].shape) for s, piece in zip(sizes, pieces, strict=True)
-    }
-    return {FORMAT_SUFFIX: tag, **tensors}
+    tensors = [(s, live[s], piece.clone()) for s, piece in zip(sizes, pieces, strict=True)]
+    return {FORMAT_SUFFIX: tag, **{s: piece.view(like.dtype).reshape(like.shape) for s, like, piece in tensors}}

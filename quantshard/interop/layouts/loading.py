@@ -23,9 +23,9 @@ from quantshard.formats import Orientation
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import CONFIGURATION, SafetensorsFiles, files_center_gamma, heads_of, is_tied
-from quantshard.interop.layouts.names import IDENTITY, FileNames, Names, default_names, file_rows, matrix_shape
+from quantshard.interop.layouts.names import IDENTITY, Names, default_names, matrix_shape, names_in_files
 from quantshard.interop.layouts.table import EXACT, Layout
-from quantshard.interop.layouts.writing import HEAD, NOTED_AMAX
+from quantshard.interop.layouts.writing import EMBEDDING, HEAD, NOTED_AMAX
 from quantshard.optimizers import averaging
 from quantshard.sharding import ceil_div
 from quantshard.tensor import components, requantize
@@ -161,15 +161,12 @@ class _LayoutLoader:
         pieces = names.theirs(name, _matrix(param)[0], heads_of(self.config))
         if not pieces:
             raise CheckpointError(f"{self.report.path}: {name} has no external name; pass a map (--names)")
-        pieces = {self._tied(theirs): runs for theirs, runs in pieces.items()}
+        if self.tied and f"{HEAD}.weight" in pieces and f"{HEAD}.weight" not in self.files:
+            pieces = {EMBEDDING: pieces[f"{HEAD}.weight"]}
         kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
         if len(kinds) != 1:
             raise CheckpointError(f"{self.report.path}: only some parts of {name} are quantized")
         return _ParameterSlices(name, param, pieces, kinds.pop())
-
-    def _tied(self, name: str) -> str:
-        uses_embedding = name == f"{HEAD}.weight" and name not in self.files and self.tied
-        return "model.embed_tokens.weight" if uses_embedding else name
 
     def _check(self, ours: str, param: Tensor, theirs: str, runs: list[RowRun]) -> bool:
         """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
@@ -378,12 +375,12 @@ def _names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> Names:
     stacks = {n for n, param in params.items() if param.ndim == 3 and components.quantized_local(param) is not None}
     if not stacks:
         return default_names(params)
-    rows = file_rows(model, {name: tuple(param.shape) for name, param in params.items()})
+    names = names_in_files(model, {name: tuple(param.shape) for name, param in params.items()})
     for name, param in params.items():
-        is_split = any(not theirs.endswith(name.rpartition(".")[2]) for theirs in rows[name])
+        is_split = any(not theirs.endswith(name.rpartition(".")[2]) for theirs in names.files[name])
         if param.ndim == 3 and is_split != (name in stacks):
             raise CheckpointError(f"{name}: these experts cannot be loaded; use from_pretrained")
-    return FileNames({}, files=rows)
+    return names
 
 
 def _matrix(param: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ for models of `TransformerLayer` as the command line builds them. A TOML file de
     "layers.{n}.self_attention.layernorm_qkv.weight" = { rows = "interleaved", into = ["...", "...", "..."] }
 
 transformers splits the stacks of experts when it saves a model. Its conversion runs on row numbers instead of values
-(`file_rows`), which shows the rows of our weights in each tensor of a file.
+(`names_in_files`), which shows the rows of our weights in each tensor of a file.
 """
 
 import importlib
@@ -150,23 +150,12 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
     return value["rows"], tuple(into)
 
 
-def check_distinct(found: Iterable[str]) -> None:
-    names: set[str] = set()
-    for name in found:
-        if name in names:
-            raise ConfigurationError(f"two weights would be named {name}; fix the map of names")
-        names.add(name)
-
-
-FileRows = Mapping[str, Mapping[str, list[RowRun]]]
-"""Our name -> name in files -> rows of our weight. A stack counts the rows of all its matrices, one after the other."""
-
-
 @dataclass(frozen=True)
 class FileNames(Names):
-    """The map of a transformers mixture."""
+    """The map of a transformers mixture. `files`: our name -> name in files -> rows of our weight, in which a stack
+    counts the rows of all its matrices, one after the other."""
 
-    files: FileRows = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, list[RowRun]]] = field(default_factory=dict)
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
         return dict(self.files.get(ours, {}))
@@ -197,7 +186,7 @@ def empty_model(config: Mapping[str, Any], most_layers: int) -> Any:
         raise ConfigurationError(f"the model of config.json with split experts cannot be built: {text}") from None
 
 
-def file_rows(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> FileRows:
+def names_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> FileNames:
     """Return where files of a transformers model have the rows of these weights, which must be whole."""
     owners: list[tuple[str, int]] = []
     numbers, sizes = {}, {}
@@ -224,7 +213,7 @@ def file_rows(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> FileRows:
         result[ours][name] = _runs(rows)
     if sorted(int(n) for part in parts.values() for n in part.flatten()) != list(range(len(owners))):
         raise ConfigurationError("transformers leaves out rows of this model's experts; choose the native form")
-    return result
+    return FileNames({}, files=result)
 
 
 def _narrow(shape: tuple[int, ...]) -> tuple[int, ...]:

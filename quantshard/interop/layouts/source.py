@@ -1,7 +1,7 @@
 """Reads a model's weights from a checkpoint: formats, shapes, values and masters, one weight at a time."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -65,10 +65,12 @@ class ModelWeight:
 
 
 class WeightReader:
-    """Where an export reads a model's weights, one at a time. This base class has neither masters nor averages."""
+    """Where an export reads a model's weights, one at a time. `masters`, `averages`: weights that have them."""
 
     path: str | os.PathLike[str]
     weights: Mapping[str, ModelWeight]
+    masters: Collection[str] = ()
+    averages: Collection[str] = ()
 
     def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         """Return a weight's tensors by component name ("" in high precision)."""
@@ -88,12 +90,6 @@ class WeightReader:
     def is_same(self, weight: ModelWeight, other: ModelWeight) -> bool:
         """Return whether two weights have equal values."""
         return torch.equal(self.values(weight).clone(), self.values(other))
-
-    def has_master(self, name: str) -> bool:
-        return False
-
-    def has_average(self, name: str) -> bool:
-        return False
 
     def master(self, weight: ModelWeight) -> Tensor:
         raise NotImplementedError
@@ -126,6 +122,8 @@ class CheckpointModel(WeightReader):
         self._masters = {
             name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & self._stored.keys()
         }
+        self.masters = self._masters.keys()
+        self.averages = {name for name, start in self._states.items() if start + AVERAGE in self._stored}
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def _weights(self) -> dict[str, ModelWeight]:
@@ -145,12 +143,6 @@ class CheckpointModel(WeightReader):
             elif not is_state(name, dtype):
                 weights[name] = ModelWeight(name, tuple(entry.size), None, dtype)
         return weights
-
-    def has_master(self, name: str) -> bool:
-        return name in self._masters
-
-    def has_average(self, name: str) -> bool:
-        return self._states.get(name, "") + AVERAGE in self._stored
 
     def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         if self._last is None or self._last[0] != weight.name:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,24 +27,8 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, Orientation
 from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
-from quantshard.interop.layouts.files import (
-    CONFIGURATION,
-    TensorBatch,
-    files_center_gamma,
-    heads_of,
-    is_tied,
-    read_config,
-)
-from quantshard.interop.layouts.names import (
-    IDENTITY,
-    FileNames,
-    Names,
-    check_distinct,
-    default_names,
-    empty_model,
-    file_rows,
-    is_stack,
-)
+from quantshard.interop.layouts.files import CONFIGURATION, TensorBatch
+from quantshard.interop.layouts.names import IDENTITY, Names, default_names, empty_model, is_stack, names_in_files
 from quantshard.interop.layouts.source import CheckpointModel, ModelWeight, WeightReader
 from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
 
@@ -57,7 +42,7 @@ NOTED_AMAX: Final = "quantshard.amax."
 with the recorded amax, importing our own export restores every bit (`conversion.amax_of`)."""
 
 HEAD: Final = "lm_head"
-_EMBEDDING: Final = "model.embed_tokens.weight"
+EMBEDDING: Final = "model.embed_tokens.weight"
 
 _GAMMA: Final = re.compile(r"norm\d*[._]weight$")
 
@@ -157,13 +142,13 @@ def export(
     source = CheckpointModel(checkpoint)
     if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
         config = checkpoint
-    model_config = read_config(config)
+    model_config = files.read_config(config)
     name_map = names or _names(source, model_config)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
     row = table.find(layout, tags)
     plan = ExportPlan(
         source, row, name_map, model_config, values, lossy, Export(target, row),
-        set() if files_center_gamma(model_config) else _zero_centered(source, zero_centered_gamma),
+        set() if files.files_center_gamma(model_config) else _zero_centered(source, zero_centered_gamma),
     )  # fmt: skip
     groups = plan.groups()
     if config is None and not (name_map is IDENTITY and plan.layout.is_plain):
@@ -189,7 +174,7 @@ def _names(source: CheckpointModel, config: Mapping[str, Any]) -> Names:
     if not config:
         raise ConfigurationError(f"{source.path} has no model configuration; pass a folder with config.json (--config)")
     model = empty_model(config, most_layers=len(weights))
-    return FileNames({}, files=file_rows(model, {weight.name: weight.shape for weight in weights}))
+    return names_in_files(model, {weight.name: weight.shape for weight in weights})
 
 
 def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
@@ -201,10 +186,9 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
     if is_centered is None and gammas:
         mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
         if mean.abs() < 0.5:
-            raise ConfigurationError(
-                f"{source.path} does not record zero_centered_gamma (norm weights average {float(mean):.2g}); pass "
-                "zero_centered_gamma= (--zero-centered, --no-zero-centered)"
-            )
+            problem = f"does not record zero_centered_gamma (norm weights average {float(mean):.2g})"
+            remedy = "pass zero_centered_gamma= (--zero-centered, --no-zero-centered)"
+            raise ConfigurationError(f"{source.path} {problem}; {remedy}")
     return {weight.name for weight in gammas} if is_centered else set()
 
 
@@ -261,10 +245,10 @@ class ExportPlan:
     def groups(self) -> list[TensorBatch]:
         """Check that the layout is exact for all weights, and return the tensors to compute. Can be a collective call,
         which all ranks then complete before one of them raises."""
-        if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
+        if self.values == AVERAGES and not self.source.averages:
             raise ConfigurationError(f"{self.source.path} holds no averages of its weights; train with --ema")
         self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
-        heads, batches = heads_of(self.config), []
+        heads, batches = files.heads_of(self.config), []
         weights = self._untied()
         missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
         if missing:
@@ -279,21 +263,22 @@ class ExportPlan:
         if problem is not None:
             raise problem
         self._check_fused()
-        check_distinct(name for group in batches for name in group.tensors)
-        shapes = {name: shape for group in batches for name, (_, shape) in group.tensors.items()}
-        self._add_notes(shapes)
+        uses = Counter(name for group in batches for name in group.tensors)
+        for name in (name for name, count in uses.items() if count > 1):
+            raise ConfigurationError(f"two weights would be named {name}; fix the map of names")
+        self._add_notes({name: shape for group in batches for name, (_, shape) in group.tensors.items()})
         return batches
 
     def _untied(self) -> list[ModelWeight]:
         """Return the weights, without an output head that the configuration ties to the embedding."""
         weights = list(self.source.weights.values())
-        if not is_tied(self.config):
+        if not files.is_tied(self.config):
             return weights
         ends = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
-              if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
+              if name in (EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
         if len(ends) < 2:
             return weights
-        head, table_ = ends[f"{HEAD}.weight"], ends[_EMBEDDING]
+        head, table_ = ends[f"{HEAD}.weight"], ends[EMBEDDING]
         if not self.source.is_same(head, table_):
             raise ConfigurationError(f"{head.name} and {table_.name} differ; set tie_word_embeddings to false")
         return [weight for weight in weights if weight is not head]
@@ -368,10 +353,9 @@ class ExportPlan:
             requantized = self._requantized(weight, name, rows, part)
             return lambda: requantized() if name in self.report.requantized else exact(self.source.parts(weight))
         elif not self.lossy:
-            raise ConfigurationError(
-                f"{weight.name} {list(shape)}, {weight.tag or 'in high precision'}, is not exact in {self.layout.name}"
-                f": {why}; choose another layout, or pass lossy=True (--lossy)"
-            )
+            what = f"{weight.name} {list(shape)}, {weight.tag or 'in high precision'}"
+            remedy = "choose another layout, or export with lossy=True (--lossy)"
+            raise ConfigurationError(f"{what}, is not exact in {self.layout.name}: {why}; {remedy}")
         self.report.requantized[name] = why
         return self._requantized(weight, name, rows, part)
 
@@ -425,24 +409,22 @@ class ExportPlan:
                 continue
             why = f"an engine fuses {parts[0].name} with {len(parts) - 1} more under one scale"
             if not self.lossy:
-                raise ConfigurationError(
-                    f"{why}, and theirs differ ({self.layout.name}); choose a layout with finer scales, or pass "
-                    "lossy=True"
-                )
+                remedy = "choose a layout with finer scales, or pass lossy=True"
+                raise ConfigurationError(f"{why}, and theirs differ ({self.layout.name}); {remedy}")
             for part in parts:
                 if part.name in self.report.exact:
                     self.report.exact.remove(part.name)
                 self.report.requantized.setdefault(part.name, why)
 
     def _is_averaged(self, weight: ModelWeight) -> bool:
-        return self.values == AVERAGES and self.source.has_average(weight.name)
+        return self.values == AVERAGES and weight.name in self.source.averages
 
     def _reading(self, weight: ModelWeight, is_converted: bool) -> Callable[[ModelWeight], Tensor]:
         """Choose the function that reads a weight's values. `is_converted`: to another dtype or format."""
         if self._is_averaged(weight):
             self.report.averages += 1
             return self.source.average
-        if is_converted and self.values == MASTERS and self.source.has_master(weight.name):
+        if is_converted and self.values == MASTERS and weight.name in self.source.masters:
             self.report.masters += 1
             return self.source.master
         return self.source.values

@@ -12,7 +12,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import FORMATS, NVFP4_1X16, Orientation
 from quantshard.interop.layouts import LAYOUTS, Layout, conversion, names, table
 from quantshard.interop.layouts.conversion import InexactConversionError
-from quantshard.interop.layouts.names import HeadCounts, Names, fused_runs
+from quantshard.interop.layouts.names import HeadCounts, fused_runs
 from quantshard.recipe import QuantSpec
 from tests.interop.layouts import models
 
@@ -188,12 +188,6 @@ def test_second_scales_of_other_writers_are_restored(divides):
         scale = 6.0 * 448.0 / amax if divides else amax / (6.0 * 448.0)
         found = conversion.amax_of(scale.reshape(1), NVFP4_1X16, divides)
         assert torch.equal(conversion.second_scale(found, NVFP4_1X16, divides).view(()), scale), amax
-
-
-def test_two_weights_of_one_name_are_refused():
-    with pytest.raises(ConfigurationError, match="two weights would be named x"):
-        names.check_distinct(["x", "y", "x"])
-    assert Names({"a": "b"}).theirs("a", 2, None)
 
 
 def test_every_quantized_layout_has_the_recipe_of_its_blocks() -> None:
