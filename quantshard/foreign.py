@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from quantshard.checkpoints.disk.store import Path_, open_regular
+from quantshard.checkpoints.disk.store import Path_, open_regular, why
 from quantshard.errors import ConfigurationError, QuantshardError, shown
 
 if sys.version_info >= (3, 11):
@@ -57,7 +57,7 @@ def json_object(content: bytes, where: str, raising: type[QuantshardError] = Con
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise raising(f"{where} is not JSON: {_line(error)}") from None
+        raise raising(f"{where} is not JSON: {why(error)}") from None
     if not isinstance(value, dict):
         raise raising(f"{where} is not a JSON object")
     return value
@@ -115,11 +115,7 @@ def toml_table(content: bytes, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where} is not TOML: {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(f"{where} is not TOML: {why(error)}") from None
 
 
 _OFFLINE: Final = (

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -264,11 +263,10 @@ class Manager:
                 warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
         if not problem_by_step:
             return None
-        raise CheckpointError(
-            f"{self.directory} has no checkpoint to go on from: {'; '.join(problem_by_step.values())}"
-            if step is None
-            else f"{problem_by_step[step]}; choose another step of {[n for n in steps if n != step] or 'none'}"
-        )
+        problems = "; ".join(problem_by_step.values())
+        if step is None:
+            raise CheckpointError(f"{self.directory} has no checkpoint to go on from: {problems}")
+        raise CheckpointError(f"{problems}; choose another step of {[n for n in steps if n != step] or 'none'}")
 
     def _damage(self, step: int) -> str | None:
         """The first problem of a checkpoint that shows without reading its data, or None."""
@@ -306,9 +304,7 @@ class Manager:
     def __enter__(self) -> Manager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:  # after an error the other ranks might not call `wait`
                 self.wait()
@@ -336,9 +332,8 @@ class BackgroundSaver:
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a complete copy; entries keep their types (a DTensor keeps its placements)."""
-        has_gpu = torch.cuda.is_available()
-        copy: dict[str, Any] = self.copier.stage(state, non_blocking=has_gpu)
-        if has_gpu:
+        copy: dict[str, Any] = self.copier.stage(state, non_blocking=torch.cuda.is_available())
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
 

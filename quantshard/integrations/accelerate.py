@@ -31,7 +31,6 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
-from quantshard.foreign import FILE_BYTES, read_json
 from quantshard.tensor import components
 
 __all__ = ["prepare", "replica_arguments"]
@@ -255,13 +254,8 @@ def _guard(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]
 
 def _check_checkpoint(arguments: Mapping[str, Any]) -> None:
     path = Path(arguments["checkpoint"])
-    files = [path]
-    if path.is_dir():
-        weight_files = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
-        files = [file_path for file_path in weight_files if file_path.is_file()][:1] or [*path.glob("*.index.json")]
-    if len(files) == 1 and files[0].suffix == ".json" and files[0].is_file():
-        index = read_json(files[0], FILE_BYTES["index"], raising=CheckpointError, follow=True)
-        files = [files[0].parent / name for name in sorted({*index.get("weight_map", index).values()})]
+    folder = path.parent if path.suffix == ".json" else path  # the former: an index
+    files = [*folder.glob("*.bin"), *folder.glob("*.safetensors")] if folder.is_dir() else [path]
     _check_model_takes(arguments["model"], _tags_in(files), str(path))
 
 

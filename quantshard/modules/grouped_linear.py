@@ -251,7 +251,7 @@ class GroupedLinear(QuantizedModule):
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            buffers = private_torch.registered_buffers(self, names)
+            buffers = [private_torch.registered_buffer(self, name) for name in names]
             existing = [history for history in buffers if history is not None]
             if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 make = partial(linear_state.activation_history, self)

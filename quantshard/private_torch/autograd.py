@@ -87,10 +87,6 @@ def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Pa
     return [module._parameters.get(name) for name in names]
 
 
-def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor | None]:
-    return [module._buffers.get(name) for name in names]
-
-
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
     """Each parameter, None, or the result of a parametrization, as fast as `registered_parameter`."""
     registered, values = module._parameters, []
@@ -150,12 +146,7 @@ def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def take_saved(ctx: Any) -> tuple[Any, ...]:
-    """`ctx.saved_tensors` in the backward of an autograd function, released by the graph so that the caller can free
-    them.
-
-    The public attribute keeps them until backward has returned. With `retain_graph=True` the graph keeps them anyway.
-    AOTAutograd calls the same method in its own backward.
-    """
+    """`ctx.saved_tensors`, which the graph releases now instead of after backward, unless `retain_graph=True`."""
     tensors = tuple(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
     return tensors
@@ -246,19 +237,13 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def constant_in_graphs(function: Any) -> Any:
-    """Mark a function whose result torch.compile takes for a constant.
-
-    `torch.compiler.assume_constant_result` sets the same mark, but imports all of Dynamo, which takes a second.
-    """
+    """`torch.compiler.assume_constant_result` without the import of Dynamo, which takes a second."""
     function._dynamo_marked_constant = True
     return function
 
 
 def put_in_graphs(function: Any) -> None:
-    """Make Dynamo put calls of a function into its graphs, where AOTAutograd traces the function.
-
-    `torch._dynamo.allow_in_graph` is public as a decorator, but imports all of Dynamo; call this while Dynamo traces.
-    """
+    """Make Dynamo put calls of a function into its graphs, where AOTAutograd traces it; call this in tracing."""
     torch._dynamo.allow_in_graph(function)
 
 
@@ -270,10 +255,7 @@ def keep_in_caches(function: Any, version: str) -> None:
 
 
 def eager_in_graphs(reason: str) -> Callable[[Any], Any]:
-    """Decorate a function that torch.compile calls between two graphs. `reason`: reported under `fullgraph=True`.
-
-    `torch.compiler.disable` does the same, but imports all of Dynamo.
-    """
+    """`torch.compiler.disable(reason=)` without the import of Dynamo: a function that is called between graphs."""
 
     def decorate(function: Any) -> Any:
         if missing(_disable) is not None:
@@ -287,19 +269,13 @@ def eager_in_graphs(reason: str) -> Callable[[Any], Any]:
 
 
 def keep_address(tensor: Tensor) -> Tensor:
-    """Mark a tensor that torch.compile must not copy to another address for a CUDA graph.
-
-    `torch._dynamo.mark_static_address(tensor, guard=False)` sets the same mark, but imports all of Dynamo.
-    """
+    """`torch._dynamo.mark_static_address(tensor, guard=False)` without the import of Dynamo, for CUDA graphs."""
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
     return tensor
 
 
 def keep_order(operator: Any) -> None:
-    """Register an operator with torch.compile as having side effects: calls are not dropped, merged or reordered.
-
-    If the registration is not possible, `check_order_is_kept` raises.
-    """
+    """Register an operator's side effects: torch.compile drops, merges and reorders no calls; see the next function."""
     if missing(_register_effect, _ordered) is None:
         _register_effect(operator, _ordered)
 
@@ -330,12 +306,8 @@ def check_order_is_kept() -> None:
 
 
 def write_inputs_once(operator: Any) -> None:
-    """Make Inductor write each input of an operator to memory once, instead of once for each call that reads it.
-
-    Inductor does the same for operators that it knows from an earlier graph. Call this while Dynamo traces.
-    """
-    add = _lowering()
-    if missing(add) is None:
+    """Make Inductor write each input of an operator to memory once, not once per call; call this in tracing."""
+    if missing(add := _lowering()) is None:
         add(operator)
 
 

@@ -103,8 +103,7 @@ class LocalStore(FileSystem):
         except OSError:
             return False
 
-    def size(self, path: Path_) -> int:
-        return regular_size(path)
+    size = staticmethod(regular_size)
 
     def read(self, path: Path_, limit: int) -> bytes:
         with open_regular(path, limit=limit) as file:
@@ -202,9 +201,6 @@ class FsspecStore(FileSystemBase):
         with _os_errors(path), self.fs.open(os.fspath(path), mode) as stream:
             yield stream
 
-    def concat_path(self, path: Path_, suffix: str) -> str:
-        return self.join(path, suffix)
-
     def init_path(self, path: Path_) -> str:
         return os.fspath(path)
 
@@ -239,6 +235,9 @@ class FsspecStore(FileSystemBase):
 
     def join(self, path: Path_, name: str) -> str:
         return f"{os.fspath(path).rstrip('/')}/{name}"
+
+    def concat_path(self, path: Path_, suffix: str) -> str:
+        return self.join(path, suffix)
 
     def parent(self, path: Path_) -> str:
         return os.fspath(path).rstrip("/").rpartition("/")[0]

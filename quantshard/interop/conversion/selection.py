@@ -1,9 +1,7 @@
 """Checks a model, and selects the linear layers to convert and their recipes, before anything is changed."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,8 @@ ADAPTERS = "lora_"
 """Prefix of the name components of PEFT's adapters."""
 
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
-"""The layers to convert. A function can have an attribute `leaves_out`, the reason reported for layers it rejects."""
+"""The layers to convert. A function also gets the experts of mixtures, which have no `in_features`, and can have an
+attribute `leaves_out`, the reason reported for layers it rejects."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     if not layers:
         check_recipes("convert", recipes)
         return []
-    recipes, filter = (_explained(choose) for choose in (recipes, filter))
     layer_recipes = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
@@ -87,23 +85,6 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         )
         layer_choices.append(replace(choice, recipe=None, reason=reason) if reason else choice)
     return layer_choices
-
-
-def _explained(choose: Any) -> Any:
-    """Name the layer if a user's filter or recipe function reads what experts lack, such as `in_features`."""
-    if isinstance(choose, Mapping | Recipe | type) or not callable(choose):
-        return choose
-
-    @functools.wraps(choose)
-    def explained(module: nn.Module, name: str) -> Any:
-        try:
-            return choose(module, name)
-        except AttributeError as error:
-            if isinstance(module, nn.Linear):
-                raise
-            raise ConfigurationError(f"convert: {name}: {error}; functions also get the experts of mixtures") from error
-
-    return explained if not hasattr(choose, "leaves_out") else choose
 
 
 def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -211,27 +192,8 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 @torch.no_grad()
 def check_values(chosen: Sequence[LayerChoice]) -> None:
     """Check the values of all layers to convert, except on meta: codes would hide infinite and NaN values."""
-    weights = {
-        f"{choice.name}.{name}": weight.detach()
-        for choice in chosen
-        if choice.recipe
-        for name, weight in choice.weights.items()
-        if not weight.is_meta
-    }
-    if not weights:
-        return
-    largest = torch.stack([_largest(weight).cpu() for weight in weights.values()]).tolist()
-    bad = [name for name, amax in zip(weights, largest, strict=True) if not amax < float("inf")]  # also catches NaN
-    if bad:
-        weight = weights[bad[0]]
-        hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
-        problem = non_finite(weight, (0,) * weight.ndim)
-        raise ConfigurationError(f"convert: {bad[0]}: {problem}{hint} ({len(bad)} such layers)")
-
-
-def _largest(weight: Tensor) -> Tensor:
-    """Return the largest magnitude as float64; NaN if any value is NaN."""
-    if weight.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    low, high = torch.aminmax(weight.detach())
-    return torch.maximum(-low.double(), high.double())
+    for choice in chosen:
+        for name, weight in choice.weights.items() if choice.recipe else ():
+            if problem := "" if weight.is_meta else non_finite(weight, (0,) * weight.ndim):
+                hint = "; load the model in bfloat16" if weight.dtype is torch.float16 else ""
+                raise ConfigurationError(f"convert: {choice.name}.{name}: {problem}{hint}")

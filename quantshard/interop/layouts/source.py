@@ -148,14 +148,17 @@ class CheckpointModel(WeightReader):
         if self._last is None or self._last[0] != weight.name:
             # free the last weight before reading the next, so that only one is in memory
             self._last = None
-            suffixes = {"": ""} if weight.tag is None else {c.name: c.key_suffix for c in weight.format.components}
-            reader = self._tensor if weight.tag is None else self._part
-            self._last = (weight.name, {part: reader(weight.name + end) for part, end in suffixes.items()})
+            plain = {"": self._tensor(self._prefix + weight.name)} if weight.tag is None else {}
+            self._last = weight.name, plain or self._read(weight, frozenset(Role))
         return self._last[1]
 
     def scales(self, weight: ModelWeight) -> Mapping[str, Tensor]:
-        parts = [c for c in weight.format.components if c.role is not Role.CODES]
-        return {c.name: self._part(weight.name + c.key_suffix) for c in parts}
+        return self._read(weight, frozenset(Role) - {Role.CODES})
+
+    def _read(self, weight: ModelWeight, roles: frozenset[Role]) -> dict[str, Tensor]:
+        """Read components of a weight; those of a stack become matrices."""
+        keys = {c.name: self._prefix + weight.name + c.key_suffix for c in weight.format.components if c.role in roles}
+        return {name: self._tensor(key).flatten(0, -2) for name, key in keys.items()}
 
     def master(self, weight: ModelWeight) -> Tensor:
         start = self._masters[weight.name]
@@ -187,27 +190,20 @@ class CheckpointModel(WeightReader):
         key = input_history(name)
         if key not in self._entries:
             return None
-        history = self._tensor(key)
+        history = self._tensor(self._prefix + key)
         if not history.numel() or not history.is_floating_point():
             raise CheckpointError(f"{self.path} is damaged: {key} is {history.dtype} {list(history.shape)}")
         return float(history.max()) or None
 
     def _expected(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor and check its shape and dtype (None: any floating-point dtype)."""
-        tensor = self._any(key)
+        tensor = self._tensor(key)
         fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
         if tuple(tensor.shape) != tuple(shape) or not fits:
             raise CheckpointError(f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}")
         return tensor
 
-    def _part(self, key: str) -> Tensor:
-        """Read a component of a weight, that of a stack as a matrix."""
-        return self._tensor(key).flatten(0, -2)
-
     def _tensor(self, key: str) -> Tensor:
-        return self._any(self._prefix + key)
-
-    def _any(self, key: str) -> Tensor:
         if not isinstance(self._stored.get(key), TensorStorageMetadata):
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
         tensor: Tensor = self._reader.value(key)
