@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import DistributedDataParallelKwargs, constants, fsdp_utils, modeling
 from safetensors import safe_open
@@ -202,19 +201,10 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
         # `mixed_precision` converts trained parameters to float32
         {k: v.to(live[k].dtype) if v.is_floating_point() else v for k, v in values.items() if k in live},
     )
-    for name, buffer in model.named_buffers():
-        if name not in live:
-            _send(buffer, values.get(name))
-
-
-def _send(buffer: Tensor, value: Tensor | None) -> None:
-    if value is not None:
-        buffer.copy_(value)
-    group = process_groups.world()
-    if group is not None:
-        staging = buffer.to(process_groups.collective_device(group)).contiguous()
-        dist.broadcast(staging, src=0, group=group)
-        buffer.copy_(staging)
+    # buffers that are not saved are small
+    unsaved = agreement.from_rank0(lambda: {name: value.cpu() for name, value in values.items() if name not in live})
+    for name, value in unsaved.items():
+        model.get_buffer(name).copy_(value)
 
 
 def _canonical_name(name: str) -> str:

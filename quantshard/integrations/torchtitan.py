@@ -148,7 +148,7 @@ class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
         return {}
 
 
-def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
+def _guarded(method: Callable[..., Any], flag: str, instead: str) -> Callable[..., Any]:
     """Wrap a torchtitan method so that it rejects quantized weights if its argument `flag` is true."""
     signature = inspect.signature(method)
 
@@ -157,18 +157,16 @@ def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         tagged = [key.removesuffix(FORMAT_SUFFIX) for key in arguments["state_dict"] if key.endswith(FORMAT_SUFFIX)]
         if arguments.get(flag) and tagged:
-            function = (
-                f"quantshard.checkpoints.{'high_precision_state_dict' if flag == 'to_hf' else 'load_high_precision'}"
-            )
-            raise ConfigurationError(f"{flag} would read codes as values ({tagged[0]}); use {function}")
+            problem = f"{flag} would read codes as values ({tagged[0]})"
+            raise ConfigurationError(f"{problem}; use quantshard.checkpoints.{instead}")
         return method(*args, **kwargs)
 
     return checked
 
 
 # The adapter maps names and silently drops unknown ones, so the check must run before it.
-CheckpointManager.dcp_save = _guarded(CheckpointManager.dcp_save, "to_hf")
-CheckpointManager.dcp_load = _guarded(CheckpointManager.dcp_load, "from_hf")
+CheckpointManager.dcp_save = _guarded(CheckpointManager.dcp_save, "to_hf", "high_precision_state_dict")
+CheckpointManager.dcp_load = _guarded(CheckpointManager.dcp_load, "from_hf", "load_high_precision")
 
 
 @override(target=PlainLinear.Config, fqns=LAYERS, description="quantized weights, by quantshard")

@@ -216,21 +216,15 @@ class FusedGatedMLP(nn.Module):
 
     def _is_fused(self) -> bool:
         """Return whether calling the layers would only multiply by their weights; warns once if not."""
-        for name in LAYERS:
+        for name in (*LAYERS, "act_fn"):
             child = getattr(self, name)
-            if type(child) is not ConvertedLinear or not private_torch.runs_forward_alone(child):
-                self._warn_unfused(name, child)
+            is_known = activation_of(child) != "" if name == "act_fn" else type(child) is ConvertedLinear
+            if not is_known or not private_torch.runs_forward_alone(child):
+                is_other = name != "act_fn" and not is_known
+                why = f"is a {type(child).__name__}" if is_other else "has hooks or was replaced"
+                _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
                 return False
-        if not activation_of(self.act_fn) or not private_torch.runs_forward_alone(self.act_fn):
-            self._warn_unfused("act_fn", self.act_fn)
-            return False
         return True
-
-    def _warn_unfused(self, name: str, child: nn.Module) -> None:
-        kind = type(child).__name__
-        is_other = name != "act_fn" and type(child) is not ConvertedLinear
-        why = f"is a {kind}" if is_other else "has hooks or was replaced"
-        _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
 
     def _computed(self, x: Tensor) -> Tensor:
         x = self.gate_proj._input(x)

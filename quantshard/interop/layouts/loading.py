@@ -24,7 +24,7 @@ from quantshard.interop.layouts import conversion, files, table
 from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
 from quantshard.interop.layouts.files import CONFIGURATION, SafetensorsFiles, files_center_gamma, heads_of, is_tied
 from quantshard.interop.layouts.names import IDENTITY, Names, default_names, matrix_shape, names_in_files
-from quantshard.interop.layouts.table import EXACT, Layout
+from quantshard.interop.layouts.table import EXACT, Layout, SecondScale
 from quantshard.interop.layouts.writing import EMBEDDING, HEAD, NOTED_AMAX
 from quantshard.optimizers import averaging
 from quantshard.sharding import ceil_div
@@ -98,12 +98,12 @@ def load(
 
 @dataclass
 class _ParameterSlices:
-    """A parameter or buffer and the location of its rows: external name -> runs of rows."""
+    """A parameter or buffer, its rows in the files (external name -> runs), and its layout; None: high precision."""
 
     name: str
     param: Tensor
     pieces: dict[str, list[RowRun]]
-    is_stored_quantized: bool
+    layout: Layout | None
     grid: Tensor | None = None
     amax: Tensor | None = None
 
@@ -166,7 +166,7 @@ class _LayoutLoader:
         kinds = {self._check(name, param, theirs, runs) for theirs, runs in pieces.items()}
         if len(kinds) != 1:
             raise CheckpointError(f"{self.report.path}: only some parts of {name} are quantized")
-        return _ParameterSlices(name, param, pieces, kinds.pop())
+        return _ParameterSlices(name, param, pieces, self.layout if kinds.pop() else None)
 
     def _check(self, ours: str, param: Tensor, theirs: str, runs: list[RowRun]) -> bool:
         """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
@@ -186,10 +186,9 @@ class _LayoutLoader:
             is_scale = dtype is not None and layout is not None and key != stem + layout.codes_key
             shape_matches = size == shape or (is_scale and _flat(size) == _flat(shape))
             if not shape_matches or not (dtype_ == dtype or is_half_scale or is_value):
-                raise CheckpointError(
-                    f"{self.report.path}: {key} is {str(dtype_).removeprefix('torch.')} {list(size)}, but {ours} must "
-                    f"be {str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
-                )
+                actual = f"{str(dtype_).removeprefix('torch.')} {list(size)}"
+                needed = f"{str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
+                raise CheckpointError(f"{self.report.path}: {key} is {actual}, but {ours} must be {needed}")
         self.taken |= expected.keys()
         return is_quantized
 
@@ -204,11 +203,10 @@ class _LayoutLoader:
             raise CheckpointError(f"{self.report.path}: {problem}; {remedy}")
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
-        if not item.is_stored_quantized:
+        layout, storage = item.layout, item.storage
+        if layout is None:
             return None
-        assert self.layout is not None
-        storage = item.storage
-        verdict = table.import_verdict(None if storage is None else storage.spec.of_matrix, self.layout)
+        verdict = table.import_verdict(None if storage is None else storage.spec.of_matrix, layout)
         if storage is None or verdict.kind != EXACT:
             return verdict.why
         fmt = storage.spec.format
@@ -217,17 +215,16 @@ class _LayoutLoader:
         rows, cols = storage.shard.global_shape
         start, stop = (min(entry * scale.block_shape[0], rows) for entry in extents[0])  # block_shape can be ALL
         try:
-            item.grid = conversion.our_grid(self._scales(item, start, stop), self.layout, fmt, extents, cols)
-            item.amax = self._amax(item)
+            grid = conversion.our_grid(self._scales(item, layout, start, stop), layout, fmt, extents, cols)
+            item.amax = None if layout.second is None else self._amax(item, layout.second, storage)
+            item.grid = grid
         except InexactConversionError as error:
             return str(error)
         return None
 
-    def _scales(self, item: _ParameterSlices, start: int, stop: int) -> Tensor:
+    def _scales(self, item: _ParameterSlices, layout: Layout, start: int, stop: int) -> Tensor:
         """Read the scales of our rows start...stop - 1, as stored: [rows, external blocks per row]."""
-        assert self.layout is not None
-        layout, scales = self.layout, []
-        height = layout.block[0]
+        scales, height = [], layout.block[0]
         for name, first, length in item.runs(start, stop):
             key = name.removesuffix("weight") + layout.scale_key
             low, high = first // height, ceil_div(first + length, height)
@@ -241,13 +238,8 @@ class _LayoutLoader:
         blocks = ceil_div(cols, min(layout.block[1], max(cols, 1)))
         return torch.empty(0, blocks, dtype=layout.scale.storage, device="cpu")
 
-    def _amax(self, item: _ParameterSlices) -> Tensor | None:
-        assert self.layout is not None
-        second = self.layout.second
-        if second is None:
-            return None
-        assert item.storage is not None
-        fmt = item.storage.spec.format
+    def _amax(self, item: _ParameterSlices, second: SecondScale, storage: QuantizedStorage) -> Tensor:
+        fmt = storage.spec.format
         amax = fmt.copies[Orientation.ROWWISE].amax
         assert amax is not None
         amaxes: dict[int, Tensor] = {}
@@ -258,7 +250,7 @@ class _LayoutLoader:
             for matrix in {run.ours // amax.block_shape[0] for run in runs}:
                 if not torch.equal(amaxes.setdefault(matrix, value), value):
                     raise InexactConversionError("its parts have different second scales")
-        (first, last), _ = item.storage.shard.resident(amax)
+        (first, last), _ = storage.shard.resident(amax)
         empty = torch.empty(0, 1, dtype=torch.float32, device="cpu")
         return torch.cat([empty, *(amaxes[matrix] for matrix in range(first, last))])
 
@@ -276,18 +268,14 @@ class _LayoutLoader:
             storage = item.storage
             if storage is None:
                 self._fill(item)
-            elif not item.is_stored_quantized or item.name in self.report.requantized:
+            elif item.layout is None or item.grid is None or item.name in self.report.requantized:
                 remaining.append(item)
             else:
-                self._copy(item, storage)
+                rows, cols = storage.shard.resident(storage.spec.format.copies[Orientation.ROWWISE].codes)
+                codes = self._rows(item, item.layout.codes_key, rows, cols, torch.uint8)
+                conversion.write_copy(item.param, codes, item.grid, item.amax)
+                self.report.copied.append(item.name)
         return remaining
-
-    def _copy(self, item: _ParameterSlices, storage: QuantizedStorage) -> None:
-        assert self.layout is not None and item.grid is not None
-        rows, cols = storage.shard.resident(storage.spec.format.copies[Orientation.ROWWISE].codes)
-        codes = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)
-        conversion.write_copy(item.param, codes, item.grid, item.amax)
-        self.report.copied.append(item.name)
 
     def _rows(
         self,
@@ -311,22 +299,19 @@ class _LayoutLoader:
 
     def _values(self, item: _ParameterSlices) -> Tensor:
         """Return the local shard's values: float32 if stored quantized, otherwise in the stored dtype."""
-        extents = item.extents()
-        if not item.is_stored_quantized:
+        extents, layout = item.extents(), item.layout
+        if layout is None:
             return self._rows(item, "weight", extents[0], extents[1] if len(extents) > 1 else None, None)
-        assert self.layout is not None
-        assert self.layout.element is not None
+        assert layout.element is not None
         (r0, r1), (c0, c1) = extents
-        codes_per_byte, element = 8 // self.layout.element.bits, self.layout.element
+        codes_per_byte = 8 // layout.element.bits
         # a shard can begin or end inside a byte of two codes: read whole bytes and drop the extra codes
-        codes = self._rows(
-            item, self.layout.codes_key, (r0, r1), (c0 // codes_per_byte, ceil_div(c1, codes_per_byte)), torch.uint8
-        )
-        numbers = numerics.unpack(codes, element, codes.shape[1] * codes_per_byte)[:, c0 % codes_per_byte :][
-            :, : c1 - c0
-        ]
-        scale = numerics.decode(self._scales(item, r0, r1), self.layout.scale)
-        second = self.layout.second
+        whole = c0 // codes_per_byte, ceil_div(c1, codes_per_byte)
+        codes = self._rows(item, layout.codes_key, (r0, r1), whole, torch.uint8)
+        first = c0 % codes_per_byte
+        numbers = numerics.unpack(codes, layout.element, first + c1 - c0)[:, first:]
+        scale = numerics.decode(self._scales(item, layout, r0, r1), layout.scale)
+        second = layout.second
         if second is not None and r1 > r0:
             # q, k and v form one weight in this model, but each has its own second scale
             row_scales = [
@@ -335,7 +320,9 @@ class _LayoutLoader:
             ]
             factor = torch.cat(row_scales)[:, None]
             scale = scale / factor if second.divides else scale * factor
-        return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1, device="cpu") // self.layout.block[1]]
+        return (
+            numerics.decode(numbers, layout.element) * scale[:, torch.arange(c0, c1, device="cpu") // layout.block[1]]
+        )
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
         values = self._values(item)
@@ -359,7 +346,7 @@ class _LayoutLoader:
         initial_values: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
-            if item.param.requires_grad and not item.is_stored_quantized:
+            if item.param.requires_grad and item.layout is None:
                 initial_values.append((storage, value.to("cpu", copy=True)))
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)

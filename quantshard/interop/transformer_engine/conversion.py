@@ -147,10 +147,8 @@ class _CheckpointConverter:
         # TransformerEngine's modules save an `_extra_state`, empty or a pickle, which `_report_omitted` reports
         unknown = sorted(name for name in set(source.names) - names if not name.endswith(EXTRA_STATE))
         if missing or unknown:
-            raise CheckpointError(
-                f"{source.path} and {like.path} are different models: {len(missing)} tensors are missing in the first "
-                f"({missing[:1]}), {len(unknown)} in the second ({unknown[:1]})"
-            )
+            counts = f"{len(missing)} tensors are missing in the first ({missing[:1]}), {len(unknown)} in the second"
+            raise CheckpointError(f"{source.path} and {like.path} are different models: {counts} ({unknown[:1]})")
         for name in sorted(names & set(source.names)):
             actual, expected = source.size(source.model + name), like.groups[_MODEL + name].shape
             if tuple(actual) != expected:
@@ -190,9 +188,8 @@ class _CheckpointConverter:
         quantized = [piece for piece in pieces if isinstance(piece, WeightPiece)]
         try:
             if len(quantized) < len(pieces):
-                raise InexactConversionError(
-                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are not quantized, or mix gate and up"
-                )
+                count = f"{len(pieces) - len(quantized)} of its {len(pieces)} shards"
+                raise InexactConversionError(f"{count} are not quantized, or mix gate and up")
             parts, omitted = components_of(quantized, fmt, shape)
         except InexactConversionError as error:
             master = self._master(name)
@@ -283,9 +280,8 @@ class _CheckpointConverter:
                 if not _is_setting(setting, value):
                     raise CheckpointError(f"{self.source.path}: {name}: invalid {setting} {value!r:.60}")
                 if entries.setdefault(key, value) != value:
-                    raise CheckpointError(
-                        f"{self.source.path}: {name} has {setting} {value!r}, others of {group} have {entries[key]!r}"
-                    )
+                    problem = f"{name} has {setting} {value!r}, others of {group} have {entries[key]!r}"
+                    raise CheckpointError(f"{self.source.path}: {problem}")
         for group in dict.fromkeys(group for _, _, group in self.like.parameters):
             if f"{group}.step" not in entries:
                 raise CheckpointError(f"{self.source.path}: its optimizer has no step; it was saved before the first")
@@ -297,7 +293,7 @@ class _CheckpointConverter:
             is_state = key.startswith(_STATE) and not isinstance(entry, BytesStorageMetadata)
             if key in self.made or is_state or (key.startswith("optimizer.") and not self.has_optimizer):
                 continue
-            value = self.like.value(key)
+            value = self.like.reader.value(key)
             if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
                 # the template's history has the amaxes of its initial weights
                 value = torch.zeros_like(value)

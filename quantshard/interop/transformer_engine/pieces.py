@@ -242,7 +242,11 @@ def components_of(
     pieces: Sequence[WeightPiece], fmt: Format, shape: tuple[int, int]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Convert a weight of `shape` to a format's components, values unchanged, with notes on what it cannot hold."""
-    _check_encodings(pieces, fmt)
+    encodings = fmt.copies[Orientation.ROWWISE].codes.encoding, fmt.copies[Orientation.ROWWISE].scale.encoding
+    for piece in pieces:
+        if (piece.element, piece.scale) != encodings:
+            text = f"its codes are {piece.element.name}, its scales {piece.scale.name}, unlike {fmt.name}"
+            raise InexactConversionError(text)
     tensors: dict[str, Tensor] = {}
     planes = {
         orientation: plane for orientation in Orientation if (plane := _whole(pieces, orientation, shape)) is not None
@@ -273,15 +277,6 @@ def _add_copy(tensors: dict[str, Tensor], plane: CopyPiece, copy: OrientedCodes,
     for name, tensor in added.items():
         if not torch.equal(tensors.setdefault(name, tensor), tensor):
             raise InexactConversionError(f"its rowwise and columnwise copies have different {name}")
-
-
-def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
-    copy = fmt.copies[Orientation.ROWWISE]
-    for piece in pieces:
-        if (piece.element, piece.scale) != (copy.codes.encoding, copy.scale.encoding):
-            raise InexactConversionError(
-                f"its codes are {piece.element.name}, its scales {piece.scale.name}, unlike {fmt.name}"
-            )
 
 
 def _whole(pieces: Sequence[WeightPiece], which: Orientation, shape: tuple[int, int]) -> CopyPiece | None:

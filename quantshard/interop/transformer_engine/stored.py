@@ -133,7 +133,7 @@ class TransformerEngineCheckpoint:
         numbered, fields_by_name = self.numbered(own), {}
         for group in self._groups:
             fields = {field: self.value(key) for field, key in self._groups[group].items() if field in SETTINGS}
-            members = self._members(group)
+            members = self._list(self._groups[group].get("params"))
             for member in [group] if members is None else members:
                 fields_by_name[numbered.get(str(member), str(member))] = fields
         return {
@@ -152,11 +152,9 @@ class TransformerEngineCheckpoint:
                 groups.setdefault(group, {})[field] = key
         return groups
 
-    def _members(self, which: str) -> list[Any] | None:
-        key = self._groups[which].get("params")
-        return None if key is None else self._list(key)
-
-    def _list(self, key: str) -> list[Any]:
+    def _list(self, key: str | None) -> list[Any] | None:
+        if key is None:
+            return None
         members = self.value(key)
         if not isinstance(members, list | tuple) or not all(type(member) in (int, str) for member in members):
             raise CheckpointError(f"{self.path}: {key} is not a list of numbers or names")
@@ -164,12 +162,14 @@ class TransformerEngineCheckpoint:
 
     def numbered(self, own: list[str]) -> dict[str, str]:
         """Map state numbers to names, by the groups' names or the model's order. Empty: not numbered."""
-        groups = [(self._members(group), self._groups[group].get("param_names")) for group in self._groups]
+        groups = [
+            (self._list(group.get("params")), self._list(group.get("param_names"))) for group in self._groups.values()
+        ]
         numbers = [str(member) for members, _ in groups for member in members or ()]
         if not numbers or not all(number.isdigit() for number in numbers):
             return {}
         if all(names is not None for _, names in groups):
-            names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
+            names = [str(name) for _, group_names in groups for name in group_names or ()]
         else:
             source_names = {self._stored_name(name) for name in own}
             names = [name for name in self.stored_names if name in source_names]
@@ -193,11 +193,6 @@ class TargetCheckpoint:
             problems = ["its metadata has no paths of entries"]
         if problems:
             raise CheckpointError(f"{path} cannot serve as --like: {problems[0]}")
-
-    def value(self, key: str) -> Any:
-        if key not in self.entries:
-            raise CheckpointError(f"{self.path}: it has no entry {key}")
-        return self.reader.value(key)
 
     @cached_property
     def parameters(self) -> list[tuple[int | str, str, str]]:
