@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from quantshard.errors import ConfigurationError
 from quantshard.private_torch.lookup import private_name
 
-_resolve_group = private_name(
+process_group = private_name(
     "torch.distributed.distributed_c10d._resolve_process_group", "linear_cross_entropy of a sharded vocabulary"
 )
+"""Returns the process group with a name, for operators, which take no groups as arguments."""
 
 
 def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -28,11 +29,6 @@ def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
     """Process groups of the axes of a mesh that have more than one rank. Together they span the ranks of the axes."""
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name, for operators, which take no groups as arguments."""
-    return _resolve_group(name)
 
 
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:

@@ -55,11 +55,10 @@ NO_REGIONS = CheckpointedRegions()
 
 
 def checkpointed_regions() -> CheckpointedRegions:
-    """The checkpointed regions that the calling code runs in.
+    """The checkpointed regions that the calling code runs in; `may_be_checkpointed` asks, faster, if there can be one.
 
-    A non-reentrant region is the `_CheckpointFrame` in the saved-tensor hooks of its first forward and of its
-    recomputation. A reentrant region is the `ctx` of `CheckpointFunction`, the first argument of its
-    `forward` or `backward` on the Python stack. `may_be_checkpointed` tells, faster, whether there can be one.
+    A non-reentrant region is the `_CheckpointFrame` in the saved-tensor hooks of its first forward and recomputation. A
+    reentrant one is the `ctx` of `CheckpointFunction`, the first argument of its methods on the Python stack.
     """
     backward = current_backward()
     if (error := missing(*_NAMES)) is not None:

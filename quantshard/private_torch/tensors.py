@@ -28,9 +28,6 @@ _unfinished = private_name(
 )
 _wrapper = private_name("torch.Tensor._make_wrapper_subclass", _TENSOR)
 _null_pointer = private_name("torch._C._set_throw_on_mutable_data_ptr", "telling who would read from a null pointer")
-_assert = private_name("torch._assert_async", "experts whose tokens are counted on the device")
-_takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
-
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _version_of = operator.attrgetter("_version")
 
@@ -41,6 +38,12 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """torch 2.13 renamed both functions, and warns about the old names."""
+
+assert_on_device = private_name("torch._assert_async", "experts whose tokens are counted on the device")
+"""Stops the device with a message unless a bool tensor is true, without waiting; on the CPU, raises RuntimeError."""
+
+takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
+"""Whether `.data` of a tensor can be set to another one. False if exactly one of them is on the meta device."""
 
 scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
 """The implementation of the public `torch.nn.functional.scaled_mm`, which builds lists of numbers in every call."""
@@ -108,22 +111,14 @@ def operator_facts(operation: Any) -> tuple[list[tuple[int, str]], bool, bool]:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`, for the result of an autograd function.
-
-    If `to` (or `reshape`) changes nothing and returns its argument, torch 2.11's Dynamo silently treats the result as
-    one without a gradient.
-    """
+    """`tensor.to(dtype)`, for the result of an autograd function: if `to` (or `reshape`) returns its argument, torch
+    2.11's Dynamo silently treats the result as one without a gradient."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor itself, or the values of one that DTensor's collectives are still filling. Not differentiable."""
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
-
-
-def assert_on_device(condition: Tensor, message: str) -> None:
-    """Stop the device with an error unless a bool tensor is true, without waiting; on the CPU, raise RuntimeError."""
-    _assert(condition, message)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -150,11 +145,6 @@ def keep_with(owner: Tensor, other: Tensor) -> None:
     tensors = _kept.setdefault(owner, [])
     if all(other is not tensor for tensor in tensors):
         tensors.append(other)
-
-
-def takes_data(tensor: Tensor, value: Tensor) -> bool:
-    """True if `.data` of a tensor can be set to another one. False if exactly one of them is on the meta device."""
-    return bool(_takes_data(tensor, value))
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
@@ -188,10 +178,7 @@ def is_strided_over(placement: Placement, inner: int) -> bool:
 
 
 def cut_dims(placements: Iterable[Placement], ndim: int = 2) -> list[int | None]:
-    """For each mesh axis the dim that it shards, or None. FSDP2's placement over tensor parallelism is private.
-
-    The rows of a stack of matrices (`ndim` 3) are those of one matrix with all matrices one below the other.
-    """
+    """For each mesh axis the dim that it shards, or None; in a stack of matrices (`ndim` 3) that of the one matrix."""
     dims = [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
     return [None if dim is None else max(dim - max(ndim - 2, 0), 0) for dim in dims]
 
@@ -200,10 +187,7 @@ def cut_dims(placements: Iterable[Placement], ndim: int = 2) -> list[int | None]
 def misplaced_shard(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> str | None:
-    """Describe the first rank that DTensor's metadata give another piece than the real one; None if there is none.
-
-    DTensor misplaces some uneven shards that two axes cut.
-    """
+    """Describe the first rank whose piece DTensor misplaces (some uneven shards that two axes cut), or return None."""
     dims = cut_dims(placements)
     for dim, size in enumerate(shape):
         # the last axis cuts first; only a later cut of FSDP2 along the same dim (3 ranks or more) is misplaced
