@@ -127,14 +127,14 @@ def _new_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, st
     state = _first_state(optimizer, group, param)
     flat = private_torch.flatten_state_dict(state)[0]
     for key, entry in stored.items():
+        if flat.get(key) is not None or "." in key:
+            continue
         if not isinstance(entry, TensorStorageMetadata):
-            if flat.get(key) is None and "." not in key:
-                state[key] = None  # placeholder for an object
-        elif flat.get(key) is None and "." not in key:
-            if entry.size == param.shape:
-                state[key] = components.zeros_like(param, entry.properties.dtype)
-            elif not entry.size:
-                state[key] = torch.zeros((), dtype=entry.properties.dtype, device="cpu")
+            state[key] = None  # placeholder for an object
+        elif entry.size == param.shape:
+            state[key] = components.zeros_like(param, entry.properties.dtype)
+        elif not entry.size:
+            state[key] = torch.zeros((), dtype=entry.properties.dtype, device="cpu")
     return state
 
 

@@ -42,10 +42,7 @@ _OPTIMIZERS = "_optimizers"
 
 @dataclass
 class ReplicaArguments(DistributedDataParallelKwargs):
-    """accelerate's arguments of DistributedDataParallel plus `init_sync`, which accelerate lacks.
-
-    DistributedDataParallel would copy quantized weights as plain tensors; `broadcast_` makes the ranks equal instead.
-    """
+    """accelerate's arguments of DistributedDataParallel plus `init_sync`, since DDP cannot copy quantized weights."""
 
     init_sync: bool = True
 
@@ -143,10 +140,9 @@ def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, .
 
 
 def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard the model by accelerate's own policy.
+    """Shard the model by accelerate's own policy, which needs an optimizer whose parameters it matches by address.
 
-    accelerate shards together with an optimizer and matches its parameters by address, which does not work for the meta
-    device or empty shards. So accelerate gets a dummy optimizer, which is discarded.
+    That does not work for the meta device or empty shards, so accelerate gets a dummy optimizer, which is discarded.
     """
     plugin = accelerator.state.fsdp_plugin
     from_rank0 = bool(plugin.cpu_ram_efficient_loading) and not isinstance(model, FSDPModule)

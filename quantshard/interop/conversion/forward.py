@@ -90,10 +90,7 @@ def same_named_subclass(
 
 @functools.cache
 def subclass_with(base: type[nn.Module], marker: str, plain: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of `plain` with the methods of `base`, cached so that copies have the class of their original.
-
-    `marker`: name of the attribute that holds `plain`.
-    """
+    """Return a subclass of `plain` (its attribute `marker`) with the methods of `base`; copies have the same class."""
     create = functools.partial(_instance_with, base, marker)
     return same_named_subclass(plain, (base, plain), {marker: plain}, create)
 

@@ -174,10 +174,8 @@ def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
 
 
 def pack(entries: Mapping[str, Tensor]) -> Tensor:
-    """Pack a weight's unsharded state dict entries into one tensor of bytes, for file formats with one per weight.
-
-    The format tag comes first. With one dim, a reader of another format sees a wrong shape instead of wrong values.
-    """
+    """Pack a weight's unsharded entries into one tensor of bytes, the format tag first, for file formats."""
+    # with one dim, a reader of another format sees a wrong shape instead of wrong values
     ordered = [entries[FORMAT_SUFFIX], *(value for suffix, value in entries.items() if suffix != FORMAT_SUFFIX)]
     return torch.cat([value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in ordered])
 

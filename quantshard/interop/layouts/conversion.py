@@ -147,10 +147,8 @@ def _largest(fmt: Format) -> Tensor:
 
 
 def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
-    """Return the float32 second scale of a weight with this amax: amax / (6 * 448), or its inverse if `divides`.
-
-    It is rounded as compressed-tensors rounds it. An amax of 0, with all-zero codes, gives 1.
-    """
+    """Return the second scale of a weight with this amax: amax / (6 * 448), or its inverse; 1 if the amax is 0."""
+    # rounded as compressed-tensors rounds it
     scale = amax.float().reciprocal() * _largest(fmt) if divides else amax.float() / _largest(fmt)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
@@ -177,10 +175,9 @@ def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None
 def our_grid(
     by_row: Tensor, layout: Layout, fmt: Format, extents: tuple[tuple[int, int], tuple[int, int]], cols: int
 ) -> Tensor:
-    """Convert external scales to entries `extents` (rows, columns) of our grid of scales.
+    """Convert external scales to entries `extents` of our grid of scales, if the `import_verdict` is not lossy.
 
-    `by_row`: the external scales for each element row of these entries, [rows, external blocks per row]. Requires a
-    format and a layout whose `import_verdict` is not lossy.
+    `by_row`: the external scales for each element row of these entries, [rows, external blocks per row].
     """
     copy = fmt.copies[Orientation.ROWWISE]
     grid = regrid(by_row, layout.block, copy.block, cols)[:, slice(*extents[1])]

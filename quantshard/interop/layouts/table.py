@@ -388,11 +388,7 @@ def _signature(config: Config) -> tuple[str, ...]:
 
 
 def spec_of_tag(tag: str) -> QuantSpec:
-    """Return the format and scaling that a checkpoint's format tag names.
-
-    A tag does not record whether scales are powers of two, so this is assumed. Writers of scales other than float32
-    must check the values.
-    """
+    """Return the format and scaling that a tag names; assumes powers of two, which a tag does not record."""
     fmt, keeps_amaxes = format_of_tag(tag)
     if fmt is None:
         raise ConfigurationError(f"unknown format {tag!r}; install the release that wrote the checkpoint")
