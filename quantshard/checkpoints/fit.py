@@ -97,8 +97,7 @@ def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimi
     remedy = f"load the model alone{reseed_hint}"
     if not any([key.startswith(_OPTIMIZER) for key in stored]):
         raise CheckpointError(f"{path} was saved without an optimizer; {remedy}")
-    differences = list(_optimizer_differences(stored, live, optimizer_states.allocates(optimizer)))
-    if differences:
+    if differences := list(_optimizer_differences(stored, live, optimizer_states.allocates(optimizer))):
         problem = f"{path} is of another optimizer: {', '.join(differences)}"
         remedy = f"load with requantize=True to convert states of other dtypes, or {remedy}"
         raise CheckpointError(f"{problem}; build it with the options that it was saved with, {remedy}")

@@ -176,8 +176,7 @@ def _fitting(
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
     for name, part in parts.items():
         storage = components.quantized_storage(params[name])
-        problem = "" if storage is None else requantize.non_finite(part, storage.shard.origin)
-        if problem:
+        if problem := "" if storage is None else requantize.non_finite(part, storage.shard.origin):
             raise CheckpointError(f"load_high_precision: {name}: {problem}; codes saturate, which would hide it")
     return other_entries, parts
 

@@ -45,7 +45,7 @@ class TensorSummary:
 
     `bytes`: size of all its entries. `chunks`: number of pieces that its codes, or values, are stored in. `codes`,
     `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`: smallest
-    and largest scale. These are None without data. `wrong`: problems, as in `verify`.
+    and largest scale. These are None for plain tensors. `wrong`: problems, as in `verify`.
     """
 
     name: str
@@ -110,20 +110,16 @@ class Inspection:
         return json.dumps(whole, indent=1)
 
 
-def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
-    """Inspect a checkpoint directory.
-
-    Not a collective call. No code of the files is executed, and only one chunk is in memory at a time. Without `data`,
-    only metadata and tags are read.
-    """
+def inspect_checkpoint(path: Path_) -> Inspection:
+    """Inspect a checkpoint, one chunk at a time, without running code of its files. Not a collective call."""
     reader = SafeReader(path)
-    rows = tuple(_row(reader, group, data) for group in groups(reader))
+    rows = tuple(_row(reader, group) for group in groups(reader))
     facts = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
     run = None if reader.manifest is None else {name: getattr(reader.manifest, name) for name in facts}
     return Inspection(str(path), rows, tuple(_object_keys(reader)), run)
 
 
-def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
+def _row(reader: SafeReader, group: TensorGroup) -> TensorSummary:
     codes = reader.entries[group.parts.get("codes", group.name)]
     return TensorSummary(
         group.name,
@@ -133,7 +129,7 @@ def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
         group.shape,
         group_bytes(reader, group),
         len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0,
-        **(figures(reader, group) if data and group.format is not None else {"wrong": group.wrong}),
+        **({"wrong": group.wrong} if group.format is None else figures(reader, group)),
     )
 
 
@@ -243,8 +239,7 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
             group_by_name[weight] = _weight(weight, reader.value(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
-            spec = stored_state_spec(key, entry.properties.dtype, entries)
-            if spec is not None:
+            if (spec := stored_state_spec(key, entry.properties.dtype, entries)) is not None:
                 shape = tuple(entry.size)
                 group_by_name[key] = _with_parts(key, spec.tag, spec.format, shape, entries, ())
     grouped_keys = {key for group in group_by_name.values() for key in (*group.parts.values(), *group.others)}

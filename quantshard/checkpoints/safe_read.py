@@ -251,8 +251,7 @@ class SafeReader(FileSystemReader):
         share = names[agreement.rank() :: agreement.rank_count()]
         expect_transfer(sum([files[name].bytes for name in share]))
         for name in share:
-            problem = manifest.wrong_file(self.path, name, files[name])
-            if problem is not None:
+            if (problem := manifest.wrong_file(self.path, name, files[name])) is not None:
                 raise DamagedError(f"{self.path} is damaged: {problem}; nothing was loaded; choose another")
 
     def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:

@@ -101,8 +101,7 @@ def _check_place(path: Path_, replace: bool) -> None:
     # with a trailing slash, the link would be followed
     if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
         raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")
-    foreign_names = [name for name in names if not CHECKPOINT_FILE.fullmatch(name)]
-    if foreign_names:
+    if foreign_names := [name for name in names if not CHECKPOINT_FILE.fullmatch(name)]:
         raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
 
 

@@ -291,8 +291,7 @@ Store = LocalStore | FsspecStore
 
 
 def locate(path: Path_) -> tuple[Store, str]:
-    local_path = _local_path(path)
-    if local_path is not None:
+    if (local_path := _local_path(path)) is not None:
         return LocalStore(), local_path
     if isinstance(path, PurePath):
         raise ConfigurationError(f"{path} is a URL that pathlib changed; pass it as a string")
@@ -315,8 +314,7 @@ def is_local(path: Path_) -> bool:
 
 def local(path: Path_, what: str) -> Path:
     """A local path; the URL of a remote store raises. `what`: the name of the argument in the error."""
-    local_path = _local_path(path)
-    if local_path is None:
+    if (local_path := _local_path(path)) is None:
         raise ConfigurationError(f"{path}: {what} cannot be behind a URL; name a path on this machine")
     return Path(local_path)
 

@@ -75,8 +75,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         """Create from the `quantization_config` that the native form writes to config.json."""
         recipe, layers = config_dict.get("recipe"), layers_of(config_dict)
         layer_recipes = config_dict.get("layer_recipes") or {}
-        unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
-        if unnamed:
+        if unnamed := [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]:
             raise ConfigurationError(f"config.json lacks the recipe of {unnamed[0]}; pass config=training_config(...)")
         default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
         recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
@@ -236,8 +235,7 @@ class QuantshardQuantizer(HfQuantizer):
         loaded._weight_conversions = conversions
         for name, error in self.failures.items():
             raise type(error)(f"{name}: {error}")
-        empty = [name.removesuffix(".weight") for name, weight in self.weights.items() if weight.awaits_values]
-        if empty:
+        if empty := [name.removesuffix(".weight") for name, weight in self.weights.items() if weight.awaits_values]:
             count = f"{len(empty)} of {len(self.weights)} quantized layers"
             raise CheckpointError(f"from_pretrained: the files lack {count} (first: {empty[0]}); change filter=")
         if self.report is not None:

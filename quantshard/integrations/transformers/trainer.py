@@ -173,8 +173,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
     weights = components.quantized_parameters(model)
     _check_forms(model, weights, entries, folder)
     _check_complete(model, weights, entries, folder)
-    unexpected = model.load_state_dict(entries, strict=False).unexpected_keys
-    if unexpected:
+    if unexpected := model.load_state_dict(entries, strict=False).unexpected_keys:
         warn_user(f"{folder}: ignored {len(unexpected)} tensors that the model does not have: {_listed(unexpected)}")
 
 
@@ -241,8 +240,7 @@ def _check_complete(
         return any(alias in packed or alias + suffix in entries for alias in tied)
 
     known = {*entries, *(getattr(model, _UNSAVED, None) or ())}
-    missing = [key for key in model.state_dict() if key not in known and not is_there(key)]
-    if missing:
+    if missing := [key for key in model.state_dict() if key not in known and not is_there(key)]:
         # name a completely missing weight once, without its scales
         named = list(dict.fromkeys(key if (name := parts.get(key, (key,))[0]) in entries else name for key in missing))
         what = f"{len(named)} weights of this {type(model).__name__}"

@@ -57,8 +57,7 @@ def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
 
 def leave_recipe(model: nn.Module) -> None:
     for module in model.modules():
-        plain = getattr(type(module), _PLAIN, None)
-        if plain is not None:
+        if (plain := getattr(type(module), _PLAIN, None)) is not None:
             module.__class__ = plain
             delattr(module, RECIPE)
             delattr(module, ENTERS)

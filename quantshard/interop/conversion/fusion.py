@@ -183,8 +183,7 @@ def fuse_mlp(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> Non
 
 def unfuse(model: nn.Module) -> None:
     for module in model.modules():
-        plain = getattr(type(module), _PLAIN, None)
-        if plain is not None:
+        if (plain := getattr(type(module), _PLAIN, None)) is not None:
             module.__class__ = plain
             del module._handle, module._activation_storage
 

@@ -129,8 +129,7 @@ def _unfit(choice: LayerChoice, weight_users: Mapping[int, Sequence[str]]) -> st
         return "its weight is computed from other parameters"
     if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
         return f"a {type(module).__module__.split('.')[0]}.{type(module).__name__}, which computes in its own way"
-    users = [user for weight in weights for user in weight_users.get(id(weight), ()) if user != choice.name]
-    if users:
+    if users := [user for weight in weights for user in weight_users.get(id(weight), ()) if user != choice.name]:
         return f"its weight is also that of {', '.join(users)}"
     for weight in weights:
         if not weight.is_floating_point() or weight.itemsize == 1:

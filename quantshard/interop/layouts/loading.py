@@ -326,8 +326,7 @@ class _LayoutLoader:
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
         values = self._values(item)
-        problem = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
-        if problem:
+        if problem := requantize.non_finite(values, components.storage_of(item.param).shard.origin):
             raise CheckpointError(f"{self.report.path}: {item.name}: {problem}")
         return values
 

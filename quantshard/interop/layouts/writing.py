@@ -250,8 +250,7 @@ class ExportPlan:
         self.is_quantized = any(weight.tag is not None for weight in self.source.weights.values())
         heads, batches = files.heads_of(self.config), []
         weights = self._untied()
-        missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
-        if missing:
+        if missing := [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]:
             raise ConfigurationError(f"{self.source.path}: {missing[0]} has no external name; pass a map (--names)")
         problem: ConfigurationError | None = None
         for weight in weights:

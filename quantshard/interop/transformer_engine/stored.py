@@ -202,7 +202,6 @@ class TargetCheckpoint:
                   and key.endswith(".params")}  # fmt: skip
         if any(f"{group}.param_names" not in self.entries for group in groups):
             raise CheckpointError(f"{self.path}: its optimizer has no parameter names; pass model.named_parameters()")
-        unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
-        if unknown:
+        if unknown := [name for _, name, _ in parameters if f"model.{name}" not in self.groups]:
             raise CheckpointError(f"{self.path}: its model lacks {unknown[0]}, a parameter of its optimizer")
         return parameters
