@@ -11,14 +11,7 @@ from torch.nn.utils import parametrize
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion import experts
-from quantshard.modules.contexts.layer_recipes import (
-    HIGH_PRECISION,
-    Recipes,
-    check_patterns,
-    check_recipes,
-    matches,
-    recipes_of,
-)
+from quantshard.modules.contexts.layer_recipes import Recipes, check_patterns, check_recipes, matches, recipes_of
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.tensor.requantize import non_finite
@@ -81,7 +74,7 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
             _unfit(choice, weight_users)
             or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
             or ("no pattern of the recipes matches it" if recipe is None else "")
-            or ("" if recipe is not None and recipe.table else f"recipe {HIGH_PRECISION}")
+            or ("recipe bf16" if recipe is None or not recipe.table else "")
         )
         layer_choices.append(replace(choice, recipe=None, reason=reason) if reason else choice)
     return layer_choices

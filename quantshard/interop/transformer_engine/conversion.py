@@ -24,15 +24,8 @@ from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Scaling
 from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.transformer_engine import stored
 from quantshard.interop.transformer_engine.pieces import WeightPiece, components_of, values_of
-from quantshard.interop.transformer_engine.stored import (
-    EXTRA_STATE,
-    NAMED,
-    SETTINGS,
-    STATE_ROLES,
-    TargetCheckpoint,
-    TransformerEngineCheckpoint,
-)
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 
@@ -88,7 +81,9 @@ def convert(
     if Path(out).exists():
         raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
     job = _CheckpointConverter(
-        TransformerEngineCheckpoint(source, model, optimizer), TargetCheckpoint(like), Conversion(str(source), str(out))
+        stored.TransformerEngineCheckpoint(source, model, optimizer),
+        stored.TargetCheckpoint(like),
+        Conversion(str(source), str(out)),
     )
     state = job.run()
     inexact = job.report.inexact
@@ -100,7 +95,9 @@ def convert(
 
 
 class _CheckpointConverter:
-    def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
+    def __init__(
+        self, source: stored.TransformerEngineCheckpoint, like: stored.TargetCheckpoint, report: Conversion
+    ) -> None:
         self.source, self.like, self.report = source, like, report
         source.split_gates(name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL))
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
@@ -118,7 +115,7 @@ class _CheckpointConverter:
                 self.made.update(self._parameter(group))
         if self.has_optimizer:
             for number, name, _ in self.like.parameters:
-                for role in STATE_ROLES:
+                for role in stored.STATE_ROLES:
                     self.made.update(self._state(number, name, role))
             self.made.update(self._settings())
         self._copy_own()
@@ -144,7 +141,7 @@ class _CheckpointConverter:
         names = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
         missing = sorted(name for name in names - set(source.names) if not self._is_own(name))
         # TransformerEngine's modules save an `_extra_state`, empty or a pickle, which `_report_omitted` reports
-        unknown = sorted(name for name in set(source.names) - names if not name.endswith(EXTRA_STATE))
+        unknown = sorted(name for name in set(source.names) - names if not name.endswith(stored.EXTRA_STATE))
         if missing or unknown:
             counts = f"{len(missing)} tensors are missing in the first ({missing[:1]}), {len(unknown)} in the second"
             raise CheckpointError(f"{source.path} and {like.path} are different models: {counts} ({unknown[:1]})")
@@ -180,7 +177,9 @@ class _CheckpointConverter:
             return
         distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
         if distance > _FAR * norm:
-            raise CheckpointError(f"{self.source.path}: the numbered master of {name} is far from its weight; {NAMED}")
+            raise CheckpointError(
+                f"{self.source.path}: the numbered master of {name} is far from its weight; {stored.NAMED}"
+            )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
         # TransformerEngine dequantizes shards it cannot quantize (MXFP8: rows not divisible by 32)
@@ -223,7 +222,9 @@ class _CheckpointConverter:
         # a wrong match by number usually shows as a wrong shape
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
-            raise CheckpointError(f"{source.path}: {key} has shape {list(sizes[0])}, not {list(sizes[1])}; {NAMED}")
+            raise CheckpointError(
+                f"{source.path}: {key} has shape {list(sizes[0])}, not {list(sizes[1])}; {stored.NAMED}"
+            )
         state: Tensor = source.value(key)
         return state
 
@@ -271,7 +272,7 @@ class _CheckpointConverter:
         """Convert TransformerEngine's settings to those of our groups; raise if parameters of one group differ."""
         source_settings, entries = self.source.settings(self.own_names), dict[str, Any]()
         for _, name, group in self.like.parameters:
-            for setting in SETTINGS:
+            for setting in stored.SETTINGS:
                 key = f"{group}.{setting}"
                 if setting not in source_settings.get(name, {}) or key not in self.like.entries:
                     continue
@@ -310,7 +311,7 @@ class _CheckpointConverter:
         for name in source.names:
             entry = source.entries.get(source.model + name)
             is_empty = isinstance(entry, TensorStorageMetadata) and not entry.size.numel()
-            if name.endswith(EXTRA_STATE) and not is_empty:
+            if name.endswith(stored.EXTRA_STATE) and not is_empty:
                 omitted[name] = "a pickle of amax histories and scales, which is not read"
         if not self.has_optimizer:
             omitted["optimizer"] = "one of the checkpoints has no optimizer states"
