@@ -55,9 +55,12 @@ def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
 
 
 def rank_states(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    files = {name: checked_entry(f"the state of {name!r}", obj.state_dict())[0] for name, obj in objects.items()}
-    packed = {name: torch.frombuffer(bytearray(file), dtype=torch.uint8) for name, file in files.items()}
-    return {str(agreement.rank()): packed}
+    return {str(agreement.rank()): {name: _packed(name, value.state_dict()) for name, value in objects.items()}}
+
+
+def _packed(name: str, state: Any) -> Tensor:
+    content, _ = checked_entry(f"the state of {name!r}", state)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def keys_by_rank(stored: Iterable[str]) -> dict[str, dict[str, str]]:

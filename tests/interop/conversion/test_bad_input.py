@@ -53,7 +53,7 @@ def test_values_that_are_not_finite_leave_the_model_as_it_was(value: float) -> N
         model[2].weight[3, 5] = value
         model[3].weight[1, 1] = value
     layers, weights = list(model), [layer.weight for layer in model]
-    words = r"2\.weight: 1 of 1024 values are infinite or NaN, the first, .*at \[3, 5\].*\(2 such layers\)"
+    words = r"2\.weight: 1 of 1024 values are infinite or NaN, the first, .*at \[3, 5\]"
     with pytest.raises(ConfigurationError, match=words) as caught:
         qs.convert(model, "mxfp8")
     assert "\n" not in str(caught.value)
