@@ -143,11 +143,6 @@ def parameter_conversions(
     return conversions
 
 
-def is_history(key: str) -> bool:
-    """Whether an entry is an amax history, which only delayed scaling has."""
-    return key.endswith(AMAX_HISTORY)
-
-
 def converted_keys(
     conversions: list[ParameterConversion], stored: Mapping[str, STORAGE_TYPES], live: Mapping[str, Any]
 ) -> set[str]:
@@ -158,12 +153,8 @@ def converted_keys(
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
     states = by_number(dict.fromkeys(keys))
-    converted = {
-        key
-        for key in keys
-        if is_history(key)
-        and (key not in on_both_sides or getattr(stored[key], "size", None) != getattr(live[key], "shape", None))
-    }
+    histories = {key for key in keys if key.endswith(AMAX_HISTORY)}
+    converted = {k for k in histories if getattr(stored.get(k), "size", None) != getattr(live.get(k), "shape", None)}
     for conversion in conversions:
         if conversion.requantizes:
             weight = f"model.{conversion.name}"
@@ -184,7 +175,7 @@ def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
         if storage is not None and AMAX_HISTORY in storage.state:
             histories[f"{name}_{AMAX_HISTORY}"] = storage.state[AMAX_HISTORY]
     for name, history in histories.items():
-        if is_history(name) and f"model.{name}" in ignored:
+        if name.endswith(AMAX_HISTORY) and f"model.{name}" in ignored:
             history.zero_()
 
 

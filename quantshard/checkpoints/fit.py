@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
-from quantshard.checkpoints.conversions import HIGH_PRECISION, is_history
+from quantshard.checkpoints.conversions import HIGH_PRECISION
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.optimizers.loading import check_group, own_settings
 from quantshard.tensor import component_loading, components
+from quantshard.tensor.parameter_state import AMAX_HISTORY
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
@@ -89,7 +90,11 @@ def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Col
 
 
 def _history_remedy(keys: list[str]) -> str:
-    return "; load with requantize=True, which clears amax histories" if all(map(is_history, keys)) else ""
+    return (
+        "; load with requantize=True, which clears amax histories"
+        if all(key.endswith(AMAX_HISTORY) for key in keys)
+        else ""
+    )
 
 
 def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -281,10 +281,8 @@ def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
     # DistributedDataParallel adds "module."
-    params = {
-        _canonical_name(name).removeprefix("module."): param
-        for name, param in components.named_parameters(model).items()
-    }
+    named = components.named_parameters(model).items()
+    params = {_canonical_name(name).removeprefix("module."): param for name, param in named}
     names = {_canonical_name(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
     mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if mismatched:

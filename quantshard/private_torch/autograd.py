@@ -121,10 +121,7 @@ _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", _LOAD_HOOKS, "_loa
 
 
 def take_hooks(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the hooks of the module that it replaces. `module` must have no hooks.
-
-    The tables themselves are shared, because the handles of hooks refer to them.
-    """
+    """Give a module without hooks the hooks of the one that it replaces: the tables, to which their handles refer."""
     for name in (*HOOKS, *_STATE_HOOKS):
         assert not getattr(module, name), name
         setattr(module, name, getattr(other, name))
@@ -203,10 +200,8 @@ leaf."""
 
 
 def gradients_in_pass(ctx: Any) -> list[bool | None]:
-    """For each tensor argument of an autograd function, whether the running backward passes on its gradient.
-
-    None: it requires no gradient. The context's `needs_input_grad` is the same in all passes.
-    """
+    """For each tensor argument of an autograd function, whether the running backward passes on its gradient (None: it
+    requires none). The context's `needs_input_grad` is the same in all passes."""
     edges: list[bool | None] = []
     for node, _ in ctx.next_functions:
         try:
@@ -294,11 +289,8 @@ def num_compilations() -> int:
 
 
 def check_order_is_kept() -> None:
-    """Make Inductor split CUDA graphs at operators of `keep_order`, since replays would skip their side effects.
-
-    Inductor splits at operators with the tag `cudagraph_unsafe`, but torch 2.11 to 2.13 wrap an operator that keeps
-    its order in another one without tags. It is called in tracing, because the import takes a second.
-    """
+    """Make Inductor split CUDA graphs at operators of `keep_order`, as it does by the tag `cudagraph_unsafe`, which
+    torch 2.11 to 2.13 hide in an operator without tags. Call this in tracing: the import takes a second."""
     inductor, unsafe = _inductor(), _unsafe()
     if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:
         raise error

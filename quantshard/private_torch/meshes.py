@@ -62,10 +62,8 @@ def running_stage() -> RunningStage | None:
 def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
     """From a frame outwards, the innermost stage that runs its module on values, not only to infer shapes."""
     stage, names = stages.PipelineStage, vars(stages)
-    on_values = {
-        method.__code__
-        for method in (stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk)
-    }
+    methods = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+    on_values = {method.__code__ for method in methods}
     infers = False
     while frame is not None:
         if frame.f_globals is names:

@@ -42,12 +42,10 @@ class OwnershipToken:
             owner = _read_owner(self.folder)
         except OSError as error:
             raise CheckpointError(f"the owner of {self.folder} cannot be read ({why(error)})") from error
+        if not owner:
+            raise CheckpointError(f"{self.folder} was removed or replaced while this run used it; start the run again")
         if owner.get("token") != self.token:
-            raise CheckpointError(
-                f"{self.folder} is in use by another run, {_described(owner)}; stop one of them"
-                if owner
-                else f"{self.folder} was removed or replaced while this run used it; start the run again"
-            )
+            raise CheckpointError(f"{self.folder} is in use by another run, {_described(owner)}; stop one of them")
 
 
 class Ownership:

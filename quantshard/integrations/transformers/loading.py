@@ -79,12 +79,8 @@ class QuantshardConfig(QuantizationConfigMixin):
             raise ConfigurationError(f"config.json lacks the recipe of {unnamed[0]}; pass config=training_config(...)")
         default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
         recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
-        config = cls(
-            recipes,
-            filter=NameFilter(layers),
-            modules=config_dict.get("modules", "linear"),
-            autocast=config_dict.get("autocast", True),
-        )
+        options = {key: config_dict[key] for key in ("modules", "autocast") if key in config_dict}
+        config = cls(recipes, filter=NameFilter(layers), **options)
         config.stored = dict(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 

@@ -129,12 +129,8 @@ class _CheckpointConverter:
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)
-        return {
-            "step": steps.pop() if len(steps) == 1 else None,
-            "recipe": None if like is None else like.recipe,
-            "mesh": None,
-            "zero_centered": None if like is None else like.zero_centered,
-        }
+        facts = {} if like is None else {"recipe": like.recipe, "zero_centered": like.zero_centered}
+        return {"step": steps.pop() if len(steps) == 1 else None, **facts}
 
     def _check_same_model(self) -> None:
         like, source = self.like, self.source
@@ -152,11 +148,8 @@ class _CheckpointConverter:
 
     def _is_own(self, name: str) -> bool:
         """Return whether a tensor is specific to quantshard: random keys, draw counts and amax histories."""
-        weight = any(
-            name.endswith(end) and _MODEL + name.removesuffix(end) in self.like.groups
-            for end in (f"_{RNG_KEY}", f"_{RNG_DRAWS}")
-        )
-        return weight or name.endswith(AMAX_HISTORY)
+        weight = name.removesuffix(f"_{RNG_KEY}").removesuffix(f"_{RNG_DRAWS}")
+        return name.endswith(AMAX_HISTORY) or (weight != name and _MODEL + weight in self.like.groups)
 
     def _parameter(self, group: TensorGroup) -> dict[str, Any]:
         name, shape = group.name.removeprefix(_MODEL), group.shape

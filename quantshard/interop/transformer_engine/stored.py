@@ -136,11 +136,8 @@ class TransformerEngineCheckpoint:
             members = self._list(self._groups[group].get("params"))
             for member in [group] if members is None else members:
                 fields_by_name[numbered.get(str(member), str(member))] = fields
-        return {
-            name: fields_by_name[source_name]
-            for name in own
-            if (source_name := self._stored_name(name)) in fields_by_name
-        }
+        source_names = {name: self._stored_name(name) for name in own}
+        return {name: fields_by_name[theirs] for name, theirs in source_names.items() if theirs in fields_by_name}
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, str]]:
