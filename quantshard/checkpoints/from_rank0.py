@@ -90,9 +90,7 @@ def _fitting(model: nn.Module, described: Mapping[str, Tensor], strict: bool) ->
     if strict and (missing or unexpected):
         lacking = f"lacks {len(missing)} of this model's entries (first: {missing[:1] or '-'})"
         problem = f"rank 0's state dict {lacking} and has {len(unexpected)} that this one lacks"
-        raise CheckpointError(
-            f"{problem} (first: {unexpected[:1] or '-'}); build the saved model, or pass strict=False"
-        )
+        raise CheckpointError(f"{problem} (first: {unexpected[:1] or '-'}); build that model, or pass strict=False")
     for key, value in described.items():
         if key in live and _kind(live[key]) != _kind(value):
             raise CheckpointError(f"{key}: {_kind(value)} in rank 0's state dict, {_kind(live[key])} in this model")

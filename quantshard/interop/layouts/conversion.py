@@ -48,15 +48,12 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
         raise ConfigurationError(f"{layout.name} needs multiples of {layout.block[1]} columns, not [{rows}, {cols}]")
     codes = torch.uint8 if layout.element.native is None else layout.element.native
     grid = (ceil_div(rows, layout.block[0]), ceil_div(cols, block_cols))
-    scale = {ScaleShape.GRID: grid, ScaleShape.SCALAR: (), ScaleShape.ONE: (1,), ScaleShape.ROWS: (rows,)}[
-        layout.scale_shape
-    ]
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        layout.codes_key: (codes, (rows, cols // codes_per_byte)),
-        layout.scale_key: (layout.scale_dtype, scale),
-    }
+    sizes = {ScaleShape.GRID: grid, ScaleShape.ROWS: (rows,), ScaleShape.ONE: (1,), ScaleShape.SCALAR: ()}
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    tensors[layout.codes_key] = codes, (rows, cols // codes_per_byte)
+    tensors[layout.scale_key] = layout.scale_dtype, sizes[layout.scale_shape]
     if layout.second is not None:
-        tensors[layout.second.key] = (torch.float32, () if layout.second.shape is ScaleShape.SCALAR else (1,))
+        tensors[layout.second.key] = torch.float32, sizes[layout.second.shape]
     return tensors
 
 

@@ -320,9 +320,8 @@ class _LayoutLoader:
             ]
             factor = torch.cat(row_scales)[:, None]
             scale = scale / factor if second.divides else scale * factor
-        return (
-            numerics.decode(numbers, layout.element) * scale[:, torch.arange(c0, c1, device="cpu") // layout.block[1]]
-        )
+        block_of_column = torch.arange(c0, c1, device="cpu") // layout.block[1]
+        return numerics.decode(numbers, layout.element) * scale[:, block_of_column]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
         values = self._values(item)

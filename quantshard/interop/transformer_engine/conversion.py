@@ -170,9 +170,8 @@ class _CheckpointConverter:
             return
         distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
         if distance > _FAR * norm:
-            raise CheckpointError(
-                f"{self.source.path}: the numbered master of {name} is far from its weight; {stored.NAMED}"
-            )
+            problem = f"the numbered master of {name} is far from its weight"
+            raise CheckpointError(f"{self.source.path}: {problem}; {stored.NAMED}")
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
         # TransformerEngine dequantizes shards it cannot quantize (MXFP8: rows not divisible by 32)
@@ -215,9 +214,8 @@ class _CheckpointConverter:
         # a wrong match by number usually shows as a wrong shape
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
-            raise CheckpointError(
-                f"{source.path}: {key} has shape {list(sizes[0])}, not {list(sizes[1])}; {stored.NAMED}"
-            )
+            problem = f"{key} has shape {list(sizes[0])}, not {list(sizes[1])}"
+            raise CheckpointError(f"{source.path}: {problem}; {stored.NAMED}")
         state: Tensor = source.value(key)
         return state
 
