@@ -121,8 +121,6 @@ class _CheckpointConverter:
         self._copy_own()
         self._report_omitted()
         paths = {**self.like.paths, **self.state_paths}
-        if unknown := [key for key in self.made if key not in paths]:
-            raise CheckpointError(f"{self.like.path} is damaged: it lacks {unknown[0]}")
         return _nested({paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
