@@ -45,7 +45,7 @@ class TensorSummary:
 
     `bytes`: size of all its entries. `chunks`: number of pieces that its codes, or values, are stored in. `codes`,
     `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`: smallest
-    and largest scale. These are None for plain tensors. `wrong`: problems, as in `verify`.
+    and largest scale. These are None without data. `wrong`: problems, as in `verify`.
     """
 
     name: str
@@ -110,16 +110,19 @@ class Inspection:
         return json.dumps(whole, indent=1)
 
 
-def inspect_checkpoint(path: Path_) -> Inspection:
-    """Inspect a checkpoint, one chunk at a time, without running code of its files. Not a collective call."""
+def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
+    """Inspect a checkpoint, one chunk at a time, without running code of its files. Not a collective call.
+
+    Without `data`, only metadata and tags are read.
+    """
     reader = SafeReader(path)
-    rows = tuple(_row(reader, group) for group in groups(reader))
+    rows = tuple(_row(reader, group, data) for group in groups(reader))
     facts = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
     run = None if reader.manifest is None else {name: getattr(reader.manifest, name) for name in facts}
     return Inspection(str(path), rows, tuple(_object_keys(reader)), run)
 
 
-def _row(reader: SafeReader, group: TensorGroup) -> TensorSummary:
+def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
     codes = reader.entries[group.parts.get("codes", group.name)]
     return TensorSummary(
         group.name,
@@ -129,7 +132,7 @@ def _row(reader: SafeReader, group: TensorGroup) -> TensorSummary:
         group.shape,
         group_bytes(reader, group),
         len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0,
-        **({"wrong": group.wrong} if group.format is None else figures(reader, group)),
+        **(figures(reader, group) if data and group.format is not None else {"wrong": group.wrong}),
     )
 
 

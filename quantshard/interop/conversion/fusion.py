@@ -141,7 +141,7 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
     """Let layers share the quantization of their input, or return why they cannot ("" if they can)."""
     if any(layer.recipe != layers[0].recipe or layer.model_recipe != layers[0].model_recipe for layer in layers):
         return "they have different recipes"
-    if any("history" in name for layer in layers for name, _ in layer.named_buffers(recurse=False)):
+    if any(layer.has_histories for layer in layers):
         return "delayed scaling keeps a history per layer"
     shared_input = SharedInput()
     for layer in layers:

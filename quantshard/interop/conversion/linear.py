@@ -62,6 +62,10 @@ class ConvertedLinear(PackedLoading, Linear, _LinearInterface):  # type: ignore[
         return self._prepare(self._layer, x_shape, device)
 
     @property
+    def has_histories(self) -> bool:
+        return any("history" in name for name, _ in self.named_buffers(recurse=False))
+
+    @property
     def awaits_values(self) -> bool:
         """Whether the weight is on the meta device, or left it without getting values."""
         return self.weight.is_meta or self._awaits_values
