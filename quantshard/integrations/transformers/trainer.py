@@ -8,7 +8,7 @@ too, and treats a missing weight as an error.
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
@@ -74,45 +74,42 @@ class QuantizedTraining:
     model. Otherwise checkpoints are read by `from_pretrained`'s names, and a missing weight is an error.
     """
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self: Any) -> None:
         """Like the Trainer's, with `init_sync=False` for DistributedDataParallel."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = cast(Any, self).accelerator
-        accelerator.ddp_handler = replica_arguments(accelerator)
+        self.accelerator.ddp_handler = replica_arguments(self.accelerator)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+    def create_optimizer(self: Any, model: nn.Module | None = None) -> Optimizer:
         """Replace the Trainer's AdamW by `FusedAdam`."""
-        trainer = cast(Any, self)
-        target = trainer.model if model is None else model
+        target = self.model if model is None else model
         if components.quantized_parameters(target):
-            if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
-                name = getattr(trainer.args.optim, "value", trainer.args.optim)
+            if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+                name = getattr(self.args.optim, "value", self.args.optim)
                 if name not in ADAMS:
                     raise ConfigurationError(f"TrainingArguments(optim={name!r}) is not supported; keep the default")
-                trainer.optimizer_cls_and_kwargs = adam(trainer.args)
-            if trainer.args.fsdp and not trainer.is_fsdp_enabled:
-                warn_of_replicas(trainer.accelerator)
-            if trainer.is_fsdp_enabled:
-                kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-                if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
+                self.optimizer_cls_and_kwargs = adam(self.args)
+            if self.args.fsdp and not self.is_fsdp_enabled:
+                warn_of_replicas(self.accelerator)
+            if self.is_fsdp_enabled:
+                kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+                if "FULL" in kind and getattr(self.args.save_strategy, "value", "no") != "no":
                     raise ConfigurationError(f"{kind} cannot be resumed; set state_dict_type='SHARDED_STATE_DICT'")
-                if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # otherwise rank 0's is sent
+                if not self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # otherwise rank 0's is sent
                     check_before_sharding(target)
-            elif trainer.args.world_size > 1:
+            elif self.args.world_size > 1:
                 check_replicas(target)
         else:
             name = type(target).__name__
             warn_user(f"QuantizedTraining: {name} has no quantized weight; call quantshard.convert", is_counted=True)
         return super().create_optimizer(model)  # type: ignore[misc]
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Like the Trainer's, but under FSDP2 rank 0 also writes the whole model if checkpoints are sharded."""
-        trainer = cast(Any, self)
-        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if plugin is not None and _internal_call and output_dir is not None:
             # the Trainer looks for the best checkpoint's folder on each rank before sharded files are written
             os.makedirs(output_dir, exist_ok=True)
-        if plugin is None or _internal_call or not components.quantized_parameters(trainer.model):
+        if plugin is None or _internal_call or not components.quantized_parameters(self.model):
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         previous, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
         try:
@@ -120,22 +117,20 @@ class QuantizedTraining:
         finally:
             plugin.state_dict_type = previous
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Like the Trainer's, but uses `from_pretrained`'s names; see `load_weights`."""
-        trainer = cast(Any, self)
-        target = trainer.model if model is None else model
-        if not _is_read_here(trainer, target, resume_from_checkpoint):
+        target = self.model if model is None else model
+        if not _is_read_here(self, target, resume_from_checkpoint):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         load_weights(target, resume_from_checkpoint)
 
-    def _load_best_model(self) -> None:
+    def _load_best_model(self: Any) -> None:
         """Like the Trainer's, but reads the checkpoint as `_load_from_checkpoint` does."""
-        trainer = cast(Any, self)
-        best = trainer.state.best_model_checkpoint
-        if not _is_read_here(trainer, trainer.model, best):
+        best = self.state.best_model_checkpoint
+        if not _is_read_here(self, self.model, best):
             return super()._load_best_model()  # type: ignore[misc]
-        _LOGGER.info(f"Loading best model from {best} (score: {trainer.state.best_metric}).")
-        load_weights(trainer.model, best)
+        _LOGGER.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        load_weights(self.model, best)
 
 
 def _is_read_here(trainer: Any, model: nn.Module, folder: str) -> bool:
