@@ -55,16 +55,14 @@ def rotates_by_all_to_all() -> bool:
 
 def local_attention() -> Callable[..., Tensor]:
     """Return SDPA, or what `context_parallel` replaces."""
-    result: Callable[..., Tensor] = _replacement().get("target_fn", F.scaled_dot_product_attention)
-    return result
+    return _replacement().get("target_fn", F.scaled_dot_product_attention)
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: str, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Attend to the keys of all ranks: [batch, heads, local tokens, features]. `kernel`: "flash" or "cudnn"."""
-    out: Tensor = _RingAttention.apply(q, k, v, group, kernel if q.is_cuda else "cpu", is_causal, scale)
-    return out
+    return _RingAttention.apply(q, k, v, group, kernel if q.is_cuda else "cpu", is_causal, scale)
 
 
 _KERNELS: Final = {"flash": "flash_attention", "cudnn": "cudnn_attention", "cpu": "flash_attention_for_cpu"}

@@ -29,8 +29,7 @@ class WeightToFill:
 
     @property
     def param(self) -> Tensor:
-        param: Tensor = getattr(self.module, self.leaf)
-        return param
+        return getattr(self.module, self.leaf)
 
     @property
     def storage(self) -> QuantizedStorage:

@@ -358,8 +358,7 @@ class StackFill(WeightFill):
         for operation in self.plain.operations:
             values = operation.convert(values, **context)
         (stack,) = values.values()
-        result: Tensor = stack[0] if isinstance(stack, list) else stack
-        return result
+        return stack[0] if isinstance(stack, list) else stack
 
     def _write(self, parts: Mapping[str, list[Tensor]], built: Callable[..., Tensor], weight: WeightToFill) -> None:
         """Write codes and scales: transformers' operations move the scales of rows as they move the rows."""

@@ -64,8 +64,7 @@ class ConvertedExperts(PackedLoading, StackedExperts):
         """
         module: Any = self
         if parametrize.is_parametrized(module):  # by PEFT: adapters in high precision are added to the values
-            adapted: Tensor = getattr(module, _PLAIN).forward(module, hidden_states, top_k_index, top_k_weights)
-            return adapted
+            return getattr(module, _PLAIN).forward(module, hidden_states, top_k_index, top_k_weights)
         inp = self._input(hidden_states)
         route = experts.route_tokens(inp, top_k_index, self.num_stacked, self.tp_mesh)
         first, second = self._weights

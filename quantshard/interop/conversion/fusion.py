@@ -249,8 +249,7 @@ class FusedGatedMLP(nn.Module):
         if fused.fits(front, fc1, down):
             return fused.mlp(front, fc1, activation, down, storage=storage)[0]
         inner = linear(x, fc1)
-        out: Tensor = linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
-        return out
+        return linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
 
     # Interface used by operators
 

@@ -237,8 +237,7 @@ class DeferredLogits:
         transform = {"logit_scale": (softcap or 1.0) / divisor, "softcap": softcap}
         device = self.device
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        loss: Tensor = self._head(self._hidden, labels=labels.to(device), **moved, **transform)
-        return loss
+        return self._head(self._hidden, labels=labels.to(device), **moved, **transform)
 
     def tanh(self) -> Any:
         """Compute the hyperbolic tangent, still deferred."""

@@ -206,8 +206,7 @@ class CheckpointModel(WeightReader):
     def _tensor(self, key: str) -> Tensor:
         if not isinstance(self._stored.get(key), TensorStorageMetadata):
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
-        tensor: Tensor = self._reader.value(key)
-        return tensor
+        return self._reader.value(key)
 
 
 def is_state(name: str, dtype: torch.dtype) -> bool:

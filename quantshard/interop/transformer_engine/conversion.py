@@ -214,8 +214,7 @@ class _CheckpointConverter:
         if sizes[0] != sizes[1]:
             problem = f"{key} has shape {list(sizes[0])}, not {list(sizes[1])}"
             raise CheckpointError(f"{source.path}: {problem}; {stored.NAMED}")
-        state: Tensor = source.value(key)
-        return state
+        return source.value(key)
 
     def _master(self, name: str) -> Tensor | None:
         """The float32 master of a parameter, or None. An int16 state is the low half, the parameter the high."""
