@@ -8,8 +8,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
+from unittest import mock
 
 from quantshard.checkpoints.disk.store import Path_, open_regular, why
 from quantshard.errors import ConfigurationError, QuantshardError, shown
@@ -128,14 +129,8 @@ _OFFLINE: Final = (
 @contextmanager
 def hub_offline() -> Iterator[None]:
     """Prevent transformers and datasets from sending requests and running code of a folder, also in nested models."""
-    switches = []
-    for name, switch, value in _OFFLINE:
-        if name.partition(".")[0] in sys.modules:
-            module = importlib.import_module(name)
-            switches.append((module, switch, getattr(module, switch, None)))
-            setattr(module, switch, value)
-    try:
+    with ExitStack() as stack:
+        for name, switch, value in _OFFLINE:
+            if name.partition(".")[0] in sys.modules:
+                stack.enter_context(mock.patch.object(importlib.import_module(name), switch, value, create=True))
         yield
-    finally:
-        for module, switch, previous in switches:
-            setattr(module, switch, previous)

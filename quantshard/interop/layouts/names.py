@@ -51,21 +51,16 @@ class Names:
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
         """Return the external weights in one of our weights: external name -> its rows. Empty: not mapped."""
-        general, numbers = _general(ours)
+        general, number = _general(ours)
         if general in self.plain:
-            return {_numbered(self.plain[general], numbers): [RowRun(0, 0, rows)]}
+            return {self.plain[general].replace("{n}", number): [RowRun(0, 0, rows)]}
         if general not in self.fused:
             return {ours: [RowRun(0, 0, rows)]} if self.identity else {}
         order, into = self.fused[general]
         if heads is None:
             raise ConfigurationError(f"{ours} holds queries, keys and values; pass --config with numbers of heads")
         runs = fused_runs(ours, order, rows, heads)
-        return {_numbered(name, numbers): part for name, part in zip(into, runs, strict=True)}
-
-
-def _numbered(name: str, number: str) -> str:
-    """Fill in the number of an external name. Unlike with `str.format`, other braces have no meaning."""
-    return name.replace("{n}", number)
+        return {name.replace("{n}", number): part for name, part in zip(into, runs, strict=True)}
 
 
 def _general(name: str) -> tuple[str, str]:

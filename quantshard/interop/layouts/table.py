@@ -85,12 +85,9 @@ class Layout:
 
     def row(self) -> Format:
         """Return our format with this element, scale and block and a single copy, used for requantization."""
-        for fmt in FORMATS.values():
-            copy = fmt.copies[Orientation.ROWWISE]
-            matches = (copy.codes.encoding, copy.scale.encoding, copy.block) == (self.element, self.scale, self.block)
-            if matches and len(fmt.copies) == 1:
-                return fmt
-        raise AssertionError(f"no format has the blocks of {self.name}")
+        copies = {fmt: fmt.copies[Orientation.ROWWISE] for fmt in FORMATS.values() if len(fmt.copies) == 1}
+        own = self.element, self.scale, self.block
+        return next(fmt for fmt, c in copies.items() if (c.codes.encoding, c.scale.encoding, c.block) == own)
 
 
 @dataclass(frozen=True, slots=True)
