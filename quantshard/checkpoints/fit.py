@@ -88,11 +88,8 @@ def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Col
 
 
 def _history_remedy(keys: list[str]) -> str:
-    return (
-        "; load with requantize=True, which clears amax histories"
-        if all(key.endswith(AMAX_HISTORY) for key in keys)
-        else ""
-    )
+    are_histories = all(key.endswith(AMAX_HISTORY) for key in keys)
+    return "; load with requantize=True, which clears amax histories" if are_histories else ""
 
 
 def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimizer: Optimizer) -> None:

@@ -312,9 +312,10 @@ class Manager:
             self.close()
 
 
-def _held_bytes(state: dict[str, Any]) -> int:
-    entries = private_torch.flatten_state_dict(state)[0].values()
-    return sum(private_torch.local_tensor(entry).nbytes for entry in entries if isinstance(entry, Tensor))
+def _held_bytes(state: Any) -> int:
+    if isinstance(state, Mapping | list | tuple):
+        return sum(map(_held_bytes, state.values() if isinstance(state, Mapping) else state))
+    return private_torch.local_tensor(state).nbytes if isinstance(state, Tensor) else 0
 
 
 class BackgroundSaver:
