@@ -145,9 +145,9 @@ class NoManifestWarning(UserWarning):
 class SafeReader(FileSystemReader):
     """A checkpoint that is open for reading, by itself or by DCP. Its metadata are read and checked on construction.
 
-    A MissingError means that there is no complete checkpoint, a DamagedError that the metadata cannot be read, or
-    contradict themselves, the manifest or the files. `packed`: accept tensors with fewer bytes than their dtype
-    implies, down to half a byte per element, as from libraries that save quantized tensors with a nominal dtype.
+    A DamagedError means that there is no complete checkpoint, or that the metadata cannot be read, or contradict
+    themselves, the manifest or the files. `packed`: accept tensors with fewer bytes than their dtype implies, down to
+    half a byte per element, as from libraries that save quantized tensors with a nominal dtype.
     """
 
     def __init__(self, path: Path_, packed: bool = False) -> None:

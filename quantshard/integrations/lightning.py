@@ -26,9 +26,6 @@ __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 
-_IN_FABRIC = "_forward_module."
-"""Prefix of parameter names in the module returned by `fabric.setup`."""
-
 
 def convert_and_shard(
     model: nn.Module,
@@ -121,7 +118,7 @@ def check_sharded(strategy: str, params: Mapping[str, Tensor], ranks: int) -> No
     trained = {name: param for name, param in params.items() if param.requires_grad}
     items = {name: param for name, param in trained.items() if name in quantized} or trained
     if ranks > 1 and quantized and items and not any(isinstance(param, DTensor) for param in items.values()):
-        name = next(iter(items)).removeprefix(_IN_FABRIC)
+        name = next(iter(items)).removeprefix("_forward_module.")  # of the module returned by `fabric.setup`
         text = f"does not reduce gradients of unsharded weights ({name}) over {ranks} ranks"
         raise ConfigurationError(f"{strategy} {text}; shard the network with convert_and_shard")
 

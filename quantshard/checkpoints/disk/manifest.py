@@ -45,11 +45,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 class DamagedError(CheckpointError):
-    """The files of a checkpoint cannot be read by any model."""
-
-
-class MissingError(DamagedError):
-    """A checkpoint does not exist or is incomplete. As for a damaged one, the next older checkpoint is tried."""
+    """A checkpoint is missing or incomplete, or its files cannot be read by any model; the next older one is tried."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +282,7 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
         metadata, what = _unpickled(content), ""
         _check_pieces(metadata, _file_sizes(path, metadata, described), packed)
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}; choose another") from None
+        raise DamagedError(f"{path} is not a complete checkpoint: it has no {METADATA_FILE}; choose another") from None
     except (CheckpointError, OSError) as error:
         reason = why(error) if isinstance(error, OSError) else error
         raise DamagedError(f"{path}: {what}{reason}; restore its files or choose another checkpoint") from error

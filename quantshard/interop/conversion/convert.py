@@ -37,9 +37,6 @@ WHERE = ("linear", "fused")
 Places = dict[int, list[Callable[[nn.Module], None]]]
 """Module identity -> functions that put another module into each of its places."""
 
-_DEPTH = 4
-"""Maximum nesting of lists, tuples and dicts that is searched."""
-
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -316,12 +313,12 @@ def places_of(model: nn.Module) -> Places:
     for module in list(model.modules()):
         attributes = vars(module)
         for name in attributes.keys() - _MODULE_ATTRIBUTES:
-            _add_places(attributes[name], partial(attributes.__setitem__, name), places, _DEPTH)
+            _add_places(attributes[name], partial(attributes.__setitem__, name), places, depth=4)
     return places
 
 
 def _add_places(value: Any, put: Callable[[Any], None], places: Places, depth: int) -> None:
-    """Record the modules in `value`. `put`: function that replaces `value` in its container."""
+    """Record the modules in `value`. `put`: replaces `value` in its container. `depth`: maximum nesting to search."""
     if isinstance(value, nn.Module):
         places.setdefault(id(value), []).append(put)
     elif depth == 0:

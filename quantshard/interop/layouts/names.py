@@ -115,15 +115,13 @@ LLAMA: Final = _llama()
 IDENTITY: Final = Names({}, identity=True)
 """Map for a model that uses the files' own names, such as a transformers model after `quantshard.convert`."""
 
-_OURS: Final = "_weight"
-"""Suffix of weight names in our modules with several weights, which models of other libraries do not use."""
-
 
 def default_names(ours: Iterable[str]) -> Names:
     """Choose the default map: `LLAMA` for a model of `TransformerLayer`, otherwise the model's own names."""
     all_names = list(ours)
     is_llama = all(_general(name)[0] in LLAMA.plain or _general(name)[0] in LLAMA.fused for name in all_names)
-    return LLAMA if is_llama or any(name.endswith(_OURS) for name in all_names) else IDENTITY
+    # only our modules with several weights have names with this suffix
+    return LLAMA if is_llama or any(name.endswith("_weight") for name in all_names) else IDENTITY
 
 
 def read_names(path: Path) -> Names:
