@@ -170,8 +170,8 @@ class QuantshardQuantizer(HfQuantizer):
             self.noted.update({apply_renamings(key, renamings): value for key, value in self.noted.items()})
             return [StackFill.instead_of(conversion, self) for conversion in conversions]
         stacks = {".".join(name.split(".")[-2:]) for name in self.weights if not name.endswith(".weight")}
-        is_packed = self.pre_quantized
-        return conversions + [WeightConverter(name, name, [StoredWeightFill(self)]) for name in stacks if is_packed]
+        packed = stacks if self.pre_quantized else ()
+        return conversions + [WeightConverter(name, name, [StoredWeightFill(self)]) for name in packed]
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any

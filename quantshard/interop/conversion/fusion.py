@@ -52,7 +52,6 @@ ACTIVATIONS = {
 }
 """Class of act_fn -> name of the gated activation in `LayerNormMLP`."""
 
-_UNFUSED = "unfused mlp"
 _PLAIN = "_quantshard_plain_mlp"
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -275,7 +274,7 @@ def _warn_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -
         raise limits.fallback_error(("mlp not fused",), f"{mlp}.{layer}")
     storage_note = "" if storage == HIGH_PRECISION else f", without activation_storage={storage!r}"
     warn_once(
-        _UNFUSED,
+        "unfused mlp",
         f"{mlp}: {layer} {why}, so its layers are called one by one, with other roundings{storage_note}; avoid it with "
         "convert(modules='linear')",
     )

@@ -21,9 +21,6 @@ HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs une
 
 ROUTERS = frozenset("gate router wg shared_expert_gate".split())
 
-READ_DIRECTLY = "dt_proj"
-"""Last name component of layers in Mamba, Falcon Mamba and Jamba that have their weight read directly by model code."""
-
 ADAPTERS = "lora_"
 """Prefix of the name components of PEFT's adapters."""
 
@@ -153,7 +150,7 @@ def _unwanted(name: str, module: nn.Module, filter: Filter | None, is_head: bool
         return "the head; a filter or a recipe with its full name converts it"
     if any(part.startswith(ADAPTERS) for part in name.split(".")):
         return "an adapter; a filter that matches it converts it"
-    if last == READ_DIRECTLY:
+    if last == "dt_proj":  # in Mamba, Falcon Mamba and Jamba
         return "the model reads its weight directly"
     if last in ROUTERS:
         return "a router; a filter that matches it converts it"
