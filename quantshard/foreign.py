@@ -102,12 +102,10 @@ class FieldReader:
         return value
 
     def wrong(self, name: str, expected: str) -> ConfigurationError:
-        """Return the error for a field: its value and what it must be."""
         return ConfigurationError(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {expected}")
 
 
 def read_toml(path: Path_, limit: int, *, follow: bool = False) -> dict[str, Any]:
-    """Read a TOML file; see `read_regular`."""
     return toml_table(read_regular(path, limit, follow=follow), os.fspath(path))
 
 

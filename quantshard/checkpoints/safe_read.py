@@ -134,7 +134,6 @@ def empty(entry: STORAGE_TYPES) -> Tensor | None:
 
 
 def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
-    """The dtype of a stored tensor; None for another entry."""
     return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 

@@ -204,7 +204,6 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
 
 
 def _canonical_name(name: str) -> str:
-    """Remove the name components added by torch.compile and activation checkpointing."""
     return components.canonical_name(name).replace("_orig_mod.", "")
 
 

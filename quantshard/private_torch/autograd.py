@@ -64,7 +64,6 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
-    """True if a parameter has hooks on its gradient, or hooks that run after its accumulation."""
     return has_tensor_hooks(param) or bool(accumulate_grad_hooks(param))
 
 

@@ -194,7 +194,6 @@ def _converted_part(model: nn.Module, layer: str) -> nn.Module:
 
 
 def _has_stacks(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether weights of experts are quantized as stacks."""
     return any(param.ndim == 3 for param in weights.values())
 
 

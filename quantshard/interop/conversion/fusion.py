@@ -125,7 +125,6 @@ def fuse(
 
 
 def is_fused(model: nn.Module) -> bool:
-    """Return whether a model has fused layers or layers that share their input's quantization."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
     has_fused_mlp = any(isinstance(module, FusedGatedMLP) for module in model.modules())
     return has_fused_mlp or any(layer.shared_input is not None for layer in layers)

@@ -112,7 +112,6 @@ class _ParameterSlices:
         return components.quantized_storage(self.param)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return the range of the local shard along each dim."""
         if self.storage is not None:
             return list(self.storage.shard.extents)
         first, local = private_torch.global_offset(self.param), private_torch.local_tensor(self.param)

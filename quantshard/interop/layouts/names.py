@@ -215,6 +215,5 @@ def _narrow(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _runs(rows: tuple[int, ...]) -> list[RowRun]:
-    """Return the runs of consecutive rows."""
     starts = [i for i, row in enumerate(rows) if i == 0 or row != rows[i - 1] + 1]
     return [RowRun(rows[i], i, stop - i) for i, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]

@@ -88,7 +88,6 @@ class WeightReader:
         return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
 
     def is_same(self, weight: ModelWeight, other: ModelWeight) -> bool:
-        """Return whether two weights have equal values."""
         return torch.equal(self.values(weight).clone(), self.values(other))
 
     def master(self, weight: ModelWeight) -> Tensor:

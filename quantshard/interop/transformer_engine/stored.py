@@ -99,7 +99,6 @@ class TransformerEngineCheckpoint:
         return entry.size
 
     def value(self, key: str) -> Any:
-        """Return an unsharded plain tensor, or an object."""
         if isinstance(self.entries.get(key), BytesStorageMetadata):
             return self.reader.value(key)
         return values_of(self.pieces(key), self.size(key))
