@@ -119,9 +119,8 @@ def parameter_conversions(
         stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = number_by_id.get(id(param))
         state = {} if optimizer is None else optimizer.state.get(param, {})
-        stored_masters = {
-            role: dtype_of(entry) for role, entry in stored_states.get(index, {}).items() if role.startswith(MASTER)
-        }
+        roles = stored_states.get(index, {}).items()
+        stored_masters = {role: dtype_of(entry) for role, entry in roles if role.startswith(MASTER)}
         live_masters = {key: value.dtype for key, value in state.items() if key.startswith(MASTER)}
         # A remainder belongs to the codes of one format.
         is_other_remainder = _LOW in live_masters and stored_format != live_format

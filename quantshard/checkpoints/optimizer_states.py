@@ -50,10 +50,8 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params or {*map(id, model_params)} & {*map(id, params)}:
         return
-    is_before_sharding = any(isinstance(p, DTensor) for p in model_params) and not any(
-        isinstance(p, DTensor) for p in params
-    )
-    if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
+    are_sharded = [any(isinstance(param, DTensor) for param in members) for members in (model_params, params)]
+    if are_sharded == [True, False] or any(components.quantized_local(p) is not None for p in params):
         problem = f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} is in this"
         raise ConfigurationError(f"{problem} {type(model).__name__}; build it after convert, revert or fully_shard")
 

@@ -204,9 +204,8 @@ class SafeReader(FileSystemReader):
             return CheckpointError(f"{self.path} cannot be read, because memory is exhausted: {reason}")
         if agreement.is_loss_of_a_rank(error):
             return LostRankError(f"{self.path} could not be read: another rank exited or never joined: {reason}")
-        return DamagedError(
-            f"{self.path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"
-        )
+        remedy = "restore its files or choose another checkpoint"
+        return DamagedError(f"{self.path} is damaged or incomplete: {reason}; {remedy}")
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself."""

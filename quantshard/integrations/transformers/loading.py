@@ -387,9 +387,8 @@ class StackFill(WeightFill):
 
 
 def _unmatched(parts: Iterable[str]) -> ConfigurationError:
-    return ConfigurationError(
-        f"quantized in the files ({', '.join(parts)}), but not in this model; let filter= match it"
-    )
+    names = ", ".join(parts)
+    return ConfigurationError(f"quantized in the files ({names}), but not in this model; let filter= match it")
 
 
 def layers_of(saved: Mapping[str, Any]) -> list[str]:

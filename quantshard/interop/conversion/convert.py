@@ -158,9 +158,8 @@ def convert(
     Returns:
         A printable report of converted and unconverted layers, with reasons and sizes.
     """
-    settings.check_flags(
-        "convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val
-    )
+    keep = preserve_high_precision_init_val
+    settings.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=keep)
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
     check_loss("convert", loss)
@@ -173,7 +172,6 @@ def convert(
         raise ConfigurationError(f"convert: no layer of this model can be converted: {summary}")
     [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
     selection.check_values(layer_choices)
-    keep = preserve_high_precision_init_val
     around = None if by_name(recipe) else common
     places = places_of(model)
     # build all layers before replacing any, so that an error leaves the model unchanged

@@ -124,9 +124,8 @@ def _saving_partly_converted(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # classes that enter a recipe have already run their own guard
-        is_partial = not hasattr(type(self), _PLAIN) and any(
-            isinstance(m, (ConvertedLinear, StackedExperts)) for m in self.modules()
-        )
+        are_converted = (isinstance(module, ConvertedLinear | StackedExperts) for module in self.modules())
+        is_partial = not hasattr(type(self), _PLAIN) and any(are_converted)
         return (guarded if is_partial else plain)(self, *args, **kwargs)
 
     setattr(save, _GUARDED, True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -327,10 +327,8 @@ class ChunkedLoss:
         if self.expects_deferred:
             _warn_of_logits()
         if not self.options:
-            loss = _library_loss()(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels
-            )
-            return cast(Tensor, loss)
+            compute = _library_loss()
+            return compute(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels)
         shift_labels = shift_labels.view(-1).to(logits.device)
         total = _summed_losses(logits.view(-1, vocab_size), shift_labels, ignore_index, **self.options)
         return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -107,10 +107,8 @@ class CheckpointModel(WeightReader):
         self._reader = SafeReader(path)
         self._stored = self._reader.entries
         tensors = {k: v for k, v in self._stored.items() if isinstance(v, TensorStorageMetadata)}
-        self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
-        self._entries = {
-            key.removeprefix(self._prefix): tensors[key] for key in tensors if key.startswith(self._prefix)
-        }
+        prefix = self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
+        self._entries = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
         self.weights = self._weights()
         # for parameters that the optimizer recorded by name: name -> key prefix of its states, and key of its master
         self._states = {
@@ -118,9 +116,8 @@ class CheckpointModel(WeightReader):
             for number, name, _ in optimizer_parameters(self._reader)
         }
         masters = {name: f"{start}{MASTER}" for name, start in self._states.items()}
-        self._masters = {
-            name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & self._stored.keys()
-        }
+        stored = self._stored.keys()
+        self._masters = {name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & stored}
         self.masters = self._masters.keys()
         self.averages = {name for name, start in self._states.items() if start + AVERAGE in self._stored}
         self._last: tuple[str, dict[str, Tensor]] | None = None

@@ -158,9 +158,8 @@ class TransformerEngineCheckpoint:
 
     def numbered(self, own: list[str]) -> dict[str, str]:
         """Map state numbers to names, by the groups' names or the model's order. Empty: not numbered."""
-        groups = [
-            (self._list(group.get("params")), self._list(group.get("param_names"))) for group in self._groups.values()
-        ]
+        fields = self._groups.values()
+        groups = [(self._list(group.get("params")), self._list(group.get("param_names"))) for group in fields]
         numbers = [str(member) for members, _ in groups for member in members or ()]
         if not numbers or not all(number.isdigit() for number in numbers):
             return {}
