@@ -108,7 +108,7 @@ class _StateDictWeights(WeightReader):
 
 def _layout_form(
     model: nn.Module, row: Layout, weights: Mapping[str, Tensor], entries: Mapping[str, Tensor],
-    others: dict[str, Tensor],
+    plain_entries: dict[str, Tensor],
 ) -> SavedForm:  # fmt: skip
     where = f"save_pretrained(layout={row.name!r})"
     dtype = next(iter(weights.values())).dtype if weights else row.dtype
@@ -117,14 +117,15 @@ def _layout_form(
     names: Names = IDENTITY
     if not row.is_plain and _has_stacks(weights):
         names = names_in_files(model, {name: tuple(param.shape) for name, param in weights.items()})
-        others = revert_weight_conversion(cast(PreTrainedModel, model), others)
+        plain_entries = revert_weight_conversion(cast(PreTrainedModel, model), plain_entries)
     report = Export("save_pretrained", row)
     plan = ExportPlan(_StateDictWeights(weights, entries), row, names, {}, WEIGHTS, False, report, set())
     try:
         batches = plan.groups()
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from None
-    form = SavedForm({**others, **{name: part for batch in batches for name, part in batch.make().items()}}, None)
+    tensors = {name: part for batch in batches for name, part in batch.make().items()}
+    form = SavedForm({**plain_entries, **tensors}, None)
     if not row.is_plain:
         shapes = {name: shape for batch in batches for name, (_, shape) in batch.tensors.items()}
         _warn_of_unread(model, row, {name: shape for name, shape in shapes.items() if name.endswith(".weight")})

@@ -47,8 +47,8 @@ class AdamFactory:
     def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
         named_params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         decayed = [(name, param) for name, param in named_params if param.ndim > 1]
-        others = [(name, param) for name, param in named_params if param.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        undecayed = [(name, param) for name, param in named_params if param.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
         return FusedAdam([group for group in groups if group["params"]], **options)
 
 

@@ -186,8 +186,8 @@ class _LayoutLoader:
             shape_matches = size == shape or (is_scale and _flat(size) == _flat(shape))
             if not shape_matches or not (dtype_ == dtype or is_half_scale or is_value):
                 actual = f"{str(dtype_).removeprefix('torch.')} {list(size)}"
-                needed = f"{str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
-                raise CheckpointError(f"{self.report.path}: {key} is {actual}, but {ours} must be {needed}")
+                expected_text = f"{str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
+                raise CheckpointError(f"{self.report.path}: {key} is {actual}, but {ours} must be {expected_text}")
         self.taken |= expected.keys()
         return is_quantized
 

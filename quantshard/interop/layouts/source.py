@@ -116,8 +116,8 @@ class CheckpointModel(WeightReader):
             for number, name, _ in optimizer_parameters(self._reader)
         }
         masters = {name: f"{start}{MASTER}" for name, start in self._states.items()}
-        stored = self._stored.keys()
-        self._masters = {name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & stored}
+        keys = self._stored.keys()
+        self._masters = {name: key for name, key in masters.items() if {key, key + REMAINDER_SUFFIX} & keys}
         self.masters = self._masters.keys()
         self.averages = {name for name, start in self._states.items() if start + AVERAGE in self._stored}
         self._last: tuple[str, dict[str, Tensor]] | None = None

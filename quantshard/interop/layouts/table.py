@@ -86,8 +86,8 @@ class Layout:
     def row(self) -> Format:
         """Return our format with this element, scale and block and a single copy, used for requantization."""
         copies = {fmt: fmt.copies[Orientation.ROWWISE] for fmt in FORMATS.values() if len(fmt.copies) == 1}
-        own = self.element, self.scale, self.block
-        return next(fmt for fmt, c in copies.items() if (c.codes.encoding, c.scale.encoding, c.block) == own)
+        blocks = self.element, self.scale, self.block
+        return next(fmt for fmt, c in copies.items() if (c.codes.encoding, c.scale.encoding, c.block) == blocks)
 
 
 @dataclass(frozen=True, slots=True)
