@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import os
-from dataclasses import Field, asdict, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,6 @@ from quantshard.tools.trainer.settings.config import (
     from_mapping,
     merged_values,
     read_settings_file,
-    setting_fields,
 )
 from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE_SETTINGS, check_value, named_preset
 from quantshard.tools.trainer.worker import WorkerJob
@@ -220,7 +219,7 @@ def with_flags(command: Any) -> Any:
     def flagged(**arguments: Any) -> None:
         command(**arguments)
 
-    flags = map(_flag, setting_fields())
+    flags = map(_flag, fields(TrainSettings))
     flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
     return flagged
 

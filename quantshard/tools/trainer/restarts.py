@@ -12,17 +12,10 @@ from typing import Any
 
 import torch
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, shown
 from quantshard.modules import attention_backends
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import (
-    FLOAT32_STATES,
-    STATE_SETTINGS,
-    MeshSpec,
-    as_settings,
-    named_preset,
-    shown_value,
-)
+from quantshard.tools.trainer.settings.values import FLOAT32_STATES, STATE_SETTINGS, MeshSpec, as_settings, named_preset
 from quantshard.version import __version__
 
 CHANGEABLE = frozenset(
@@ -56,7 +49,7 @@ def overrides(
             continue
         if name not in CHANGEABLE:
             since = " or resumed" if name in _CONVERTED else ""
-            was, now_ = (shown_value(FLOAT32_STATES if name == "preset" and not v else v) for v in (old, value))
+            was, now_ = (shown(FLOAT32_STATES if name == "preset" and not v else v) for v in (old, value))
             text = f"{name} = {was}, but {name} = {now_} is given; give what it was, or name another --run"
             raise ConfigurationError(f"{run} was started{since} with {text}")
         result[name] = list(value) if isinstance(value, tuple) else value
@@ -82,4 +75,4 @@ def differences(before: object, now: Mapping[str, Any]) -> list[str]:
     """List the entries of `now` that `before`, a table from a file, has with another value."""
     old = before if isinstance(before, Mapping) else {}
     names = [name for name in now if old.get(name) != now[name]]
-    return [f"{name} was {shown_value(old.get(name))}, is {shown_value(now[name])}" for name in names]
+    return [f"{name} was {shown(old.get(name))}, is {shown(now[name])}" for name in names]

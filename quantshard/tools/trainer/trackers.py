@@ -18,13 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, shown
 from quantshard.foreign import read_json, read_regular
 from quantshard.tools.report.records import step_of
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import shown_value
 
 _WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _FILE_BYTES = 4096
@@ -47,10 +46,10 @@ def _check_wandb_settings(*folders: str) -> None:
         try:
             parser.read_string(read_regular(file, _FILE_BYTES).decode("utf-8"))
         except (configparser.Error, ValueError) as error:
-            raise ConfigurationError(f"{file}: {shown_value(str(error))}; delete it") from None
+            raise ConfigurationError(f"{file}: {shown(str(error))}; delete it") from None
         keys = {*parser.defaults(), *(key for section in parser.sections() for key in parser[section])}
         if unsafe := sorted(keys - _WANDB_FILE_KEYS):
-            raise ConfigurationError(f"{file} sets {shown_value(unsafe[0])}; delete it, or use WANDB_* variables")
+            raise ConfigurationError(f"{file} sets {shown(unsafe[0])}; delete it, or use WANDB_* variables")
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:

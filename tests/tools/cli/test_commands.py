@@ -1,14 +1,14 @@
 """What the command line refuses before it starts a process: one line, exit code, nothing written."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from quantshard.tools import cli
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
+from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import MeshSpec
 
 
@@ -134,7 +134,7 @@ def test_help_is_short_and_lists_all_if_asked(monkeypatch, capsys):
         f"--{name}" in short for name in ("run", "model", "data", "recipe", "save-every", "nproc-per-node", "mesh")
     )
     whole = shown_by(monkeypatch, capsys, "train", "--help-all")
-    for setting in setting_fields():
+    for setting in fields(TrainSettings):
         name = setting.name.replace("_", "-")
         assert f"--no-{name} " in whole if setting.default is True else f"--{name} " in whole
     assert len(shown_by(monkeypatch, capsys, "train", "--help").splitlines()) == len(short.splitlines())

@@ -1,6 +1,6 @@
 """Settings: where they come from, what is refused, and that a file says exactly what was set."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
@@ -30,8 +30,8 @@ def merge(flags, config):
 def test_defaults_are_consistent():
     TrainSettings().check()
     TrainSettings().resolved().check()
-    assert all(type(f.default) in (str, int, float, bool, tuple) for f in config.setting_fields())
-    assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
+    assert all(type(f.default) in (str, int, float, bool, tuple) for f in fields(TrainSettings))
+    assert all(f.metadata["help"] and f.metadata["panel"] for f in fields(TrainSettings))
 
 
 def test_flags_go_before_file_before_defaults(tmp_path):
@@ -268,5 +268,5 @@ def test_a_flag_without_effect_names_the_flag_that_it_needs(change, says):
 
 
 def test_the_table_of_flags_names_settings_and_their_choices():
-    for name, (other, values) in config._APPLIES_IF.items():
-        assert name in config.KINDS and set(values) <= set(config.KINDS[other].choices)
+    for (other, values), dependent in config._NEEDED.items():
+        assert set(dependent.split()) <= set(config.KINDS) and set(values) <= set(config.KINDS[other].choices)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from quantshard.checkpoints.disk.store import open_regular
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, shown
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer.data import shards
 from quantshard.tools.trainer.data.packing import MASKED, TOKEN
@@ -46,7 +46,7 @@ from quantshard.tools.trainer.data.tokenizer import (
     load_tokenizer,
 )
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM, shown_value
+from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
@@ -191,18 +191,18 @@ def check_vocabulary(corpus: Corpus) -> None:
 def _entry(entry: str) -> Document:
     match = _ENTRY.fullmatch(entry)
     if match is None:
-        raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a SHA-256, a length and a path")
+        raise ConfigurationError(f"config.toml: {shown(entry)} in [corpus] is not a SHA-256, a length and a path")
     dtype = "" if match[3] == "text" else match[3] or ""
     document = Document(Path(match[5]), int(match[2]), match[1], dtype, int(match[4] or 0))
     if document.size < document.header or (document.size - document.header) % document.itemsize:
-        raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is of no whole number of tokens")
+        raise ConfigurationError(f"config.toml: {shown(entry)} in [corpus] is of no whole number of tokens")
     return document
 
 
 def _source(entry: str) -> tuple[int, float]:
     match = _SOURCE.fullmatch(entry)
     if match is None or not 0 < float(match[2]) <= 1:
-        raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a number of files and a weight")
+        raise ConfigurationError(f"config.toml: {shown(entry)} in [corpus] is not a number of files and a weight")
     return int(match[1]), float(match[2])
 
 

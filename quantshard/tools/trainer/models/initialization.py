@@ -31,7 +31,7 @@ from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, t
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.values import SIZES, shown_value
+from quantshard.tools.trainer.settings.values import SIZES
 
 _BY_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
@@ -66,7 +66,7 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**file, **flags}
     model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
     if source and merged.get("random_weights"):
-        raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
+        raise ConfigurationError(f"random_weights, but init_from = {shown(source)} names weights; give one")
     if model and model not in SIZES:
         return _of_transformers(model, source, flags, merged) | merged
     named = dict(SIZES[model]) if model else {}
@@ -75,8 +75,8 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
         # e.g. rope_theta, which no shape shows
         if name not in flags and weights.get(name, size) != size:
             raise ConfigurationError(
-                f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
-                f"{shown_value(source)} has {shown_value(weights[name])}; leave out --model or --init-from"
+                f"model = {shown(model)} has {name} = {shown(size)}, but the model of init_from = "
+                f"{shown(source)} has {shown(weights[name])}; leave out --model or --init-from"
             )
     if "model" in flags:
         return {**weights, **file, **named, **flags}
@@ -86,19 +86,19 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if not Path(model).exists() and Path(model).name == model:
         raise ConfigurationError(
-            f"model = {shown_value(model)} is no folder or size; {meant(model, SIZES)}known: {', '.join(SIZES)}"
+            f"model = {shown(model)} is no folder or size; {meant(model, SIZES)}known: {', '.join(SIZES)}"
         )
     huggingface.read_configuration(model)
     # flags only, because the file of a run contains all settings
     for name in (name for name in _BY_SIZES if name in flags):
-        raise ConfigurationError(f"{name} is decided by model = {shown_value(model)}; leave {name} out")
+        raise ConfigurationError(f"{name} is decided by model = {shown(model)}; leave {name} out")
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         folder = Path(model) if Path(model).is_dir() else Path(model).parent
         if not any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
             # other formats may run code
             raise ConfigurationError(
-                f"model = {shown_value(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
+                f"model = {shown(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
             )
         result["init_from"] = str(folder)
     if not given.get("tokenizer") and any((Path(model) / name).is_file() for name in (FAST, SPECIAL[0])):

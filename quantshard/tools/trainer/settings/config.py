@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, cast
 
 import torch
 
 from quantshard import foreign, recipe
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, shown
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
@@ -33,6 +32,7 @@ from quantshard.tools.trainer.settings.values import (
     MOMENT_DTYPES,
     NO_BALANCE,
     PACKINGS,
+    SEQUENCE,
     SIZES,
     STATE_SETTINGS,
     STREAM,
@@ -45,7 +45,6 @@ from quantshard.tools.trainer.settings.values import (
     named_preset,
     read_table,
     recipe_text,
-    shown_value,
     state_options,
 )
 
@@ -262,7 +261,7 @@ class TrainSettings:
         except ValueError:
             weights = [0.0]
         if len(weights) != len(self.data) or not all(0 < weight < 1e9 for weight in weights):
-            given = f"data_weights = {shown_value(self.data_weights)}"
+            given = f"data_weights = {shown(self.data_weights)}"
             raise ConfigurationError(f"{given}: give a number above 0 for each of the {len(self.data)} --data")
         return tuple(weight / math.fsum(weights) for weight in weights)
 
@@ -327,59 +326,36 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if path and "://" not in path else path
 
 
-def setting_fields() -> tuple[Field[Any], ...]:
-    """Return the fields of `TrainSettings`, with `panel`, `help` and `kind` in their metadata."""
-    return fields(TrainSettings)
-
-
-KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for setting in setting_fields()}
+KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for setting in fields(TrainSettings)}
 """The valid values of each setting."""
 
 
-# Conflicts ------------------------------------------------------------------------------------------------------------
-
-
-_APPLIES_IF: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = MappingProxyType(
-    {
-        "balance_loss": ("experts", ()),
-        "capacity_factor": ("experts", ()),
-        "decay_share": ("schedule", ("wsd",)),
-        "decay_steps": ("schedule", ("cosine", "linear", "wsd")),
-        "eps": ("optimizer", (ADAMW, MUON)),
-        "exp_avg_sq_dtype": ("optimizer", (ADAMW, MUON)),
-        "experts_per_token": ("experts", ()),
-        "alarm_dead_experts": ("experts", ()),
-        "alarm_saturation": ("statistics_every", ()),
-        "keep_every": ("keep_last", ()),
-        "lr_floor": ("schedule", ("cosine", "linear", "wsd")),
-        "master_dtype": ("master_weights", ()),
-        "master_remainders": ("master_weights", ()),
-        "momentum": ("optimizer", (MUON,)),
-        "momentum_dtype": ("optimizer", (MUON,)),
-        "random_weights": ("model", ()),
-        "rope_theta": ("architecture", ("llama",)),
-        "router_balance": ("experts", ()),
-        "router_bias_rate": ("router_balance", (BIAS, BIAS_SEQUENCE)),
-        "router_z_loss": ("experts", ()),
-        "sample_prompt": ("sample_tokens", ()),
-        "sequence_parallel": ("mesh", ()),
-    }
-)
-"""Settings without an effect unless another setting has one of these values; without values, unless it is on."""
+_NEEDED: Final[Mapping[tuple[str, tuple[str, ...]], str]] = {
+    ("architecture", ("llama",)): "rope_theta",
+    ("experts", ()): "alarm_dead_experts balance_loss capacity_factor experts_per_token router_balance router_z_loss",
+    ("keep_last", ()): "keep_every",
+    ("master_weights", ()): "master_dtype master_remainders",
+    ("mesh", ()): "sequence_parallel",
+    ("model", ()): "random_weights",
+    ("optimizer", (ADAMW, MUON)): "eps exp_avg_sq_dtype",
+    ("optimizer", (MUON,)): "momentum momentum_dtype",
+    ("router_balance", (BIAS, BIAS_SEQUENCE)): "router_bias_rate",
+    ("sample_tokens", ()): "sample_prompt",
+    ("schedule", ("cosine", "linear", "wsd")): "decay_steps lr_floor",
+    ("schedule", ("wsd",)): "decay_share",
+    ("statistics_every", ()): "alarm_saturation",
+}
+"""A setting and its values (if empty: on), without which the settings on the right have no effect."""
 
 
 def check_applicable(names: Collection[str], settings: TrainSettings) -> None:
-    """Refuse the first of these settings that is not at its default and has no effect."""
-    defaults = TrainSettings()
-    for name in names:
-        other, values = _APPLIES_IF.get(name, ("", ()))
-        if not other or getattr(settings, name) == getattr(defaults, name):
-            continue
+    """Refuse these settings if they are not at their defaults and have no effect."""
+    for (other, values), dependent in _NEEDED.items():
         value = getattr(settings, other)
-        if value not in values if values else not value:
-            condition = f"{other.replace('_', '-')} {' or '.join(values)}".strip()
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{flag} has no effect without --{condition}; add that or leave it out")
+        for name in dependent.split() if (value not in values if values else not value) else ():
+            if name in names and getattr(settings, name) != getattr(TrainSettings, name):
+                flag, condition = name.replace("_", "-"), f"{other.replace('_', '-')} {' or '.join(values)}".strip()
+                raise ConfigurationError(f"--{flag} has no effect without --{condition}; add that or leave it out")
 
 
 def _conflicts(settings: TrainSettings) -> Iterator[str]:
@@ -400,12 +376,15 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
     axes = settings.axes(1)
     if axes.ep > 1 and settings.is_by_sizes and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
-    yield from axes.conflicts(settings)
+    if axes.cp > 1 and settings.seq_length % (2 * axes.cp):
+        yield f"seq_length = {settings.seq_length} is not divisible by 2 x cp = {2 * axes.cp}; choose a multiple"
+    if axes.cp > 1 and settings.packing != STREAM and settings.rotate_method == "alltoall":
+        yield f"packing = {settings.packing!r} needs rotate_method = 'allgather'; change one"
     yield from _unsupported_features(settings, axes)
 
 
 def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[str]:
-    """Yield a message for each feature that the model, the compiler or a CUDA graph lacks."""
+    """Yield a message for each feature that the model, the mesh, the compiler or a CUDA graph lacks."""
     layer_features = {
         "recompute = 'activation'": settings.recompute == "activation",
         "activation_storage = 'fp8'": settings.activation_storage == "fp8",
@@ -428,6 +407,11 @@ def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[s
             **{f"experts by {name!r}, which run one at a time": True for name in one_by_one},
         }
         lacking.append(("cuda_graphs", eager))
+    if axes.cp > 1:
+        unsplit = {"a transformers model": not settings.is_by_sizes, "ep in the mesh": axes.ep > 1}
+        unsplit["a balance loss per sequence"] = SEQUENCE in settings.router_balance
+        unsplit |= {name: getattr(settings, name) > 0 for name in ("compile", "cuda_graphs", "capacity_factor")}
+        lacking.append(("cp in the mesh", unsplit))
     if settings.release_gradients:
         lacking.append(("release_gradients", {"statistics_every": settings.statistics_every > 0}))
     if settings.compile and settings.recipe != "bf16":
@@ -455,8 +439,6 @@ def _conflicts_of_ranks(settings: TrainSettings, ranks: int) -> Iterator[str]:
             f"over tp = {axes.tp}; make global_batch a multiple of {parts * axes.tp}, or take 'auto'"
         )
 
-
-# Files ----------------------------------------------------------------------------------------------------------------
 
 TABLES = ("launch", "corpus")
 """Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""

@@ -6,23 +6,19 @@ Files, and commands that a user copies, are untrusted: each value is checked aga
 from __future__ import annotations
 
 import re
-import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quantshard import recipe
-from quantshard.errors import ConfigurationError, meant
+from quantshard.errors import ConfigurationError, meant, shown
 from quantshard.modules.contexts.layer_recipes import check_reached, matches
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.state_storage import PRESETS, StateOptions
 
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 60
 _TYPE_NAMES: dict[type, str] = {
     tuple: "a list of paths", dict: "a table", list: "a list of strings", bool: "true or false",
 }  # fmt: skip
@@ -80,15 +76,11 @@ class SettingType:
         return low and (value < self.most if self.less else value <= self.most)
 
 
-def shown_value(value: object) -> str:
-    return _short.repr(value)
-
-
 def check_value(name: str, value: object, kind: SettingType, where: str = "") -> None:
     """Refuse a value out of range. `where`: the file of the value."""
     if not kind.holds(value):
         requirement = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
-        raise ConfigurationError(f"{where}{name} = {shown_value(value)}: {requirement}")
+        raise ConfigurationError(f"{where}{name} = {shown(value)}: {requirement}")
 
 
 def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], where: str, hint: str) -> dict[str, Any]:
@@ -96,14 +88,14 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
     result = {}
     for name, value in values.items():
         if name not in kinds:
-            raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {meant(name, kinds)}{hint}")
+            raise ConfigurationError(f"{where}: there is no setting {shown(name)}; {meant(name, kinds)}{hint}")
         kind = kinds[name]
         try:
             result[name] = kind.read(value)
         except (TypeError, OverflowError):
             type_name = _TYPE_NAMES.get(kind.type, kind.type.__name__)
             range_ = "" if type_name in str(kind) else f": {kind}"
-            raise ConfigurationError(f"{where}: {name} = {shown_value(value)} must be {type_name}{range_}") from None
+            raise ConfigurationError(f"{where}: {name} = {shown(value)} must be {type_name}{range_}") from None
         check_value(name, result[name], kind, f"{where}: ")
     return result
 
@@ -145,14 +137,13 @@ class MeshSpec:
         axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
+            problem = ""
             if name not in axes:
-                problem = (
-                    f"there is no axis {shown_value(name)}; {meant(name, axes)}write AXIS=SIZE with {', '.join(axes)}"
-                )
-                raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
-            if name in sizes or not _SIZE.fullmatch(size):
-                problem = f"{shown_value(entry.strip())} must be AXIS=SIZE, with each axis once"
-                raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
+                problem = f"there is no axis {shown(name)}; {meant(name, axes)}write AXIS=SIZE with {', '.join(axes)}"
+            elif name in sizes or not _SIZE.fullmatch(size):
+                problem = f"{shown(entry.strip())} must be AXIS=SIZE, with each axis once"
+            if problem:
+                raise ConfigurationError(f"mesh = {shown(text)}: {problem}")
             sizes[name] = int(size)
         return cls(**sizes)
 
@@ -178,20 +169,6 @@ class MeshSpec:
         axes = replace(self, dp_shard=self.dp_shard * self.cp, cp=1).present
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def conflicts(self, settings: Any) -> Iterator[str]:
-        """Yield a message for each of the `TrainSettings` that context parallelism does not support."""
-        if self.cp == 1:
-            return
-        if settings.seq_length % (2 * self.cp):
-            yield f"seq_length = {settings.seq_length} is not divisible by 2 x cp = {2 * self.cp}; choose a multiple"
-        refused = {"a transformers model": not settings.is_by_sizes, "ep in the mesh": self.ep > 1}
-        refused["a balance loss per sequence"] = SEQUENCE in settings.router_balance
-        refused |= {name: getattr(settings, name) for name in ("compile", "cuda_graphs", "capacity_factor")}
-        for name in filter(refused.get, refused):
-            yield f"cp in the mesh cannot be combined with {name}; leave one out"
-        if settings.packing != STREAM and settings.rotate_method == "alltoall":
-            yield f"packing = {settings.packing!r} needs rotate_method = 'allgather'; change one"
-
     def sequence_mesh(self, device_type: str) -> DeviceMesh | None:
         """Create the DeviceMesh of the axis cp; None if its size is 1. Collective."""
         shape, names = (self.data_parallel, self.cp, self.tp), ("dp", CP, TP)
@@ -205,7 +182,7 @@ def recipe_text(table: Mapping[str, object], where: str) -> str:
     """Convert a TOML table pattern -> recipe to the text that `LayerRecipes.parse` reads."""
     for pattern, name in (table or {"": ""}).items():
         if not isinstance(name, str) or not pattern or "=" in pattern or "," in pattern:
-            entry = f"{shown_value(pattern)} = {shown_value(name)}"
+            entry = f"{shown(pattern)} = {shown(name)}"
             raise ConfigurationError(f"{where}: recipe has {entry}; write PATTERN = RECIPE, without ',' and '='")
     return ",".join(f"{pattern}={name}" for pattern, name in table.items())
 
@@ -224,10 +201,10 @@ class LayerRecipes:
             pattern, _, name = (part.strip() for part in entry.partition("="))
             if not (pattern and name) or pattern in patterns:
                 problem = "is there twice" if pattern in patterns else "must be PATTERN=RECIPE"
-                raise ConfigurationError(f"recipe = {shown_value(text)}: {shown_value(entry.strip())} {problem}")
+                raise ConfigurationError(f"recipe = {shown(text)}: {shown(entry.strip())} {problem}")
             recipe.resolve(name)
             patterns[pattern] = recipe.concrete_name(name)
-        return cls(MappingProxyType(patterns))
+        return cls(patterns)
 
     @property
     def text(self) -> str:
@@ -256,10 +233,10 @@ class LayerRecipes:
                     patterns[spelling], unmatched, is_reached = recipe_name, rest, True
             if not is_reached:
                 raise ConfigurationError(
-                    f"recipe: {shown_value(pattern)} matches no layer, or only those of an earlier pattern; the linear "
+                    f"recipe: {shown(pattern)} matches no layer, or only those of an earlier pattern; the linear "
                     f"layers are {names[0]} to {names[-1]}"
                 )
-        return LayerRecipes(MappingProxyType(patterns))
+        return LayerRecipes(patterns)
 
     def of_layer(self, name: str) -> Recipe:
         """Return the recipe of one layer; high precision without a match."""
@@ -321,7 +298,7 @@ def named_preset(preset: str) -> str:
     names = [*PRESETS, FLOAT32_STATES]
     if preset and preset not in names:
         problem = f"there is no such preset; {meant(preset, names)}choose one of {', '.join(names)}"
-        raise ConfigurationError(f"preset = {shown_value(preset)}: {problem}")
+        raise ConfigurationError(f"preset = {shown(preset)}: {problem}")
     return "" if preset == FLOAT32_STATES else preset
 
 
@@ -332,35 +309,26 @@ def as_settings(options: StateOptions) -> dict[str, Any]:
 
 
 _LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
+_QWEN_3: Final = {"architecture": "llama", "rope_theta": 1e6, "norm_eps": 1e-6, "head_dim": 128, "qk_norm": True}
 
-SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
-        "llama3.2-1b": {
-            **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
-        },
-        "qwen3-8b": {
-            "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
-            "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
-        },
-        "qwen3-0.6b": {
-            "architecture": "llama", "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
-            "ffn": 3072, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "tied": True,
-        },
-        "smollm2-135m": {
-            "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
-            "rope_theta": 100000.0, "norm_eps": 1e-5, "tied": True,
-        },
-        "moe-small": {
-            "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
-            "experts_per_token": 2, "seq_length": 512, "tied": True,
-        },
-        "gpt2-small": {
-            "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
-            "seq_length": 1024, "norm_eps": 1e-5,
-        },
-    }
-)  # fmt: skip
+SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
+    "llama3.2-1b": {**_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True},
+    "qwen3-8b": {**_QWEN_3, "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "ffn": 12288},
+    "qwen3-0.6b": {**_QWEN_3, "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "ffn": 3072, "tied": True},
+    "smollm2-135m": {
+        "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536, "tied": True,
+        "rope_theta": 100000.0, "norm_eps": 1e-5,
+    },
+    "moe-small": {
+        "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "tied": True,
+        "experts": 16, "experts_per_token": 2, "seq_length": 512,
+    },
+    "gpt2-small": {
+        "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
+        "seq_length": 1024, "norm_eps": 1e-5,
+    },
+}  # fmt: skip
 """Sizes of models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
