@@ -125,6 +125,19 @@ _OFFLINE: Final = (
 
 
 @contextmanager
+def errors_in_one_line(where: str) -> Iterator[None]:
+    """Convert errors of a library that reads untrusted content, of any type, to a `ConfigurationError`."""
+    try:
+        yield
+    except (QuantshardError, KeyboardInterrupt, SystemExit):
+        raise
+    # a Rust panic is not an Exception
+    except BaseException as error:
+        line = " ".join(str(error).split()) or "no reason given"
+        raise ConfigurationError(f"{where}: {type(error).__name__}: {line:.300}") from None
+
+
+@contextmanager
 def hub_offline() -> Iterator[None]:
     """Prevent transformers and datasets from sending requests and running code of a folder, also in nested models."""
     with ExitStack() as stack:

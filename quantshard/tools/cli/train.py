@@ -4,11 +4,10 @@ Invalid input (unknown recipes, incompatible sizes, missing data, an existing fo
 and before any file is written. Then the processes are started; each of them runs `trainer.worker`.
 """
 
-import functools
 import inspect
 import json
 import os
-from dataclasses import Field, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,10 +33,6 @@ from quantshard.tools.trainer.settings.config import (
 )
 from quantshard.tools.trainer.settings.values import AUTO, FLOAT32_STATES, STATE_SETTINGS, check_value, named_preset
 from quantshard.tools.trainer.worker import WorkerJob
-
-_ANNOTATIONS: dict[type, Any] = {
-    tuple: list[str] | None, str: str | None, int: int | None, float: float | None, bool: bool | None
-}  # fmt: skip
 
 _COMMON = frozenset(
     "model recipe init_from seq_length data steps global_batch lr schedule warmup save_every eval_every recompute "
@@ -89,10 +84,9 @@ def train(
     flag_values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if value is not None
     }
-    content: dict[str, Any] = {}
+    content = {}
     if config is not None:
-        outputs.existing(config, "a TOML file of settings")
-        content = read_settings_file(config, follow=True)
+        content = read_settings_file(outputs.existing(config, "a TOML file of settings"), follow=True)
     folder = RunDir(run)
     # only rank 0 of a launcher creates the run
     exists = auto_resume and (folder.is_begun() or os.environ.get("RANK", "0") != "0")
@@ -158,7 +152,7 @@ def resume(
 ) -> None:
     """Resume a run from its last complete checkpoint, on the same or another mesh."""
     folder = RunDir(run)
-    changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "recipe": recipe_}
+    changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "recipe": recipe_, "checkpoints": checkpoints}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy needs --recipe; name a recipe, or leave --lossy out")
     if preset is not None:
@@ -168,8 +162,6 @@ def resume(
             changes[name] = [str(Path(path).absolute()) for path in paths]
     if tokenizer:
         changes["tokenizer"] = str(Path(tokenizer).absolute())
-    if checkpoints is not None:
-        changes["checkpoints"] = checkpoints
     overrides = {name: value for name, value in changes.items() if value is not None}
     order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
@@ -210,29 +202,23 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
 
 
 def with_flags(command: Any) -> Any:
-    """Wrap `command`, replacing its `**flags` by the options of all settings; those that are not given are None."""
-    parameters = [
-        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
-    ]
-
-    @functools.wraps(command)
-    def flagged(**arguments: Any) -> None:
-        command(**arguments)
-
-    flags = map(_flag, fields(TrainSettings))
-    flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
-    return flagged
-
-
-def _flag(setting: Field[Any]) -> inspect.Parameter:
-    """Make the option of a setting. Its default is None, because values of a file override that of the setting."""
-    default = setting.default
-    text = setting.metadata["help"] if default in ((), "") else f"{setting.metadata['help']}. Default: {default}"
-    option = typer.Option(
-        help=text, rich_help_panel=setting.metadata["panel"], hidden=setting.name not in _COMMON, show_default=False
-    )
-    annotation: Any = Annotated[_ANNOTATIONS[type(default)], option]  # type: ignore[valid-type]
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    """Replace the `**flags` of a command by the options of all settings; those that are not given are None."""
+    parameters = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    for setting in fields(TrainSettings):
+        default, text = setting.default, setting.metadata["help"]
+        option = typer.Option(
+            help=text if default in ((), "") else f"{text}. Default: {default}",
+            rich_help_panel=setting.metadata["panel"],
+            hidden=setting.name not in _COMMON,
+            show_default=False,
+        )
+        kind: Any = list[str] if default == () else type(default)
+        annotation = Annotated[kind | None, option]
+        parameters.append(
+            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    command.__signature__ = inspect.Signature(parameters)
+    return command
 
 
 def tokenize(

@@ -95,23 +95,14 @@ def _codes_and(fmt: Format, shard: Shard, parts: list[Component]) -> tuple[int, 
 
 
 @dataclass(frozen=True)
-class Row:
-    """One parameter. Bytes are counted on this rank.
+class Costs:
+    """Bytes on this rank, of one parameter or of all.
 
-    `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
-    dtype. `bf16_bytes`: bytes of the local elements in BF16. `shared_scale_bytes`: bytes of scales that other ranks
-    store as well. `forward_gather_bytes`,
-    `backward_gather_bytes`: bytes sent to the all-gathers of one forward and one backward, padding included.
-    `reduced_bytes`: bytes of amaxes reduced in a step. `gemm`: "native", "emulated", or "" for a parameter that is not
-    an operand of a GEMM. `optimizer`: state -> format. `state_sizes`: state -> bytes, which add up to
-    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` for each. `local_rows`: first global
-    row on this rank and one past the last. `fallbacks`: names in `limits.FALLBACKS`.
+    `shared_scale_bytes`: scales that other ranks store as well. `forward_gather_bytes`, `backward_gather_bytes`: sent
+    to the all-gathers of one forward and one backward, padding included. `reduced_bytes`: amaxes reduced in a step.
+    Fields that begin with `bf16` are those of the same elements with BF16 weights.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    format: str
     code_bytes: int
     scale_bytes: int
     shared_scale_bytes: int
@@ -120,10 +111,31 @@ class Row:
     backward_gather_bytes: int
     bf16_gather_bytes: int
     reduced_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.code_bytes + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class Row(Costs):
+    """One parameter.
+
+    `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
+    dtype. `gemm`: "native", "emulated", or "" for a parameter that is not an operand of a GEMM. `optimizer`: state ->
+    format. `state_sizes`: state -> bytes, which add up to `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry
+    of `placements` for each. `local_rows`: first global row on this rank and one past the last. `fallbacks`: names in
+    `limits.FALLBACKS`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
     gemm: str
     gemm_reason: str
     optimizer: dict[str, str]
-    optimizer_bytes: int
     state_sizes: dict[str, int]
     elements: int
     mesh: dict[str, int]
@@ -134,33 +146,16 @@ class Row:
     warnings: tuple[str, ...]
 
     @property
-    def bytes(self) -> int:
-        return self.code_bytes + self.scale_bytes
-
-    @property
     def is_quantized(self) -> bool:
         return self.format != self.dtype
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Sums over the rows. Fields that begin with `bf16` are sums for the same model with BF16 weights."""
+class Totals(Costs):
+    """Sums over the rows."""
 
     parameters: int
-    code_bytes: int
-    scale_bytes: int
-    shared_scale_bytes: int
-    bf16_bytes: int
-    forward_gather_bytes: int
-    backward_gather_bytes: int
-    bf16_gather_bytes: int
-    reduced_bytes: int
-    optimizer_bytes: int
     bf16_optimizer_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return self.code_bytes + self.scale_bytes
 
     @property
     def gather_bytes(self) -> int:

@@ -62,14 +62,14 @@ def explain(
     gathers = private_torch.fsdp_gathers(model)
     compiled = {part for module in model.modules() if private_torch.is_compiled(module) for part in module.modules()}
     states = _OptimizerStates(optimizer)
-    rows, names, optimized, attention = [], dict[Tensor, str](), 0, []
+    rows, names, optimized = [], dict[Tensor, str](), 0
     losses = {text: None for module in model.modules() if (text := getattr(module, DESCRIPTION, ""))}
+    attention: list[tuple[str, str]] = []
     first_param = next(model.parameters(), None)
     for prefix, module in model.named_modules():
         if first_param is not None and hasattr(module, "describe_backend"):
-            attention.append(
-                (prefix, f"attention by {module.describe_backend(_device(first_param), first_param.dtype)}")
-            )
+            backend = module.describe_backend(_device(first_param), first_param.dtype)
+            attention.append((prefix, f"attention by {backend}"))
         for param_name, registered in module.named_parameters(recurse=False):
             gathered = gathers.get((id(module), param_name))
             # FSDP2 may have registered the unsharded parameter.
@@ -115,8 +115,12 @@ def _row(
         chosen = recipe_in(module, chosen)
     sent = gather_count = 0
     if gathers is not None and gathers.ranks > 1:
-        # FSDP2 keeps the sizes of the first gather.
-        sent, gather_count = _sent(storage, local, gathers), 2 if gathers.in_backward else 1
+        gather_count = 2 if gathers.in_backward else 1
+        if storage is None:
+            # FSDP2 keeps the sizes of the first gather.
+            sent = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
+        else:
+            sent = costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
     mesh, placements = _placed(param)
     recipe, is_traced = recipe_in(module, chosen), getattr(module, "is_traced", None)
     gemm = gemm_of(leaf, module, param, recipe)
@@ -215,12 +219,6 @@ def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: Fsdp
         return local.numel()
     cut = None if storage is None else storage.shard.cut
     return gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
-
-
-def _sent(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather) -> int:
-    if storage is None:
-        return gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
-    return costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
 
 
 class GemmPath(NamedTuple):

@@ -18,7 +18,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.readable import counted_name, human_bytes, united_groups
-from quantshard.tools.observe.costs import KINDS, Row, StepMemory, Totals, parameter_bytes
+from quantshard.tools.observe.costs import KINDS, Costs, Row, StepMemory, Totals, parameter_bytes
 
 EMULATED = "emulated"
 """Path of a GEMM that dequantizes its operands, and the name of that fallback."""
@@ -55,7 +55,7 @@ class Report:
         loss: Iterable[str] = (),
     ) -> Report:
         """Build a report from rows, (module name, attention backend) pairs and descriptions of losses."""
-        summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
+        summed = {name: sum(getattr(row, name) for row in rows) for name in _COSTS}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
         return cls(tuple(rows), totals, tuple(_merged(attention)), tuple(loss), parameter=parameter_bytes(rows))
@@ -81,7 +81,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows and totals as a dict that JSON can represent."""
-        rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
+        rows = [{"name": row.name, **asdict(row), "bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
         texts = {name: list(getattr(self, name)) for name in ("attention", "loss", "fallbacks", "warnings")}
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
@@ -101,20 +101,17 @@ class Report:
         yield _render(self, options.max_width >= _WIDE)
 
 
-def _summed_fields() -> list[str]:
-    return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
+_COSTS = [cost.name for cost in fields(Costs)]
 
 
 def _kind(row: Row) -> tuple[object, ...]:
     """Values that parameters in one row of a summary have in common."""
-    states = tuple(row.optimizer.items())
-    mesh = tuple(row.mesh.items())
-    paths = (row.gemm, row.gemm_reason, row.fallbacks, row.warnings)
-    return len(row.shape), row.dtype, row.format, states, mesh, row.placements, *paths
+    stored = (len(row.shape), row.dtype, row.format, *row.optimizer.items())
+    return stored, *row.mesh.items(), row.placements, row.gemm, row.gemm_reason, row.fallbacks, row.warnings
 
 
 def _united(pattern: str, rows: Sequence[Row]) -> Row:
-    sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in (*_summed_fields(), "elements")}
+    sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in (*_COSTS, "elements")}
     sums["state_sizes"] = {state: sum(row.state_sizes[state] for row in rows) for state in rows[0].state_sizes}
     return replace(rows[0], name=counted_name(pattern, len(rows)), **sums)
 

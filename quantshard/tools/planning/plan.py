@@ -8,9 +8,10 @@ includes the peak memory of the step (`planning.rehearsal`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.muon import ALGORITHM, muon_groups
 from quantshard.sharding import Shard
+from quantshard.state_storage import StateOptions
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
@@ -87,12 +89,8 @@ def plan(
     cut_by_tp = dict(tensor_parallel or {})
     layer_of = {id(module): layer for layer in layers for module in layer.modules()}
     groups = muon_groups(model, head=head) if optimizer == state_storage.MUON else []
-    spec = _OptimizerSpec(
-        state_storage.chosen_options("plan", preset, state_options),
-        ema,
-        optimizer,
-        {id(param): group[ALGORITHM] for group in groups for _, param in group["params"]},
-    )
+    algorithms = {id(param): group[ALGORITHM] for group in groups for _, param in group["params"]}
+    options = state_storage.chosen_options("plan", preset, state_options)
     _check_model(model, mesh_rank, cut_by_tp)
     if step is None and memory is not None:
         raise ConfigurationError("plan(memory=...) needs a step, whose batch is to fit")
@@ -102,15 +100,13 @@ def plan(
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
-        gemms = [
-            gemm_of(leaf, module, param, recipe_in(module, None), device)
-            for _, leaf, module, param in _parameters(model)
-        ]
-    for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
-        dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
-        regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
-        rows.append(_row(name, param, gemm, mesh_rank, dim, regathered, spec))
-        shares.append(ParameterShare(layer_of.get(id(module)), param, rows[-1], regathered))
+        for name, leaf, module, param in _parameters(model):
+            gemm = gemm_of(leaf, module, param, recipe_in(module, None), device)
+            dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
+            regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
+            states_of = partial(_optimizer_states, options, algorithms.get(id(param), optimizer), ema)
+            rows.append(_row(name, param, gemm, mesh_rank, dim, regathered, states_of))
+            shares.append(ParameterShare(layer_of.get(id(module)), param, rows[-1], regathered))
     optimized = sum(share.row.elements for share in shares if share.param.requires_grad)
     report = Report.of(rows, optimized * costs.BF16_OPTIMIZER_BYTES)
     if step is None:
@@ -119,14 +115,8 @@ def plan(
     return replace(report, memory=peak_memory)
 
 
-@dataclass(frozen=True)
-class _OptimizerSpec:
-    """Storage of optimizer states. `algorithms`: id of a parameter -> its algorithm, if not `algorithm`."""
-
-    states: state_storage.StateOptions
-    ema: bool
-    algorithm: str
-    algorithms: Mapping[int, str]
+_States = tuple[dict[str, str], dict[str, int], bool]
+"""State -> format, state -> local bytes, and whether states stay float32."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +194,7 @@ def _row(
     place: _MeshRank,
     tp_dim: int | None,
     gathered_again: bool,
-    optimizer: _OptimizerSpec,
+    states_of: Callable[[Tensor, QuantizedStorage | None, Shard], _States],
 ) -> costs.Row:
     storage = components.quantized_storage(param)
     shard = _cut(name, param, storage, place, tp_dim)
@@ -227,7 +217,7 @@ def _row(
         param,
         storage,
         gemm,
-        _optimizer(param, storage, shard, optimizer),
+        states_of(param, storage, shard),
         stored=stored,
         numel=numel,
         sent=sent,
@@ -255,20 +245,20 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
     return place.piece(shard, 0, place.shard_axis, rows)
 
 
-def _optimizer(
-    param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
-) -> tuple[dict[str, str], dict[str, int], bool]:
-    """State -> format, state -> local bytes, and whether states stay float32; as the optimizer allocates."""
+def _optimizer_states(
+    options: StateOptions, algorithm: str, ema: bool, param: Tensor, storage: QuantizedStorage | None, shard: Shard
+) -> _States:
+    """Compute the states of a parameter as the optimizer allocates them."""
     if not param.requires_grad:
         return {}, {}, False
-    requested = optimizer.states.dtypes(optimizer.algorithms.get(id(param), optimizer.algorithm))
+    requested = options.dtypes(algorithm)
     if MASTER in requested and not state_storage.needs_master(storage is not None, param.dtype, requested[MASTER]):
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
     fmt = None if storage is None else storage.spec.format
     if (
         MASTER in requested
-        and optimizer.states.store_param_remainders
+        and options.store_param_remainders
         and state_storage.splits(fmt, param.dtype, requested[MASTER])
     ):
         states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
@@ -276,7 +266,7 @@ def _optimizer(
     ndim = param.ndim if storage is None else 2
     dtypes = {state: state_storage.stored_dtype(dtype, ndim) for state, dtype in requested.items()}
     has_float32 = dtypes != requested
-    if optimizer.ema:
+    if ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
         spec = state_storage.state_quant_spec(dtype, nonnegative=state == EXP_AVG_SQ)

@@ -14,8 +14,8 @@ import numpy as np
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.data.packing import FLAGGED, STARTS, UNTRAINED
-from quantshard.tools.trainer.data.sources import Chat, library
-from quantshard.tools.trainer.data.tokenizer import Tokenizer
+from quantshard.tools.trainer.data.sources import Chat
+from quantshard.tools.trainer.data.tokenizer import Tokenizer, transformers_tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -52,7 +52,7 @@ class ChatTokenizer:
         if not turns:
             raise ConfigurationError(f"{chat.where}: the chat has no assistant turn; remove the row")
         tokenizer = self._template_tokenizer
-        try:
+        with foreign.errors_in_one_line(f"{chat.where}: the chat template fails"):
             if _GENERATION.search(str(tokenizer.chat_template)):
                 options = {"return_dict": True, "return_assistant_tokens_mask": True}
                 encoded = tokenizer.apply_chat_template(messages, **options)
@@ -67,23 +67,13 @@ class ChatTokenizer:
                     raise ConfigurationError(f"{chat.where}: the chat template changes earlier turns; {hint}")
                 spans.append(range(len(before), len(upto)))
             encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except ConfigurationError:
-            raise
-        # a template can raise anything
-        except Exception as error:
-            line = " ".join(str(error).split())[:200]
-            raise ConfigurationError(f"{chat.where}: the chat template fails: {line}") from None
         return encoded["input_ids"], [any(first in span for span in spans) for first, _ in encoded["offset_mapping"]]
 
     @cached_property
     def _template_tokenizer(self) -> Any:
         if not self.path:
             raise ConfigurationError("chats need --tokenizer, a folder whose tokenizer has a chat template")
-        transformers = library("transformers", "a chat template")
-        with foreign.hub_offline():
-            loaded = transformers.AutoTokenizer.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=False
-            )
+        loaded = transformers_tokenizer(self.path, "a chat template")
         if not loaded.chat_template:
             raise ConfigurationError(f"--tokenizer {self.path} has no chat template; name a folder that has one")
         return loaded

@@ -35,7 +35,7 @@ from quantshard.tools.trainer.data.sources import (
     distinct,
     find,
     read_head,
-    unreadable,
+    reading,
 )
 from quantshard.tools.trainer.data.tokenizer import (
     BYTES_DIGEST,
@@ -273,21 +273,18 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
 def _read(document: Document, vocabulary: int) -> Document:
     """Read a whole file for its digest, and check that each token is in the vocabulary."""
     path, digest, kind = document.path, hashlib.sha256(), shards.TOKEN_DTYPES.get(document.dtype)
-    try:
-        with open_regular(path, follow=True) as file:
-            digest.update(file.read(document.header))
-            while content := file.read(_CHUNK_BYTES):
-                digest.update(content)
-                if kind is None:
-                    continue
-                ids = np.frombuffer(content, kind)
-                if (largest := int((ids & TOKEN if document.dtype == MASKED else ids).max())) >= vocabulary:
-                    raise ConfigurationError(
-                        f"{path} has the token {largest}, but vocabulary = {vocabulary} (read as {document.dtype}); "
-                        "name the right --tokenizer or --vocabulary"
-                    )
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with reading(path), open_regular(path, follow=True) as file:
+        digest.update(file.read(document.header))
+        while content := file.read(_CHUNK_BYTES):
+            digest.update(content)
+            if kind is None:
+                continue
+            ids = np.frombuffer(content, kind)
+            if (largest := int((ids & TOKEN if document.dtype == MASKED else ids).max())) >= vocabulary:
+                raise ConfigurationError(
+                    f"{path} has the token {largest}, but vocabulary = {vocabulary} (read as {document.dtype}); "
+                    "name the right --tokenizer or --vocabulary"
+                )
     if document.sha256 not in ("", digest.hexdigest()):
         raise ConfigurationError(f"{path}: its SHA-256 is not the one in {INDEX}; make the shards again")
     return replace(document, sha256=digest.hexdigest())

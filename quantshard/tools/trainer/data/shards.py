@@ -24,13 +24,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from quantshard import foreign
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import open_regular, regular_size
+from quantshard.checkpoints.disk.store import regular_size
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FILE_BYTES
 from quantshard.tools.terminal import outputs, screen
 from quantshard.tools.trainer.data.chats import ChatTokenizer
 from quantshard.tools.trainer.data.packing import MASKED
-from quantshard.tools.trainer.data.sources import INDEX, Chat, DataSource, Text, TextOptions, texts, unreadable
+from quantshard.tools.trainer.data.sources import INDEX, Chat, DataSource, Text, TextOptions, read_head, reading, texts
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents
 
 TOKENIZER = "tokenizer"
@@ -88,31 +88,24 @@ class ShardIndex:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Write the index as JSON."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         outputs.write_file(folder / INDEX, json.dumps(content, indent=1) + "\n", within=folder)
 
     def sizes(self, folder: Path) -> list[tuple[Path, int]]:
         """Return the shards with their lengths on disk."""
-        result = []
-        for shard in self.shards:
-            path, expected = folder / shard.file, shard.tokens * TOKEN_DTYPES[self.dtype].itemsize
-            try:
+        result = [(folder / shard.file, shard.tokens * TOKEN_DTYPES[self.dtype].itemsize) for shard in self.shards]
+        for path, expected in result:
+            with reading(path):
                 size = regular_size(path)
-            except OSError as error:
-                raise unreadable(path, error) from None
             if size != expected:
                 raise ConfigurationError(f"{path} has {size} bytes, not {expected} as in {INDEX}; make it again")
-            result.append((path, size))
         return result
 
     @property
@@ -150,12 +143,7 @@ def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
 def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     """Return the dtype and the header length of a token file without an index. Files of llm.c have a header, those of
     nanoGPT do not. `dtype`: dtype that follows from the vocabulary, for files without a header."""
-    header = 0
-    try:
-        with open_regular(path, follow=True) as file:
-            magic = int.from_bytes(file.read(4), "little")
-    except OSError as error:
-        raise unreadable(path, error) from None
+    header, magic = 0, int.from_bytes(read_head(path, 4), "little")
     if magic in _HEADERS and size >= _HEADER_BYTES:
         dtype, header = _HEADERS[magic], _HEADER_BYTES
     if (size - header) % TOKEN_DTYPES[dtype].itemsize:
@@ -234,9 +222,11 @@ class ShardedSource:
             not folder.is_dir() or {path.name for path in folder.iterdir() if path.name[0] != "."} - {"00000.bin"}
         ):
             raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
-        tokenizer, vocabulary = self.tokenizer, self.tokenizer.vocabulary
-        end = tokenizer.end_of_document
-        return ShardIndex(self.key, tokenizer.digest, vocabulary, end, end_text(tokenizer), token_dtype(vocabulary))
+        tokenizer = self.tokenizer
+        return ShardIndex(
+            self.key, tokenizer.digest, tokenizer.vocabulary, tokenizer.end_of_document, end_text(tokenizer),
+            token_dtype(tokenizer.vocabulary),
+        )  # fmt: skip
 
     def _write_shard(
         self, path: Path, dtype: str, pieces: Iterator[tuple[Text, bool]], bar: Progress, task: Any

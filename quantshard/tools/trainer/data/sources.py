@@ -15,6 +15,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -171,12 +172,10 @@ def _kind(path: Path, data_format: str) -> str:
 
 
 def _length(path: Path) -> int:
-    try:
+    with reading(path):
+        if not path.exists():
+            raise ConfigurationError(f"there is no data file or folder {path}")
         status = path.stat()
-    except FileNotFoundError:
-        raise ConfigurationError(f"there is no data file or folder {path}") from None
-    except (OSError, ValueError) as error:
-        raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
         raise ConfigurationError(f"the data file {path} is no regular file")
     return status.st_size
@@ -209,17 +208,22 @@ def _check_text(path: Path) -> None:
 
 
 def read_head(path: Path, size: int) -> bytes:
-    """Return the first bytes of a data file."""
-    try:
-        with open_regular(path, follow=True) as file:
-            return file.read(size)
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with reading(path), open_regular(path, follow=True) as file:
+        return file.read(size)
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
     return ConfigurationError(f"cannot read the data file {path}: {reason}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors of reading a data file to a `ConfigurationError`."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def library(name: str, what: str) -> Any:

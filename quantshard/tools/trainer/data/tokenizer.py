@@ -69,11 +69,9 @@ class LibraryTokenizer:
         self.end_of_document = entries[end_of_document]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Encode each text; the library uses one thread per CPU."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens for display; unknown tokens are skipped."""
         parts: list[list[int]] = [[]]
         for token in tokens:
             if token == self.end_of_document:
@@ -139,19 +137,17 @@ def end_text(tokenizer: Tokenizer) -> str:
     return str(tokenizer.backend.id_to_token(tokenizer.end_of_document))
 
 
+def transformers_tokenizer(path: str, what: str) -> Any:
+    """Load the tokenizer of a folder by transformers. `what`: what needs transformers, for an error."""
+    transformers = library("transformers", what)
+    with foreign.hub_offline():
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
-    try:
-        if FAST in contents:
-            # reject malformed or deeply nested JSON before the library parses it
-            json.loads(contents[FAST])
-            return library("tokenizers", f"the tokenizer {path}").Tokenizer.from_str(contents[FAST].decode("utf-8"))
-        transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
-        with foreign.hub_offline():
-            loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return loaded.backend_tokenizer
-    except (ConfigurationError, KeyboardInterrupt, SystemExit):
-        raise
-    # any file can be invalid in any way, and a Rust panic is not an Exception
-    except BaseException as error:
-        line = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigurationError(f"--tokenizer {path} cannot be read as a tokenizer: {line}") from None
+    with foreign.errors_in_one_line(f"--tokenizer {path} cannot be read as a tokenizer"):
+        if FAST not in contents:
+            return transformers_tokenizer(path, f"the tokenizer of {path}, which has no {FAST}").backend_tokenizer
+        # reject malformed or deeply nested JSON before the library parses it
+        json.loads(contents[FAST])
+        return library("tokenizers", f"the tokenizer {path}").Tokenizer.from_str(contents[FAST].decode("utf-8"))

@@ -29,7 +29,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.trainer.data import packing as packs
 from quantshard.tools.trainer.data.corpus import Corpus, Document
 from quantshard.tools.trainer.data.shards import TOKEN_DTYPES
-from quantshard.tools.trainer.data.sources import unreadable
+from quantshard.tools.trainer.data.sources import reading
 from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
 
 _ORDER_STREAM, _SOURCE_STREAM, _EPOCH_STREAM = 0, 2, 3  # stream 1 is used by generated texts
@@ -105,10 +105,8 @@ class TokenStream:
 
     def _read(self, document: Document, offset: int, length: int) -> Tensor:
         kind, size = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8)), document.itemsize
-        try:
+        with reading(document.path):
             ids = np.fromfile(document.path, kind, length, offset=document.header + offset * size)
-        except OSError as error:
-            raise unreadable(document.path, error) from None
         if len(ids) != length:
             raise ConfigurationError(f"the data file {document.path} became shorter than {document.size} bytes")
         return torch.from_numpy(ids.astype(np.int64))
@@ -186,11 +184,9 @@ class Windows:
 
     @property
     def rows(self) -> list[packs.PackedRows]:
-        """The rows of all sources in best-fit packing."""
         return [source.rows for source in self.sources if source.rows is not None]
 
     def chosen(self, seed: int, step: int, first: int, count: int) -> list[int]:
-        """Return the source index of each of these windows."""
         if len(self.sources) == 1:
             return [0] * count
         random_bits = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
@@ -206,7 +202,6 @@ class Windows:
 
 @lru_cache(maxsize=2)
 def _epoch_order(seed: int, epoch: int, rows: int) -> list[int]:
-    """Return the rows in the order of an epoch."""
     low, high = numerics.random_words(seed, epoch, _EPOCH_STREAM, (rows, 2)).unbind(1)
     return (high << 31 | low >> 1).sort(stable=True).indices.tolist()
 
@@ -268,5 +263,4 @@ class BatchLoader:
         self.step = int(state["step"])
 
     def close(self) -> None:
-        """Stop preparing batches; called at the end of training and after an error."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -78,22 +78,16 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
-    try:
-        with foreign.hub_offline():
-            config = transformers.AutoConfig.for_model(kind, **config_fields)
-            if causal:
-                _check_decoder(config, where)
-            model_class: Any = getattr(transformers, names[0], None) if names else None
-            is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-            if not is_model or (causal and not model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))):
-                model_class = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
-            return _on_meta(model_class, config, getattr(torch, dtype))
-    except ConfigurationError:
-        raise
     # a field of a wrong type can raise any exception in transformers
-    except Exception as error:
-        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigurationError(f"{where}: transformers cannot build it: {line:.300}") from None
+    with foreign.errors_in_one_line(f"{where}: transformers cannot build it"), foreign.hub_offline():
+        config = transformers.AutoConfig.for_model(kind, **config_fields)
+        if causal:
+            _check_decoder(config, where)
+        model_class: Any = getattr(transformers, names[0], None) if names else None
+        is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        if not is_model or (causal and not model_class.__name__.endswith(("ForCausalLM", "LMHeadModel"))):
+            model_class = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+        return _on_meta(model_class, config, getattr(torch, dtype))
 
 
 def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -151,7 +145,6 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Recompute all layers in backward."""
     old_name = "gradient_checkpointing_enable"
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
     enable({"use_reentrant": False})
