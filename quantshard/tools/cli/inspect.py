@@ -9,20 +9,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from quantshard.checkpoints import inspection
 from quantshard.checkpoints.comparison import Comparison, Difference, compare
-from quantshard.checkpoints.inspection import (
-    HISTORY,
-    RANDOM,
-    RANK,
-    STATE,
-    WEIGHT,
-    Inspection,
-    TensorSummary,
-    Verification,
-    inspect_checkpoint,
-    kind_of,
-)
-from quantshard.checkpoints.inspection import verify as verify_checkpoint
+from quantshard.checkpoints.inspection import Inspection, TensorSummary, Verification
 from quantshard.checkpoints.saving import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.readable import counted_name, human_bytes, pattern_groups
@@ -42,26 +31,26 @@ def inspect(
 
     Safe for untrusted files: nothing in them is run.
     """
-    inspection = inspect_checkpoint(existing(path, "a checkpoint"))
+    result = inspection.inspect_checkpoint(existing(path, "a checkpoint"))
     if json_:
-        say_whole(inspection.to_json())
+        say_whole(result.to_json())
     else:
-        Screen(wide=wide).print(inspection_tables(inspection, wide))
+        Screen(wide=wide).print(inspection_tables(result, wide))
 
 
-def inspection_tables(inspection: Inspection, wide: bool = True) -> Group:
+def inspection_tables(contents: Inspection, wide: bool = True) -> Group:
     """Format an inspection as tables. `wide`: one row per tensor instead of one per name pattern."""
-    rows: Sequence[TensorSummary] = inspection.rows
+    rows: Sequence[TensorSummary] = contents.rows
     if not wide:
         named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
         rows = [_united(pattern, members) for pattern, members in pattern_groups(named)]
-    parts: list[Any] = [_rows(rows, wide), _totals(inspection)]
-    if inspection.run is not None:
-        origin = ", ".join(f"{name} {value}" for name, value in inspection.run.items() if value is not None)
+    parts: list[Any] = [_rows(rows, wide), _totals(contents)]
+    if contents.run is not None:
+        origin = ", ".join(f"{name} {value}" for name, value in contents.run.items() if value is not None)
         parts.append(Text(f"written by: {origin}"))
-    if inspection.others:
-        parts.append(Text(f"{len(inspection.others)} entries that are no tensors, the first {inspection.others[0]}"))
-    parts += [Text(f"wrong: {line}", style="bold red") for row in inspection.rows for line in row.wrong]
+    if contents.others:
+        parts.append(Text(f"{len(contents.others)} entries that are no tensors, the first {contents.others[0]}"))
+    parts += [Text(f"wrong: {line}", style="bold red") for row in contents.rows for line in row.wrong]
     return Group(*parts)
 
 
@@ -98,11 +87,11 @@ def _share(count: int | None, row: TensorSummary) -> str:
     return "-" if count is None or not row.codes else f"{count} ({count / row.codes:.2%})"
 
 
-def _totals(inspection: Inspection) -> Table:
+def _totals(contents: Inspection) -> Table:
     headings = ("what", "stored as", "tensors", "elements", "bytes", "bytes an element")
     rows = (
         (t.kind, t.format, str(t.tensors), f"{t.numel:,}", human_bytes(t.bytes), f"{t.bytes_per_element:.3f}")
-        for t in inspection.totals
+        for t in contents.totals
     )
     return plain_table(headings, rows, texts=2)
 
@@ -114,7 +103,7 @@ def verify(checkpoint: Annotated[str, CHECKPOINT]) -> None:
     """
     existing(checkpoint, "a checkpoint")
     with transfer_bar("reading"):
-        result = verify_checkpoint(checkpoint)
+        result = inspection.verify(checkpoint)
     say(*verification_lines(result))
     if not result.ok:
         raise typer.Exit(1)
@@ -135,12 +124,12 @@ def verification_lines(verification: Verification) -> list[str]:
 UNEQUAL, UNREADABLE = 1, 2
 
 _TITLES = {
-    WEIGHT: "weights",
-    STATE: "optimizer",
+    inspection.WEIGHT: "weights",
+    inspection.STATE: "optimizer",
     EXTRA: "extra",
-    RANK: "states of ranks",
-    RANDOM: "random keys and draws",
-    HISTORY: "amax histories",
+    inspection.RANK: "states of ranks",
+    inspection.RANDOM: "random keys and draws",
+    inspection.HISTORY: "amax histories",
 }
 
 
@@ -177,8 +166,8 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
     lines = [f"{len(comparison.differences)} of {len(keys)} entries differ; both have {size}"]
     lines += [f"A: {comparison.path_a}", f"B: {comparison.path_b}", f"first difference: {comparison.first}"]
     for kind, title in _TITLES.items():
-        members = [key for key in comparison.keys if kind_of(key, keys) == kind]
-        differences = [d for d in comparison.differences if kind_of(d.key, keys) == kind]
+        members = [key for key in comparison.keys if inspection.kind_of(key, keys) == kind]
+        differences = [d for d in comparison.differences if inspection.kind_of(d.key, keys) == kind]
         if not differences:
             continue
         lines.append(f"{title}: {len(differences)} of {len(members)} differ")

@@ -91,14 +91,15 @@ def train(
     # only rank 0 of a launcher creates the run
     exists = auto_resume and (folder.is_begun() or os.environ.get("RANK", "0") != "0")
     values = merged_values(flag_values, from_mapping(content, str(config)))
-    if not exists:
+    if exists:  # the settings of the existing run are checked, with the changes
+        settings = TrainSettings(**values)
+    else:
         file_values = {name: value for name, value in values.items() if name not in flag_values}
         model_values = initialization.chosen(flag_values, file_values)
         defaults = initialization.fine_tuning_defaults(model_values)
         if defaults and not launch.is_worker():
             say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
-    settings = TrainSettings(**(values if exists else defaults | model_values))
-    if not exists:  # otherwise the settings of the existing run are checked, with the changes
+        settings = TrainSettings(**(defaults | model_values))
         settings.check()
         check_applicable(flag_values, settings)
     settings = settings.resolved()

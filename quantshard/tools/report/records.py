@@ -77,14 +77,14 @@ class RecordFile:
             self._offset += end or len(piece)
             self._before = piece[: end or len(piece)][-_OVERLAP:]
             for line in piece[first:end].split(b"\n")[:-1]:
-                record = _record(line)
+                record = parse_record(line)
                 if record is None:
                     self.broken += 1
                 else:
                     yield record
 
 
-def _record(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
     # An exception for each of millions of broken lines would take minutes.
     if not line.startswith(b"{"):
         return None

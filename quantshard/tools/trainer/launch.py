@@ -172,9 +172,6 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
     return LaunchError(f"process {rank}{text}", crashed=kind != _ON_PURPOSE)
 
 
-# Code that runs in the started ranks
-
-
 def report_failure(error: BaseException, logs: Path) -> str:
     """Report the failure of this rank, and return it as one line. Crashes write their traceback into `logs`."""
     rank = os.environ.get("RANK", "0").replace("/", "_")

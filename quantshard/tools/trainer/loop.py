@@ -69,8 +69,6 @@ class Trainer:
     `configuration`: configuration of a transformers model, or None.
     """
 
-    # Set-up ----------------------------------------------------------------------------------------------------------
-
     def __init__(
         self,
         settings: TrainSettings,
@@ -134,8 +132,6 @@ class Trainer:
         self.loader.load_state_dict(restored.extra)
         return restored
 
-    # The loop --------------------------------------------------------------------------------------------------------
-
     def train(self, done: int) -> None:
         """Train from the step after `done` to the last step, saving and evaluating as the settings say."""
         settings, last_saved, note = self.settings, done, self.progress.note
@@ -167,8 +163,6 @@ class Trainer:
             self.sample(last_saved)
         note(f"done: {last_saved} of {settings.steps} steps, saved in {self.run.checkpoint(last_saved)}")
 
-    # One step --------------------------------------------------------------------------------------------------------
-
     def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
         """Train one step; return its loss (mean over the global batch), the gradient norm, and whether to stop."""
         rate = learning_rate(self.settings, step)
@@ -196,12 +190,17 @@ class Trainer:
 
     def _forward_backward_step(self, batch: Tensor, stop: Tensor) -> Tensor:
         """Run a step's device work; return float64 sums of losses, squared gradients, `stop`, and expert counts."""
-        loss, counts = self._passes(batch)
-        releases = self.settings.release_gradients
+        (loss, counts), releases = self._passes(batch), self.settings.release_gradients
         squares = torch.zeros_like(loss) if releases else self._squares()
         sums = self._sum(loss * (self.tp_rank == 0), squares, stop)
         if self.settings.clip and not releases:
-            self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
+            norm = (sums[1] / self.axes.dp_replicate).sqrt().float()
+            # expert-parallel weights are on another mesh than the rest
+            by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+            for param in self.model.parameters():
+                by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+            for params in by_mesh.values():
+                torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
         self.optimizer.step()
         if releases:
             sums[1] = self.optimizer.param_groups[0][GRAD_NORM].double().square() * self.axes.dp_replicate
@@ -251,14 +250,6 @@ class Trainer:
         count = self.settings.global_batch // self.shares
         return self.windows.batch(self.settings.seed, step, self.share * count, count)
 
-    def _clip(self, norm: Tensor) -> None:
-        # expert-parallel weights are on another mesh than the rest
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-        for param in self.model.parameters():
-            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-        for params in by_mesh.values():
-            torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
-
     def _squares(self) -> Tensor:
         """Sum the squares of this rank's gradients, float64; those that a tp group replicates, on one rank only."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
@@ -273,8 +264,6 @@ class Trainer:
         flat = torch.stack(values)
         dist.all_reduce(flat)
         return flat
-
-    # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluate_all(self) -> dict[str, float]:
         """Evaluate the weights and their average (EMA), if there is one; also per source, if there are several."""
@@ -325,21 +314,11 @@ class Trainer:
             return
         tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document, self.corpus.tokenizer)
         [prompt] = tokenizer.encode([settings.sample_prompt])
-        tokens = models.generate(
-            self.model,
-            settings,
-            prompt,
-            settings.sample_tokens,
-            seed=settings.seed,
-            end_of_document=tokenizer.end_of_document,
-            vocabulary=tokenizer.vocabulary,
-        )
+        tokens = models.generate(self.model, settings, prompt, settings.sample_tokens, tokenizer, seed=settings.seed)
         if self.place.rank == 0:
             text = settings.sample_prompt + tokenizer.decode(tokens)
             self.run.append(self.run.samples, {"step": step, "text": text})
             self.progress.note(f"--- generated after {step} steps ---\n{text}\n---")
-
-    # Records and checkpoints -----------------------------------------------------------------------------------------
 
     def record(self, step: int, loss: float, norm: float, seconds: float, figures: Mapping[str, float]) -> None:
         """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""

@@ -91,37 +91,34 @@ def traced_steps(run: RunDir, rank: int, device: torch.device, steps: int) -> It
     if not steps:
         yield lambda: None
         return
-    kinds, records_memory = [ProfilerActivity.CPU], False
+    activities, memory_files = [ProfilerActivity.CPU], list[str]()
 
     @contextmanager
-    def warned(what: str) -> Iterator[None]:
+    def warned(name: str) -> Iterator[None]:
         try:
             yield
         except (QuantshardError, OSError, RuntimeError) as error:
-            complain(f"[rank {rank}] WARNING: {error}; {what} of this process is lost")
+            complain(f"[rank {rank}] WARNING: {error}; {name} is lost")
 
     def export(write: Callable[[str], object], name: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:
+        with warned(name), tempfile.TemporaryDirectory() as folder:
             file = Path(folder, name)
             write(str(file))
             outputs.write_file(run.profile / name, file.read_bytes(), within=run.path)
 
     def write(trace: profile) -> None:
-        with warned("the trace"):
-            export(trace.export_chrome_trace, f"rank-{rank}.json")
-        if records_memory:
-            with warned("the memory snapshot"):
-                export(private_torch.end_memory_history, f"memory-rank-{rank}.pickle")
+        export(trace.export_chrome_trace, f"rank-{rank}.json")
+        for name in memory_files:
+            export(private_torch.end_memory_history, name)
 
     if device.type == "cuda":
-        kinds.append(ProfilerActivity.CUDA)
+        activities.append(ProfilerActivity.CUDA)
         with warned("the memory snapshot"):
             private_torch.begin_memory_history(device)
-            records_memory = True
+            memory_files.append(f"memory-rank-{rank}.pickle")
     plan = schedule(wait=WARM_UP - 1, warmup=1, active=steps, repeat=1)
-    with profile(
-        activities=kinds, schedule=plan, on_trace_ready=write, record_shapes=True, profile_memory=True
-    ) as trace:
+    options: dict[str, Any] = {"on_trace_ready": write, "record_shapes": True, "profile_memory": True}
+    with profile(activities=activities, schedule=plan, **options) as trace:
         yield trace.step
     if trace.step_num <= WARM_UP and rank == 0:
         complain(f"no step was traced: --profile begins after {WARM_UP} steps, and {trace.step_num} were trained")
@@ -182,19 +179,16 @@ class RunStatistics(Statistics):
         skipped = self._optimizer.skipped_steps
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
-            kind, name, text = self._why_skipped(again)
+            if name := self._optimizer.large_gradient:
+                kind, text = "large gradient", too_large(name)
+            elif (source := first_nonfinite(self._model, again)) is not None:
+                kind, name, text = "nan", source.name, source.text
+            else:
+                kind, name = "nan", "gradient"
+                text = "a gradient was infinite or NaN; in the same pass made once more, none is"
             self.add_alarm(Alarm(kind, name, 1.0, f"step {self.done + 1} was skipped: {text}"))
         for sample in self.step(loss, self._captured if self.is_sampling else None):
             self._record(sample.to_dict())
-
-    def _why_skipped(self, again: Callable[[], object]) -> tuple[str, str, str]:
-        """Return the kind, name and text of the alarm of a skipped step. Collective."""
-        if name := self._optimizer.large_gradient:
-            return "large gradient", name, too_large(name)
-        source = first_nonfinite(self._model, again)
-        if source is None:
-            return "nan", "gradient", "a gradient was infinite or NaN; in the same pass made once more, none is"
-        return "nan", source.name, source.text
 
     def settle(self) -> list[StatisticsSample]:
         """Record the pending sample. If a checkpoint were saved before, a resume from it would lose the sample."""

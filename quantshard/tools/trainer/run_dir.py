@@ -31,10 +31,11 @@ import tomli_w
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import is_local, local, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import json_object, read_json, read_regular
+from quantshard.foreign import json_object, read_json
 from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
+from quantshard.tools.report.records import RecordFile, parse_record, step_of
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.settings.config import (
     COUNT,
@@ -46,8 +47,6 @@ from quantshard.tools.trainer.settings.config import (
     read_settings_file,
 )
 from quantshard.tools.trainer.settings.values import SettingType, read_table
-
-_RECORD_BYTES = 1 << 30
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
@@ -247,8 +246,7 @@ class RunDir:
         outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
 
     def read_starts(self) -> list[dict[str, Any]]:
-        content = read_regular(self.starts, _RECORD_BYTES) if os.path.lexists(self.starts) else b""
-        return [start for line in content.split(b"\n") if (start := _record(line))]
+        return list(RecordFile(LocalStore(), str(self.starts)).records())
 
     def requantized(self) -> tuple[bool, bool]:
         """Return whether any start requantized the weights to another recipe, and whether any without masters."""
@@ -259,7 +257,7 @@ class RunDir:
         """Drop the records of later steps and a truncated line, so that the files read as one run."""
         for file in (self.metrics, self.samples, self.starts, self.statistics):
             if os.path.lexists(file):
-                outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
+                outputs.cut_after(file, lambda line: _is_up_to(step, line), within=self.path)
 
     def lock(self) -> None:
         """Lock the run until this process ends, however it ends."""
@@ -303,13 +301,6 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
     return read_table(table, kinds, f"{where}: [{name}]", f"it has {', '.join(kinds)}")
 
 
-def _record(line: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        return {}
-
-
-def _step_of(line: bytes) -> float:
-    step = _record(line).get("step")
-    return step if type(step) is int else math.inf
+def _is_up_to(last_step: int, line: bytes) -> bool:
+    step = step_of(parse_record(line) or {})
+    return step is not None and step <= last_step

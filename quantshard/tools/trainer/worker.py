@@ -211,9 +211,6 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
     return data.collect_recorded(settings.data, corpus, settings.heldout_data)
 
 
-# Reading the setup, on rank 0 -----------------------------------------------------------------------------------------
-
-
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     if order.new is not None:
         new = TrainSettings(**from_mapping(order.new, "train"))
@@ -261,9 +258,6 @@ def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
     # a lossy start that has not saved since
     allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == last_step]
     return True, order.lossy or bool(allowed)
-
-
-# Training, on every rank ----------------------------------------------------------------------------------------------
 
 
 def train_run(run: RunDir, order: WorkerJob) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError, meant
@@ -84,6 +84,8 @@ class LibraryTokenizer:
 
 Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 
+BYTES: Final = ByteTokenizer()
+
 
 def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
     lines = "".join(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in sorted(contents.items()))
@@ -112,7 +114,7 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
     if not path:
         if end_of_document:
             raise ConfigurationError(f"--end-of-document {end_of_document[:80]!r} is about --tokenizer; give both")
-        return ByteTokenizer()
+        return BYTES
     contents = tokenizer_contents(path)
     actual = tokenizer_digest(contents)
     if digest not in ("", actual):

@@ -65,19 +65,11 @@ class Embedding(QuantizedModule):
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up index int64 [...] -> [..., size]."""
-        return F.embedding(index, self.table())
-
-    def table(self) -> Tensor:
-        """Return the gathered weight."""
-        return cast(Tensor, self._locals(("weight",))[0])
+        return F.embedding(index, gathered_weight(self))
 
 
-class OutputHead(Linear):
-    """High-precision linear layer that returns logits."""
-
-    def table(self) -> Tensor:
-        """Return the gathered weight."""
-        return cast(Tensor, self._locals(("weight",))[0])
+def gathered_weight(module: QuantizedModule) -> Tensor:
+    return cast(Tensor, module._locals(("weight",))[0])
 
 
 class LanguageModel(nn.Module):
@@ -119,7 +111,7 @@ class LanguageModel(nn.Module):
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
         llama = settings.architecture == "llama"
-        parallel_options: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
+        parallel: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
         self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         self.layers = nn.ModuleList()
@@ -127,27 +119,23 @@ class LanguageModel(nn.Module):
         for number, layer_recipe in enumerate(recipes):
             if isinstance(layer_recipe, Recipe):
                 with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
-                    layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+                    layer = _layer(settings, number + 1, device, parallel, ep_mesh)
             else:
-                layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+                layer = _layer(settings, number + 1, device, parallel, ep_mesh)
                 quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
                 # the recipe for the autocast around the layer: the first one that quantizes
-                part_recipes = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
-                layer_recipe = next(
-                    (recipe for recipe in part_recipes if recipe is not None and recipe.table), HighPrecision()
-                )
+                parts = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
+                layer_recipe = next((part for part in parts if part is not None and part.table), HighPrecision())
             self.layers.append(layer)
             self.recipes.append(layer_recipe)
         kind = RMSNorm if llama else LayerNorm
-        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel_options)
+        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel)
         angles = partial(RotaryPositionEmbedding, settings.head_size, rotary_base=settings.rope_theta)
         self.rotary = angles() if llama else None
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
-                self.head = OutputHead(
-                    hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh
-                )
+                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
 
     @property
     def batch_multiple(self) -> int:
@@ -189,9 +177,9 @@ class LanguageModel(nn.Module):
         if self.sequence_parallel:
             x = tensor_parallel.join_rows(x, self.tp)
         if targets is not None:
-            weight = (self.embedding if self.head is None else self.head).table()
+            weight = gathered_weight(self.embedding if self.head is None else self.head)
             return linear_cross_entropy(x, weight, targets, return_z_loss=True, **loss)
-        return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
+        return F.linear(x, gathered_weight(self.embedding)) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, **attention: Any) -> Tensor:
         layer_recipe, settings = self.recipes[number], self.settings

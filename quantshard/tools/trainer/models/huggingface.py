@@ -48,9 +48,6 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 """Types of layers whose state passes from token to token without attention."""
 
 
-# Configuration
-
-
 def read_configuration(path: str) -> dict[str, Any]:
     """Read a config.json, or the one in a folder."""
     location = Path(outputs.existing(path, "a folder with config.json, or a config.json"))
@@ -64,9 +61,6 @@ def longest_sequence(content: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions in a configuration; None if it is not stated."""
     fields = FieldReader(content, CONFIGURATION)
     return fields.integer("max_position_embeddings", 1, 1 << 40) or fields.integer("n_positions", 1, 1 << 40)
-
-
-# Models on the meta device
 
 
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
@@ -144,15 +138,6 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in model.named_modules() if re.fullmatch(r"(?:[^.]*[^.\d][^.]*\.)*\d+", name)]
 
 
-def recompute_layers(model: nn.Module) -> None:
-    old_name = "gradient_checkpointing_enable"
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
-    enable({"use_reentrant": False})
-
-
-# Documents in packed sequences
-
-
 def check_documents(model: Any, where: str) -> None:
     """Refuse models with layers that carry a state from one document of a sequence to the next."""
     config = model.config.get_text_config()
@@ -195,9 +180,6 @@ def chunked_vocabulary(model: Any) -> int:
     """Number of logits per token that a training pass of a converted model computes in chunks; 0 if all at once."""
     is_chunked = model.training and isinstance(getattr(model, "loss_function", None), ChunkedLoss)
     return model.get_output_embeddings().weight.shape[0] if is_chunked else 0
-
-
-# Values
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:

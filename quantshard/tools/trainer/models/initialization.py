@@ -165,8 +165,6 @@ def load(source: str, model: nn.Module) -> str:
     return f"began with the weights of {'; '.join(layouts.load(source, model).lines())}"
 
 
-# Configurations of Hugging Face ---------------------------------------------------------------------------------------
-
 _DEFAULT_ANGLES = "default"
 """transformers' name for unscaled rotary positions."""
 

@@ -30,7 +30,7 @@ from quantshard.numerics import distributions
 from quantshard.optimizers.averaging import reshard
 from quantshard.recipe import Recipe
 from quantshard.tools.trainer.data.packing import IGNORED, Documents
-from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
+from quantshard.tools.trainer.data.tokenizer import BYTES, VOCABULARY, Tokenizer
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.mixture import MixtureLayer
@@ -103,7 +103,9 @@ class ModelSpec:
             if settings.packing != STREAM:
                 attention.register(model)
             if settings.recompute == "layer":
-                huggingface.recompute_layers(model)
+                names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+                enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+                enable({"use_reentrant": False})
             if ep_mesh is not None:
                 distribute_experts(model, ep_mesh)
             return model, report
@@ -240,17 +242,16 @@ def generate(
     settings: TrainSettings,
     prompt: Sequence[int],
     length: int,
+    tokenizer: Tokenizer = BYTES,
     *,
     seed: int = 0,
     temperature: float = 0.8,
-    end_of_document: int = END_OF_DOCUMENT,
-    vocabulary: int = VOCABULARY,
 ) -> list[int]:
     """Continue a prompt by `length` tokens, as the beginning of a document, from at most the last seq_length tokens.
     Collective: rank 0 samples each token. Afterwards gathered weights are freed.
     """
     device = next(model.parameters()).device
-    tokens = [end_of_document, *prompt]
+    tokens, vocabulary = [tokenizer.end_of_document, *prompt], tokenizer.vocabulary
     random_bits = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
     training = model.training
     model.eval()
