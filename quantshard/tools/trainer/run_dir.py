@@ -37,15 +37,8 @@ from quantshard.foreign import json_object, read_json
 from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
 from quantshard.tools.report.records import RecordFile, parse_record, step_of
 from quantshard.tools.terminal import outputs
-from quantshard.tools.trainer.settings.config import (
-    COUNT,
-    KINDS,
-    SIZE,
-    STEPS,
-    TrainSettings,
-    from_mapping,
-    read_settings_file,
-)
+from quantshard.tools.trainer.settings import config
+from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import SettingType, read_table
 
 _STEP_DIGITS = 6
@@ -53,16 +46,20 @@ _CHECKPOINTS = "checkpoints"
 _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
 """File next to checkpoints outside of the run's folder; names the run that owns them."""
 
-_LAUNCH = {"processes": SettingType(int, 1, COUNT), "mesh": KINDS["mesh"], "threads": SettingType(int, 1, 4096)}
+_LAUNCH = {
+    "processes": SettingType(int, 1, config.COUNT),
+    "mesh": config.KINDS["mesh"],
+    "threads": SettingType(int, 1, 4096),
+}
 _CORPUS = {
     "sha256": SettingType(str, 64, 64),
     "bytes": SettingType(int, 0, (1 << 63) - 1),
     "files": SettingType(list, 68, 4200),
     "sources": SettingType(list, 1, 100),
-    "heldout_files": SettingType(int, 0, STEPS),
+    "heldout_files": SettingType(int, 0, config.STEPS),
     "tokenizer": SettingType(str, 64, 64),
-    "vocabulary": SettingType(int, 1, SIZE),
-    "end_of_document": SettingType(int, 0, SIZE),
+    "vocabulary": SettingType(int, 1, config.SIZE),
+    "end_of_document": SettingType(int, 0, config.SIZE),
 }
 _REQUIRED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
@@ -141,8 +138,8 @@ class RunDir:
         """Read the settings and the tables [launch] and [corpus]."""
         if not self.is_begun():
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml")
-        content, where = read_settings_file(self.config), str(self.config)
-        settings = TrainSettings(**from_mapping(content, where))
+        content, where = config.read_settings_file(self.config), str(self.config)
+        settings = TrainSettings(**config.from_mapping(content, where))
         settings.check(where)
         data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
         settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))

@@ -52,7 +52,7 @@ CASES: list[tuple[Any, str]] = [
     ({"lr": 0}, r"lr = 0\.0: must be more than 0"),
     ({"lr": float("nan")}, r"lr = nan: must be more than 0"),
     ({"weight_decay": float("inf")}, r"weight_decay = inf: must be 0 or more"),
-    ({"lr": "1" * 10**6}, r"lr = '1{20,30}\.\.\.1{20,30}' must be float"),
+    ({"lr": "1" * 10**6}, r"lr = '1{60,80}\.\.\. must be float"),
     ({"mesh": "tp=" + "9" * 5000}, r"mesh = .* must be text of at most 4096"),
     ({"mesh": "tp=" + "9" * 4000}, r"mesh = 'tp=9+\.\.\.9+': 'tp=9+\.\.\.9+' must be AXIS=SIZE"),
     ({"mesh": "dp_shard=3,tp=2"}, r"global_batch = 4 cannot|too many"),

@@ -19,20 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from quantshard import modules
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.modules import (
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    RotaryPositionEmbedding,
-    TransformerLayer,
-    autocast,
-    linear_cross_entropy,
-    quantize_,
-    quantized_model_init,
-)
+from quantshard.modules import autocast, quantized_model_init
 from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.context_parallel import ContextParallel
@@ -122,20 +113,22 @@ class LanguageModel(nn.Module):
                     layer = _layer(settings, number + 1, device, parallel, ep_mesh)
             else:
                 layer = _layer(settings, number + 1, device, parallel, ep_mesh)
-                quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
+                modules.quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
                 # the recipe for the autocast around the layer: the first one that quantizes
                 parts = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
                 layer_recipe = next((part for part in parts if part is not None and part.table), HighPrecision())
             self.layers.append(layer)
             self.recipes.append(layer_recipe)
-        kind = RMSNorm if llama else LayerNorm
+        kind = modules.RMSNorm if llama else modules.LayerNorm
         self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel)
-        angles = partial(RotaryPositionEmbedding, settings.head_size, rotary_base=settings.rope_theta)
+        angles = partial(modules.RotaryPositionEmbedding, settings.head_size, rotary_base=settings.rope_theta)
         self.rotary = angles() if llama else None
         self.head = None
         if not settings.tied:
             with quantized_model_init(enabled=False):
-                self.head = Linear(hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh)
+                self.head = modules.Linear(
+                    hidden, vocabulary, bias=False, params_dtype=dtype, device=device, tp_mesh=tp_mesh
+                )
 
     @property
     def batch_multiple(self) -> int:
@@ -178,7 +171,7 @@ class LanguageModel(nn.Module):
             x = tensor_parallel.join_rows(x, self.tp)
         if targets is not None:
             weight = gathered_weight(self.embedding if self.head is None else self.head)
-            return linear_cross_entropy(x, weight, targets, return_z_loss=True, **loss)
+            return modules.linear_cross_entropy(x, weight, targets, return_z_loss=True, **loss)
         return F.linear(x, gathered_weight(self.embedding)) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, **attention: Any) -> Tensor:
@@ -235,7 +228,7 @@ def _layer(
     if settings.experts:
         return MixtureLayer(settings, number, device, ep_mesh)
     llama = settings.architecture == "llama"
-    return TransformerLayer(
+    return modules.TransformerLayer(
         settings.hidden,
         settings.ffn,
         settings.heads,

@@ -15,16 +15,7 @@ from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.errors import ConfigurationError, meant, shown
 from quantshard.foreign import FieldReader
 from quantshard.interop import layouts
-from quantshard.interop.layouts import table
-from quantshard.interop.layouts.files import (
-    CONFIGURATION,
-    MOST,
-    MOST_HEADS,
-    SUFFIX,
-    SafetensorsFiles,
-    is_tied,
-    read_layout_json,
-)
+from quantshard.interop.layouts import files, table
 from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.data.tokenizer import FAST, SPECIAL, VOCABULARY, tokenizer_contents, tokenizer_digest
@@ -51,7 +42,7 @@ def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = dict(_FINE_TUNING)
     model = str(given.get("model", ""))
     location = Path(str(given["init_from"]) if model in ("", *SIZES) else model)
-    if location.is_file() or (location / CONFIGURATION).is_file():
+    if location.is_file() or (location / files.CONFIGURATION).is_file():
         longest = huggingface.longest_sequence(huggingface.read_configuration(str(location)))
         defaults["seq_length"] = min(longest or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
     return {name: value for name, value in defaults.items() if name not in given}
@@ -95,7 +86,7 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         folder = Path(model) if Path(model).is_dir() else Path(model).parent
-        if not any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
+        if not any(file.name.endswith(files.SUFFIX) for file in folder.iterdir()):
             # other formats may run code
             raise ConfigurationError(
                 f"model = {shown(model)} has no safetensors beside it; give --random-weights or --init-from DIR"
@@ -120,8 +111,8 @@ def sizes(source: str) -> dict[str, Any]:
     run = run_of(source)
     if run is not None:
         result = {name: getattr(run, name) for name in _OF_RUN}
-    elif "://" not in source and (Path(source) / CONFIGURATION).is_file():
-        content = read_layout_json(Path(source) / CONFIGURATION)
+    elif "://" not in source and (Path(source) / files.CONFIGURATION).is_file():
+        content = files.read_layout_json(Path(source) / files.CONFIGURATION)
         described = settings_of(content, source)
         kind, _ = _angles(FieldReader(content, f"{source}: config.json"))
         # the weights were trained with other angles than those of the built-in decoder
@@ -143,16 +134,16 @@ def _recipe_of(source: str) -> dict[str, Any]:
 
 def recipe_of_files(folder: Path) -> str | None:
     """Return the recipe that matches a folder's safetensors; None if none does or they are in high precision."""
-    config = folder / CONFIGURATION
-    quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
-    layout = table.detect(quantized, SafetensorsFiles(folder).tensors, str(folder))
+    config = folder / files.CONFIGURATION
+    quantized = files.read_layout_json(config).get("quantization_config") if config.is_file() else None
+    layout = table.detect(quantized, files.SafetensorsFiles(folder).tensors, str(folder))
     return None if layout is None else table.recipe_of(layout)
 
 
 def _is_checkpoint(source: str) -> bool:
     if "://" in source or is_complete(source):
         return True
-    if Path(source).is_dir() and any(path.name.endswith(SUFFIX) for path in Path(source).iterdir()):
+    if Path(source).is_dir() and any(path.name.endswith(files.SUFFIX) for path in Path(source).iterdir()):
         return False
     raise ConfigurationError(f"--init-from {source} is no complete checkpoint, and holds no safetensors")
 
@@ -210,19 +201,19 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
         )
     sizes: dict[str, Any] = {}
     for setting, hf_key in {**_LIKE, "vocabulary": "vocab_size"}.items():
-        most = MOST_HEADS if setting in ("heads", "layers") else MOST
+        most = files.MOST_HEADS if setting in ("heads", "layers") else files.MOST
         sizes[setting] = fields.integer(hf_key, 2 if setting == "seq_length" else 1, most)
         if sizes[setting] is None:
             raise fields.wrong(hf_key, "given")
-    width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
+    width, eps = fields.integer("head_dim", 1, files.MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **sizes,
         qk_norm=_WITH_QK_NORM[kind],
         head_dim=0 if width in (None, sizes["hidden"] // sizes["heads"]) else width or 0,
         rope_theta=_angles(fields)[1],
         norm_eps=TrainSettings.norm_eps if eps is None else eps,
-        kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
-        tied=is_tied(config),
+        kv_heads=fields.integer("num_key_value_heads", 1, files.MOST_HEADS) or 0,
+        tied=files.is_tied(config),
         params_dtype="float32" if dtype == "float32" else "bfloat16",
     ).resolved()
     settings.check()

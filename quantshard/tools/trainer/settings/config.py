@@ -20,37 +20,12 @@ from quantshard.errors import ConfigurationError, shown
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.modules.grouped_linear import block_together
 from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
-from quantshard.tools.trainer.settings.values import (
-    AUTO,
-    AUXILIARY,
-    BALANCES,
-    BIAS,
-    BIAS_SEQUENCE,
-    DOCUMENTS,
-    FLOAT32_STATES,
-    MASTER_DTYPES,
-    MOMENT_DTYPES,
-    NO_BALANCE,
-    PACKINGS,
-    SEQUENCE,
-    SIZES,
-    STATE_SETTINGS,
-    STREAM,
-    SWITCH,
-    LayerRecipes,
-    MeshSpec,
-    SettingType,
-    as_settings,
-    check_value,
-    named_preset,
-    read_table,
-    recipe_text,
-    state_options,
-)
+from quantshard.tools.trainer.settings import values
+from quantshard.tools.trainer.settings.values import AUTO, MOMENT_DTYPES, LayerRecipes, MeshSpec, SettingType
 
 _FLOATS: Final = ("bfloat16", "float32")
 _MOMENTS: Final = (AUTO, *MOMENT_DTYPES)
-_PRESET_HELP = f"storage of masters and moments, instead of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
+_PRESETS = ", ".join((*PRESETS, values.FLOAT32_STATES))
 _WIDTH_MULTIPLE = 32
 
 COUNT, SIZE, STEPS = 1 << 20, 1 << 24, 10**9
@@ -72,7 +47,7 @@ _model, _data, _training, _precision, _running, _sharding, _logs = (
 class TrainSettings:
     """Everything that determines a run, except the number of ranks and the content of the data."""
 
-    model: str = _model("", f"a Hugging Face folder or config.json, or sizes: {', '.join(SIZES)}")
+    model: str = _model("", f"a Hugging Face folder or config.json, or sizes: {', '.join(values.SIZES)}")
     random_weights: bool = _model(False, "start from random weights even if the model folder has weights")
     architecture: str = _model(
         "llama", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)", choices=("llama", "gpt")
@@ -112,9 +87,9 @@ class TrainSettings:
         (), "file or folder for evaluation instead of a held-out share; repeatable", 1
     )
     packing: str = _data(
-        DOCUMENTS,
+        values.DOCUMENTS,
         "documents: attention stays within a document; best-fit: also pack whole documents; stream: no boundaries",
-        choices=PACKINGS,
+        choices=values.PACKINGS,
     )
     eval_sequences: int = _data(32, "sequences per evaluation", 1, SIZE)
 
@@ -138,7 +113,9 @@ class TrainSettings:
     eps: float = _training(1e-8, "Adam's epsilon", 0, 1e6, more=True)
     momentum: float = _training(0.95, "Muon: decay of the momentum", 0, 1, less=True)
     weight_decay: float = _training(0.1, "decoupled weight decay, applied to matrices", 0, 1e6)
-    router_balance: str = _training(AUXILIARY, f"what balances experts: {', '.join(BALANCES)}", choices=BALANCES)
+    router_balance: str = _training(
+        values.AUXILIARY, f"what balances experts: {', '.join(values.BALANCES)}", choices=values.BALANCES
+    )
     balance_loss: float = _training(0.01, "weight of the load-balancing loss of experts", 0, 1e6)
     router_bias_rate: float = _training(1e-3, "change of the biases of experts per step", 0, 1, more=True)
     router_z_loss: float = _training(0.0, "weight of the z-loss of routers, such as 1e-3", 0, 1e6)
@@ -155,13 +132,15 @@ class TrainSettings:
         1,
     )
     params_dtype: str = _precision("bfloat16", "dtype of activations and unquantized weights", choices=_FLOATS)
-    preset: str = _precision("", _PRESET_HELP, 0, 200)
+    preset: str = _precision("", f"storage of masters and moments, instead of the settings below: {_PRESETS}", 0, 200)
     master_weights: bool = _precision(True, "keep master weights")
     master_dtype: str = _precision(
-        AUTO, f"dtype of master weights: {', '.join(MASTER_DTYPES)}; auto: float32", choices=(AUTO, *MASTER_DTYPES)
+        AUTO,
+        f"dtype of master weights: {', '.join(values.MASTER_DTYPES)}; auto: float32",
+        choices=(AUTO, *values.MASTER_DTYPES),
     )
     master_remainders: str = _precision(
-        AUTO, "on: store only the bits that the weight lacks; auto: off", choices=(AUTO, *SWITCH)
+        AUTO, "on: store only the bits that the weight lacks; auto: off", choices=(AUTO, *values.SWITCH)
     )
     exp_avg_dtype: str = _precision(
         AUTO, f"dtype of the first moment (Adam, Lion): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
@@ -234,7 +213,7 @@ class TrainSettings:
     @property
     def is_by_sizes(self) -> bool:
         """Whether the model is the built-in decoder, not a transformers model."""
-        return not self.model or self.model in SIZES
+        return not self.model or self.model in values.SIZES
 
     @property
     def torch_params_dtype(self) -> torch.dtype:
@@ -249,7 +228,7 @@ class TrainSettings:
     @property
     def state_options(self) -> StateOptions:
         """Storage options of the optimizer's masters and moments."""
-        return state_options(self.preset, {name: getattr(self, name) for name in STATE_SETTINGS})
+        return values.state_options(self.preset, {name: getattr(self, name) for name in values.STATE_SETTINGS})
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -282,16 +261,16 @@ class TrainSettings:
             heldout=0.0 if self.heldout_data else self.heldout,
             heldout_data=tuple(map(_absolute, self.heldout_data)),
             model=self.model if self.is_by_sizes else _absolute(self.model),
-            preset=named_preset(self.preset),
+            preset=values.named_preset(self.preset),
             **paths,
-            **as_settings(self.state_options),
+            **values.as_settings(self.state_options),
         )
 
     def check(self, where: str = "") -> None:
         """Refuse settings that cannot be trained on any number of ranks."""
         try:
             for name, kind in KINDS.items():
-                check_value(name, getattr(self, name), kind)
+                values.check_value(name, getattr(self, name), kind)
             _ = LayerRecipes.parse(self.recipe), self.state_options, self.weights
             for conflict in _conflicts(self):
                 raise ConfigurationError(conflict)
@@ -339,7 +318,7 @@ _NEEDED: Final[Mapping[tuple[str, tuple[str, ...]], str]] = {
     ("model", ()): "random_weights",
     ("optimizer", (ADAMW, MUON)): "eps exp_avg_sq_dtype",
     ("optimizer", (MUON,)): "momentum momentum_dtype",
-    ("router_balance", (BIAS, BIAS_SEQUENCE)): "router_bias_rate",
+    ("router_balance", (values.BIAS, values.BIAS_SEQUENCE)): "router_bias_rate",
     ("sample_tokens", ()): "sample_prompt",
     ("schedule", ("cosine", "linear", "wsd")): "decay_steps lr_floor",
     ("schedule", ("wsd",)): "decay_share",
@@ -350,11 +329,11 @@ _NEEDED: Final[Mapping[tuple[str, tuple[str, ...]], str]] = {
 
 def check_applicable(names: Collection[str], settings: TrainSettings) -> None:
     """Refuse these settings if they are not at their defaults and have no effect."""
-    for (other, values), dependent in _NEEDED.items():
+    for (other, required), dependent in _NEEDED.items():
         value = getattr(settings, other)
-        for name in dependent.split() if (value not in values if values else not value) else ():
+        for name in dependent.split() if (value not in required if required else not value) else ():
             if name in names and getattr(settings, name) != getattr(TrainSettings, name):
-                flag, condition = name.replace("_", "-"), f"{other.replace('_', '-')} {' or '.join(values)}".strip()
+                flag, condition = name.replace("_", "-"), f"{other.replace('_', '-')} {' or '.join(required)}".strip()
                 raise ConfigurationError(f"--{flag} has no effect without --{condition}; add that or leave it out")
 
 
@@ -371,14 +350,17 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
-    if settings.router_balance in (NO_BALANCE, BIAS) and settings.balance_loss not in (0.0, TrainSettings.balance_loss):
+    if settings.router_balance in (values.NO_BALANCE, values.BIAS) and settings.balance_loss not in (
+        0.0,
+        TrainSettings.balance_loss,
+    ):
         yield f"balance_loss has no effect with router_balance = {settings.router_balance!r}; leave one out"
     axes = settings.axes(1)
     if axes.ep > 1 and settings.is_by_sizes and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
     if axes.cp > 1 and settings.seq_length % (2 * axes.cp):
         yield f"seq_length = {settings.seq_length} is not divisible by 2 x cp = {2 * axes.cp}; choose a multiple"
-    if axes.cp > 1 and settings.packing != STREAM and settings.rotate_method == "alltoall":
+    if axes.cp > 1 and settings.packing != values.STREAM and settings.rotate_method == "alltoall":
         yield f"packing = {settings.packing!r} needs rotate_method = 'allgather'; change one"
     yield from _unsupported_features(settings, axes)
 
@@ -409,7 +391,7 @@ def _unsupported_features(settings: TrainSettings, axes: MeshSpec) -> Iterator[s
         lacking.append(("cuda_graphs", eager))
     if axes.cp > 1:
         unsplit = {"a transformers model": not settings.is_by_sizes, "ep in the mesh": axes.ep > 1}
-        unsplit["a balance loss per sequence"] = SEQUENCE in settings.router_balance
+        unsplit["a balance loss per sequence"] = values.SEQUENCE in settings.router_balance
         unsplit |= {name: getattr(settings, name) > 0 for name in ("compile", "cuda_graphs", "capacity_factor")}
         lacking.append(("cp in the mesh", unsplit))
     if settings.release_gradients:
@@ -444,15 +426,15 @@ TABLES = ("launch", "corpus")
 """Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""
 
 
-def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def from_mapping(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
-    settings = {name: value for name, value in values.items() if name not in TABLES}
-    if "corpus" in values:
+    settings = {name: value for name, value in content.items() if name not in TABLES}
+    if "corpus" in content:
         # a run of a release without this setting
-        settings.setdefault("packing", STREAM)
+        settings.setdefault("packing", values.STREAM)
     if isinstance(table := settings.get("recipe"), dict):
-        settings["recipe"] = recipe_text(table, where)
-    return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
+        settings["recipe"] = values.recipe_text(table, where)
+    return values.read_table(settings, KINDS, where, "`quantshard train --help` lists them")
 
 
 def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
@@ -462,5 +444,5 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 def merged_values(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Merge settings of explicit flags and of a file. A flag `preset` replaces all of the file's `STATE_SETTINGS`."""
-    replaced = STATE_SETTINGS if flags.get("preset") else ()
+    replaced = values.STATE_SETTINGS if flags.get("preset") else ()
     return {name: value for name, value in config.items() if name not in replaced} | dict(flags)
