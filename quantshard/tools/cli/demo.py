@@ -77,9 +77,8 @@ class Demo:
     def __init__(self, out: Path) -> None:
         self.out, self.steps, self.resumed = out, int(SETTINGS["steps"]), 0
         self.failures: list[str] = []
-        self.whole, self.killed, self.single = (
-            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process")
-        )
+        names = ("uninterrupted", "killed", "on-1-process")
+        self.whole, self.killed, self.single = (RunDir(out / name) for name in names)
 
     def claim(self, text: str, holds: bool) -> None:
         say(f"  {'ok' if holds else 'FAILED'}: {text}")
@@ -114,10 +113,8 @@ class Demo:
         arguments = ["resume", str(self.single.path), "--nproc-per-node", "1", "--copy-to", str(loaded)]
         self.run(arguments, self.single)
         self.claim("the loaded bits are those saved by 2", self.equal(self.single.checkpoint(self.resumed), loaded))
-        single, whole = (
-            {record["step"]: float(record["loss"]) for record in records(run.metrics)}
-            for run in (self.single, self.whole)
-        )
+        runs = (self.single, self.whole)
+        single, whole = ({r["step"]: float(r["loss"]) for r in records(run.metrics)} for run in runs)
         first, last = self.resumed + 1, self.steps
         within = abs(single[first] - whole[first]) <= _BF16_ROUNDING * whole[first]
         self.claim(f"the loss of step {first} is that of chapter 1 up to rounding", within)

@@ -241,11 +241,8 @@ def _tables(report: dict[str, Any]) -> Group:
         ("quantshard", report["quantshard"]),
     )
     products = ((recipe, path, report["reasons"][recipe]) for recipe, path in report["recipes"].items())
-    tests = (
-        (result["name"], Text(result["state"], style=_STYLES[result["state"]]), result["reason"])
-        for result in report["checks"]
-    )
-    states = [result["state"] for result in report["checks"]]
+    states = [check["state"] for check in report["checks"]]
+    tests = ((c["name"], Text(c["state"], style=_STYLES[c["state"]]), c["reason"]) for c in report["checks"])
     summary = "self-test: " + ", ".join(f"{states.count(state)} {state}" for state in _STYLES)
     return Group(
         plain_table(("this machine", ""), machine, texts=2),

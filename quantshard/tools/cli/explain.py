@@ -170,9 +170,8 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
     for name, end in ((name, end) for name in names for end in cuts if name.endswith(end)):
         dim, shape = cuts[end], tuple(params[name].shape)
         if shape[dim] % ranks:
-            raise ConfigurationError(
-                limits.refusal("uneven axis", f"{name} {shape}, dim {dim} of {shape[dim]} over {ranks} ranks of {TP!r}")
-            )
+            cut = f"{name} {shape}, dim {dim} of {shape[dim]} over {ranks} ranks of {TP!r}"
+            raise ConfigurationError(limits.refusal("uneven axis", cut))
     if not cuts:
         raise ConfigurationError(f"{TP!r} cuts no weight of this model (the first is {names[0]}); use quantshard.plan")
     return cuts
@@ -232,9 +231,7 @@ def _step(
         batch,
         seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
-        loss=lambda model, tokens, targets: trained_loss(
-            model, losses(model, tokens, targets, settings.z_loss), settings
-        ),
+        loss=lambda model, x, y: trained_loss(model, losses(model, x, y, settings.z_loss), settings),
         checkpoint_activations=recompute,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,

@@ -89,10 +89,10 @@ def _share(count: int | None, row: TensorSummary) -> str:
 
 def _totals(contents: Inspection) -> Table:
     headings = ("what", "stored as", "tensors", "elements", "bytes", "bytes an element")
-    rows = (
+    rows = [
         (t.kind, t.format, str(t.tensors), f"{t.numel:,}", human_bytes(t.bytes), f"{t.bytes_per_element:.3f}")
         for t in contents.totals
-    )
+    ]
     return plain_table(headings, rows, texts=2)
 
 

@@ -82,7 +82,7 @@ def train(
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
         flags["data"] = [*flags["data"], *more_data]
     flag_values = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in flags.items() if value is not None
+        name: tuple(flag) if isinstance(flag, list) else flag for name, flag in flags.items() if flag is not None
     }
     content = {}
     if config is not None:
@@ -206,18 +206,16 @@ def with_flags(command: Any) -> Any:
     """Replace the `**flags` of a command by the options of all settings; those that are not given are None."""
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     for setting in fields(TrainSettings):
-        default, text = setting.default, setting.metadata["help"]
+        name, default, text = setting.name, setting.default, setting.metadata["help"]
         option = typer.Option(
             help=text if default in ((), "") else f"{text}. Default: {default}",
             rich_help_panel=setting.metadata["panel"],
-            hidden=setting.name not in _COMMON,
+            hidden=name not in _COMMON,
             show_default=False,
         )
         kind: Any = list[str] if default == () else type(default)
         annotation = Annotated[kind | None, option]
-        parameters.append(
-            inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)
     return command
 

@@ -63,9 +63,7 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
     """Cost of straddling blocks for the rank of `shard`. `mesh`: axis -> size; `placements`: one for each axis."""
     parts = [part for part in _scales(fmt) if shard.shares_blocks(part)]
     shapes = [shard.component_shape(part) for part in parts]
-    is_sharded = any(
-        size > 1 for size, placement in zip(mesh.values(), placements, strict=True) if placement != REPLICATED
-    )
+    is_sharded = any(size > 1 for size, kind in zip(mesh.values(), placements, strict=True) if kind != REPLICATED)
     reduced = sum(rows * cols * _AMAX_BYTES for rows, cols in shapes) if is_sharded else 0
     # A scale of the whole tensor is no block.
     blocks = [part for part in parts if ALL not in part.block_shape]

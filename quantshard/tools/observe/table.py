@@ -51,7 +51,7 @@ class Report:
         cls,
         rows: list[Row],
         bf16_optimizer_bytes: int,
-        attention: Iterable[tuple[str, str]] = (),
+        attention: Sequence[tuple[str, str]] = (),
         loss: Iterable[str] = (),
     ) -> Report:
         """Build a report from rows, (module name, attention backend) pairs and descriptions of losses."""
@@ -159,9 +159,7 @@ def _details(report: Report) -> list[str]:
     """Reasons of native GEMMs, and notes; empty for a summary."""
     if report.is_summary:
         return []
-    native = (
-        (row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm not in ("", EMULATED)
-    )
+    native = ((r.name, f"GEMM {r.gemm}: {r.gemm_reason}") for r in report.rows if r.gemm not in ("", EMULATED))
     return _merged([*native, *((row.name, text) for row in report.rows for text in row.notes)])
 
 
@@ -202,13 +200,11 @@ def _memory_table(memory: StepMemory) -> Table:
 
 def _merged(texts: Iterable[tuple[str, str]]) -> list[str]:
     """Each distinct text, with the parameters concerned."""
-    names: dict[str, list[str]] = {}
+    merged: dict[str, list[str]] = {}
     for name, text in texts:
-        names.setdefault(text, []).append(name)
-    return [
-        f"{parameters[0]}{f' and {len(parameters) - 1} more' if len(parameters) > 1 else ''}: {text}"
-        for text, parameters in names.items()
-    ]
+        merged.setdefault(text, []).append(name)
+    more = {text: f" and {len(names) - 1} more" if len(names) > 1 else "" for text, names in merged.items()}
+    return [f"{names[0]}{more[text]}: {text}" for text, names in merged.items()]
 
 
 _TEXTS: dict[str, Callable[[Row], str]] = {"stored as": lambda row: row.format, "GEMM": lambda row: row.gemm or "-"}

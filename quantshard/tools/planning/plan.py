@@ -256,11 +256,8 @@ def _optimizer_states(
         del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
     fmt = None if storage is None else storage.spec.format
-    if (
-        MASTER in requested
-        and options.store_param_remainders
-        and state_storage.splits(fmt, param.dtype, requested[MASTER])
-    ):
+    master = requested.get(MASTER) if options.store_param_remainders else None
+    if master is not None and state_storage.splits(fmt, param.dtype, master):
         states[MASTER], sizes[MASTER] = (costs.REMAINDER, 2 * elements) if fmt is None else (costs.SPLIT, elements)
         del requested[MASTER]
     ndim = param.ndim if storage is None else 2

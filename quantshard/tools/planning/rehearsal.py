@@ -154,9 +154,7 @@ def step_memory(
     memory = peaks_of(step)
     if limit is None:
         return memory
-    return replace(
-        memory, fits=_fitting(step, memory.peak, limit, lambda batch: peaks_of(replace(step, batch=batch)).peak)
-    )
+    return replace(memory, fits=_fitting(step, memory.peak, limit, lambda n: peaks_of(replace(step, batch=n)).peak))
 
 
 def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int], int]) -> str:

@@ -46,12 +46,8 @@ class UnitSizes:
     reshards: bool = True
 
     def __add__(self, other: UnitSizes) -> UnitSizes:
-        return UnitSizes(
-            self.gathered + other.gathered,
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.reshards,
-        )
+        gathered, weights = self.gathered + other.gathered, self.weights + other.weights
+        return UnitSizes(gathered, weights, self.gradients + other.gradients, self.reshards)
 
 
 @dataclass

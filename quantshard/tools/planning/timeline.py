@@ -172,7 +172,7 @@ def gpu_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = original
 
 
-_plain_attention = F.scaled_dot_product_attention
+_original = F.scaled_dot_product_attention
 
 
 def _attention(
@@ -186,17 +186,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    plain = partial(
-        _plain_attention, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    plain = partial(_original, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if not query.is_meta:
         return plain()
     backends = torch.backends.cuda
     is_flash = query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= _LARGEST_FLASH_HEAD
     if is_flash and (backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()):
-        return _aten._scaled_dot_product_flash_attention.default(query, key, value, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        flash = _aten._scaled_dot_product_flash_attention.default
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if query.ndim == 4 and query.shape[-3] == key.shape[-3] and backends.mem_efficient_sdp_enabled():
         bias = attn_mask
         if bias is not None:

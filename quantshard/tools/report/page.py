@@ -190,10 +190,8 @@ def _charts(runs: Sequence[history.RunHistory]) -> list[dict[str, Any]]:
     names = dict.fromkeys(name for run in runs for name in run.metrics.columns)
     titles = {name: _TITLES.get(name, name) for name in (*_TITLES, *names) if name in names and name != history.HELDOUT}
     curves = {history.LOSS: [history.LOSS, history.HELDOUT]}
-    return [
-        {"title": title, "curves": curves.get(name, [name]), "unit": _UNITS.get(name, "")}
-        for name, title in titles.items()
-    ]
+    charts = ((title, curves.get(name, [name]), _UNITS.get(name, "")) for name, title in titles.items())
+    return [{"title": title, "curves": names, "unit": unit} for title, names, unit in charts]
 
 
 def _run_data(run: history.RunHistory, name: str, keys: list[str]) -> dict[str, Any]:

@@ -115,14 +115,12 @@ def _undone(model: nn.Module) -> Iterator[None]:
     draw_values, observer = [draw.clone() for draw in draws], observation.active
     buffers = {(module, name): (buffer, buffer.detach().clone()) for module, name, buffer in _buffers(model)}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    unrecorded = UnrecordedAmaxes(), UnrecordedAmaxes()
     try:
         observation.active = None
         for param in grads:
             param.grad = None
-        with (
-            torch.random.fork_rng(devices=devices),
-            pending_amaxes.amaxes_noted_in(UnrecordedAmaxes(), UnrecordedAmaxes()),
-        ):
+        with torch.random.fork_rng(devices=devices), pending_amaxes.amaxes_noted_in(*unrecorded):
             yield
     finally:
         observation.active = observer

@@ -87,9 +87,8 @@ class SampleBuffer:
         self.extremes[0, row] = _merged(torch.cat([buffer.extremes[:, 0], self.extremes[:1, row]]))
 
     def flat(self) -> Tensor:
-        return torch.cat(
-            [self.sums.sum(0).flatten(), _merged(self.extremes).double().flatten(), self.parameters.flatten()]
-        )
+        parts = (self.sums.sum(0), _merged(self.extremes).double(), self.parameters)
+        return torch.cat([part.flatten() for part in parts])
 
 
 def _merged(extremes: Tensor) -> Tensor:
@@ -252,10 +251,7 @@ class StatisticsSample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a line of `statistics.jsonl`; a value of an alarm that is not finite is a string."""
-        alarms = [
-            vars(alarm) | {"value": alarm.value if math.isfinite(alarm.value) else str(alarm.value)}
-            for alarm in self.alarms
-        ]
+        alarms = [vars(a) | {"value": a.value if math.isfinite(a.value) else str(a.value)} for a in self.alarms]
         return {"step": self.step, "rows": [row.to_dict() for row in self.rows], "alarms": alarms}
 
 

@@ -82,10 +82,8 @@ class _GemmErrors(Observer):
             (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, dy_wgrad, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
             (Gemm.WGRAD, TensorRole.INPUT, x_wgrad, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
-        self.errors += [
-            GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(spec))
-            for gemm, role, spec, error in errors
-        ]
+        for gemm, role, spec, error in errors:
+            self.errors.append(GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(spec)))
 
 
 def _alone(a: Tensor, b: Tensor, spec: QuantSpec | None, key: int, transposed: bool = False) -> float:

@@ -143,9 +143,7 @@ class StepSample(Observer):
         for copies, sources in ((self._before, values), (self._codes, codes)):
             copies.update({name: torch.empty_like(source) for name, source in sources.items()})
             for names in _by_kind(sources):
-                torch.ops.aten._foreach_copy_.default(
-                    [copies[name] for name in names], [sources[name] for name in names]
-                )
+                torch.ops.aten._foreach_copy_.default([copies[n] for n in names], [sources[n] for n in names])
         self._add_squares("gradient", gradients)
         self._elements |= {name: grad.numel() for name, grad in gradients.items()}
 

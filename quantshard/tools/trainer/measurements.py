@@ -30,13 +30,8 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 BF16_PEAKS: Final = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-}
+    "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12,
+}  # fmt: skip
 """Dense BF16 FLOP/s by part of the GPU's name, from NVIDIA's data sheets; the first match counts."""
 
 
@@ -46,9 +41,8 @@ def flops_of_token(model: nn.Module, settings: TrainSettings) -> float | None:
     params, head_features = list(model.parameters()), settings.layers * settings.heads * settings.head_size
     if not settings.is_by_sizes:
         config: Any = model.config
-        sizes: list[Any] = [
-            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-        ]
+        names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        sizes: list[Any] = [getattr(config, name, None) for name in names]
         if None in sizes:
             return None
         layers, heads, hidden = sizes

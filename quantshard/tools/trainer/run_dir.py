@@ -236,11 +236,8 @@ class RunDir:
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
         """Append one JSON object as a line. Numbers without a JSON form (inf, nan) become strings."""
-        plain = {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
+        nonfinite = {k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+        outputs.append_text(file, json.dumps({**record, **nonfinite}) + "\n", within=self.path)
 
     def read_starts(self) -> list[dict[str, Any]]:
         return list(RecordFile(LocalStore(), str(self.starts)).records())

@@ -243,10 +243,8 @@ def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: Run
         notes.append(f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}")
     if not complete:
         notes.append(f"{run.path} has no complete checkpoint, so it begins again")
-    requantize, lossy = _requantization(run, order)
-    return RunSetup(
-        settings, started, corpus, before.configuration, True, bool(complete), requantize, lossy, tuple(notes)
-    )
+    conversion = _requantization(run, order)
+    return RunSetup(settings, started, corpus, before.configuration, True, bool(complete), *conversion, tuple(notes))
 
 
 def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:

@@ -259,11 +259,9 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
             raise ConfigurationError(f"there are no tokens in {source.path}")
         return documents
     if source.kind == TEXT and data_format == "auto":
-        mark = codecs.BOM_UTF8
-        return [
-            Document(path, size, "", "", len(mark) if read_head(path, len(mark)) == mark else 0)
-            for path, size in source.files
-        ]
+        mark, size_of_mark = codecs.BOM_UTF8, len(codecs.BOM_UTF8)
+        headers = [size_of_mark * (read_head(path, size_of_mark) == mark) for path, _ in source.files]
+        return [Document(*file, "", "", header) for file, header in zip(source.files, headers, strict=True)]
     if source.kind == RAW and data_format:
         dtype = shards.token_dtype(vocabulary)
         return [Document(path, size, "", *shards.raw_layout(path, size, dtype)) for path, size in source.files]

@@ -12,8 +12,8 @@ import importlib
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,15 +185,12 @@ def chunked_vocabulary(model: Any) -> int:
 def leave_meta(model: nn.Module, device: torch.device) -> None:
     """Allocate a model, sharded or not. Tied parameters stay tied; buffers, which no weight file has, get values."""
     first_names = {id(param): name for name, param in model.named_parameters()}
-    tied = [
-        (name, first)
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if (first := first_names[id(param)]) != name
-    ]
+    tied = {name: first_names[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
     model.to_empty(device=device)
-    for name, first in tied:
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    for name, first in tied.items():
+        if name != first:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
     skeleton = _skeleton(model)
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -205,31 +202,14 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill an allocated model with the values that transformers draws. Collective."""
-    checkpoints.load_high_precision(model, _InitialValues(model, seed))
-
-
-class _InitialValues(Mapping[str, Tensor]):
-    """This rank's shard of each parameter's initial values, by name; drawn one module at a time."""
-
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._skeleton, self._seed = _skeleton(model), seed
-        self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._sources: dict[str, str] = self._skeleton.all_tied_weights_keys
-        self._made: tuple[str, dict[str, Tensor]] = "", {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        param = self._params[name]
-        owner, _, leaf = self._sources.get(name, name).rpartition(".")
-        if leaf not in self._made[1] or self._made[0] != owner:
-            self._made = owner, _initial_values(self._skeleton, owner, self._seed)
-        return _local_part(param, self._made[1][leaf].to(param.dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
+    """Fill an allocated model with the values that transformers draws, one module at a time. Collective."""
+    skeleton = _skeleton(model)
+    drawn = lru_cache(maxsize=1)(lambda owner: _initial_values(skeleton, owner, seed))
+    values = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = skeleton.all_tied_weights_keys.get(name, name).rpartition(".")
+        values[name] = _local_part(param, drawn(owner)[leaf].to(param.dtype))
+    checkpoints.load_high_precision(model, values)
 
 
 def _local_part(param: Tensor, whole: Tensor) -> Tensor:

@@ -257,9 +257,8 @@ def generate(
     model.eval()
     for sample in distributions.uniform(random_bits).tolist():
         # identical rows, because one row cannot be divided over tp
-        window = torch.tensor(
-            [tokens[-settings.seq_length :]] * getattr(model, "batch_multiple", 1), dtype=torch.int64, device=device
-        )
+        rows = [tokens[-settings.seq_length :]] * getattr(model, "batch_multiple", 1)
+        window = torch.tensor(rows, dtype=torch.int64, device=device)
         probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
         token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], dtype=torch.float32, device=device))
         token.clamp_(max=vocabulary - 1)
@@ -326,9 +325,8 @@ class _TokenLosses(torch.autograd.Function):
         factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
         of_entropy = grad_entropy.expand(len(logits))
-        grad_logits = kernel_dispatch.cross_entropy_of(logits).logits_gradient(
-            logits, targets, log_z, factors, of_entropy, out
-        )
+        gradient_of = kernel_dispatch.cross_entropy_of(logits).logits_gradient
+        grad_logits = gradient_of(logits, targets, log_z, factors, of_entropy, out)
         # kernels write without autograd's knowledge
         if out is not None:
             torch.autograd.graph.increment_version(logits)

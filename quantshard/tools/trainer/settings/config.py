@@ -24,7 +24,6 @@ from quantshard.tools.trainer.settings import values
 from quantshard.tools.trainer.settings.values import AUTO, MOMENT_DTYPES, LayerRecipes, MeshSpec, SettingType
 
 _FLOATS: Final = ("bfloat16", "float32")
-_MOMENTS: Final = (AUTO, *MOMENT_DTYPES)
 _PRESETS = ", ".join((*PRESETS, values.FLOAT32_STATES))
 _WIDTH_MULTIPLE = 32
 
@@ -38,9 +37,14 @@ def _setting(panel: str, default: Any, help: str, least: float = 0, most: float 
     return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
 
 
-_model, _data, _training, _precision, _running, _sharding, _logs = (
+_model, _data, _train, _precision, _run, _mesh, _logs = (
     partial(_setting, panel) for panel in ("Model", "Data", "Training", "Precision", "Running", "Sharding", "Logs")
 )
+
+
+def _moment(name: str) -> Any:
+    help = f"dtype of the {name}: {', '.join(MOMENT_DTYPES)}; auto: float32"
+    return _precision(AUTO, help, choices=(AUTO, *MOMENT_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -93,38 +97,36 @@ class TrainSettings:
     )
     eval_sequences: int = _data(32, "sequences per evaluation", 1, SIZE)
 
-    steps: int = _training(200, "optimizer steps", 1, STEPS)
-    global_batch: int = _training(16, "sequences per step over all processes", 1, SIZE)
-    micro_batches: int = _training(1, "gradient accumulation: passes per step", 1, SIZE)
-    micro_batch: int = _training(0, "sequences per pass and process; sets micro_batches", 0, SIZE)
-    optimizer: str = _training(
-        ADAMW, "adamw, lion, or muon (hidden matrices; AdamW trains the rest)", choices=ALGORITHMS
-    )
-    lr: float = _training(1e-3, "peak learning rate", 0, 1e6, more=True)
-    schedule: str = _training(
+    steps: int = _train(200, "optimizer steps", 1, STEPS)
+    global_batch: int = _train(16, "sequences per step over all processes", 1, SIZE)
+    micro_batches: int = _train(1, "gradient accumulation: passes per step", 1, SIZE)
+    micro_batch: int = _train(0, "sequences per pass and process; sets micro_batches", 0, SIZE)
+    optimizer: str = _train(ADAMW, "adamw, lion, or muon (hidden matrices; AdamW trains the rest)", choices=ALGORITHMS)
+    lr: float = _train(1e-3, "peak learning rate", 0, 1e6, more=True)
+    schedule: str = _train(
         "cosine", "after warmup: cosine, linear, wsd or constant", choices=("cosine", "linear", "wsd", "constant")
     )
-    warmup: int = _training(20, "warmup steps", 0, STEPS)
-    decay_steps: int = _training(0, "step at which the schedule ends; 0: the steps of the run's first start", 0, STEPS)
-    decay_share: float = _training(0.2, "final share of decay_steps in which wsd decays", 0, 1)
-    lr_floor: float = _training(0.1, "final learning rate as a share of lr", 0, 1)
-    beta1: float = _training(0.9, "Adam: decay of the first moment; Lion: interpolation of the update", 0, 1, less=True)
-    beta2: float = _training(0.95, "Adam: decay of the second moment; Lion: decay of the moment", 0, 1, less=True)
-    eps: float = _training(1e-8, "Adam's epsilon", 0, 1e6, more=True)
-    momentum: float = _training(0.95, "Muon: decay of the momentum", 0, 1, less=True)
-    weight_decay: float = _training(0.1, "decoupled weight decay, applied to matrices", 0, 1e6)
-    router_balance: str = _training(
+    warmup: int = _train(20, "warmup steps", 0, STEPS)
+    decay_steps: int = _train(0, "step at which the schedule ends; 0: the steps of the run's first start", 0, STEPS)
+    decay_share: float = _train(0.2, "final share of decay_steps in which wsd decays", 0, 1)
+    lr_floor: float = _train(0.1, "final learning rate as a share of lr", 0, 1)
+    beta1: float = _train(0.9, "Adam: decay of the first moment; Lion: interpolation of the update", 0, 1, less=True)
+    beta2: float = _train(0.95, "Adam: decay of the second moment; Lion: decay of the moment", 0, 1, less=True)
+    eps: float = _train(1e-8, "Adam's epsilon", 0, 1e6, more=True)
+    momentum: float = _train(0.95, "Muon: decay of the momentum", 0, 1, less=True)
+    weight_decay: float = _train(0.1, "decoupled weight decay, applied to matrices", 0, 1e6)
+    router_balance: str = _train(
         values.AUXILIARY, f"what balances experts: {', '.join(values.BALANCES)}", choices=values.BALANCES
     )
-    balance_loss: float = _training(0.01, "weight of the load-balancing loss of experts", 0, 1e6)
-    router_bias_rate: float = _training(1e-3, "change of the biases of experts per step", 0, 1, more=True)
-    router_z_loss: float = _training(0.0, "weight of the z-loss of routers, such as 1e-3", 0, 1e6)
-    z_loss: float = _training(0.0, "weight of the z-loss (squared logsumexp of the logits), such as 1e-4", 0, 1e6)
-    ema: float = _training(
+    balance_loss: float = _train(0.01, "weight of the load-balancing loss of experts", 0, 1e6)
+    router_bias_rate: float = _train(1e-3, "change of the biases of experts per step", 0, 1, more=True)
+    router_z_loss: float = _train(0.0, "weight of the z-loss of routers, such as 1e-3", 0, 1e6)
+    z_loss: float = _train(0.0, "weight of the z-loss (squared logsumexp of the logits), such as 1e-4", 0, 1e6)
+    ema: float = _train(
         0.0, "decay of an exponential moving average of the weights, such as 0.999; 0: none", 0, 1, less=True
     )
-    clip: float = _training(1.0, "maximum gradient norm; 0: no clipping", 0, 1e12)
-    seed: int = _training(0, "seed for weights and data order", 0, (1 << 63) - 1)
+    clip: float = _train(1.0, "maximum gradient norm; 0: no clipping", 0, 1e12)
+    seed: int = _train(0, "seed for weights and data order", 0, (1 << 63) - 1)
 
     recipe: str = _precision(
         recipe.AUTO,
@@ -142,15 +144,9 @@ class TrainSettings:
     master_remainders: str = _precision(
         AUTO, "on: store only the bits that the weight lacks; auto: off", choices=(AUTO, *values.SWITCH)
     )
-    exp_avg_dtype: str = _precision(
-        AUTO, f"dtype of the first moment (Adam, Lion): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
-    )
-    exp_avg_sq_dtype: str = _precision(
-        AUTO, f"dtype of the second moment (Adam): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
-    )
-    momentum_dtype: str = _precision(
-        AUTO, f"dtype of the momentum (Muon): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
-    )
+    exp_avg_dtype: str = _moment("first moment (Adam, Lion)")
+    exp_avg_sq_dtype: str = _moment("second moment (Adam)")
+    momentum_dtype: str = _moment("momentum (Muon)")
     release_gradients: bool = _precision(
         False, "update weights during backward and free their gradients; clips by the norm of the step before"
     )
@@ -160,34 +156,32 @@ class TrainSettings:
         choices=tuple(ACTIVATION_SPECS),
     )
 
-    save_every: int = _running(50, "steps between checkpoints; 0: only the last step", 0, STEPS)
-    keep_last: int = _running(0, "number of newest checkpoints to keep; 0: all", 0, STEPS)
-    keep_every: int = _running(0, "with keep_last: also keep checkpoints of multiples of this step", 0, STEPS)
-    checkpoints: str = _running("", "folder or URL (s3://bucket/run) for checkpoints. Default: RUN/checkpoints")
-    async_save: bool = _running(False, "save in the background from a copy in memory")
-    eval_every: int = _running(50, "steps between evaluations; 0: only the last step", 0, STEPS)
-    sample_tokens: int = _running(0, "tokens of a text generated before and after training; 0: none", 0, SIZE)
-    sample_prompt: str = _running("", "prompt of the samples")
-    recompute: str = _running(
+    save_every: int = _run(50, "steps between checkpoints; 0: only the last step", 0, STEPS)
+    keep_last: int = _run(0, "number of newest checkpoints to keep; 0: all", 0, STEPS)
+    keep_every: int = _run(0, "with keep_last: also keep checkpoints of multiples of this step", 0, STEPS)
+    checkpoints: str = _run("", "folder or URL (s3://bucket/run) for checkpoints. Default: RUN/checkpoints")
+    async_save: bool = _run(False, "save in the background from a copy in memory")
+    eval_every: int = _run(50, "steps between evaluations; 0: only the last step", 0, STEPS)
+    sample_tokens: int = _run(0, "tokens of a text generated before and after training; 0: none", 0, SIZE)
+    sample_prompt: str = _run("", "prompt of the samples")
+    recompute: str = _run(
         "none", "recomputed in backward: none, activation or layer", choices=("none", "activation", "layer")
     )
-    compile: bool = _running(False, "compile each layer with torch.compile")
-    cuda_graphs: bool = _running(False, "replay each step from a CUDA graph; helps models limited by the host")
-    profile: int = _running(0, "steps to trace with torch.profiler after the third, into RUN/profile", 0, 1000)
-    device: str = _running("auto", "cpu, cuda, or auto: cuda if available", choices=("auto", "cpu", "cuda"))
-    deterministic: bool = _running(True, "same bits in every run on the same hardware and software")
-    threads: int = _running(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
+    compile: bool = _run(False, "compile each layer with torch.compile")
+    cuda_graphs: bool = _run(False, "replay each step from a CUDA graph; helps models limited by the host")
+    profile: int = _run(0, "steps to trace with torch.profiler after the third, into RUN/profile", 0, 1000)
+    device: str = _run("auto", "cpu, cuda, or auto: cuda if available", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = _run(True, "same bits in every run on the same hardware and software")
+    threads: int = _run(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
 
-    mesh: str = _sharding("", "sizes of the axes dp_replicate, dp_shard, ep, cp and tp, such as dp_shard=2,tp=2")
-    sequence_parallel: str = _sharding(
+    mesh: str = _mesh("", "sizes of the axes dp_replicate, dp_shard, ep, cp and tp, such as dp_shard=2,tp=2")
+    sequence_parallel: str = _mesh(
         "auto",
         "sequence parallelism over tp: on, off, or auto: if a micro-batch is divisible",
         choices=("auto", "on", "off"),
     )
-    rotate_method: str = _sharding("allgather", "keys of cp: allgather or alltoall", choices=("allgather", "alltoall"))
-    reduce_dtype: str = _sharding(
-        "float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS
-    )
+    rotate_method: str = _mesh("allgather", "keys of cp: allgather or alltoall", choices=("allgather", "alltoall"))
+    reduce_dtype: str = _mesh("float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS)
 
     tensorboard: bool = _logs(False, "also write TensorBoard logs, into RUN/tensorboard")
     wandb: str = _logs("", "Weights & Biases project; WANDB_MODE=offline needs no account", 0, 128)
@@ -350,10 +344,8 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
-    if settings.router_balance in (values.NO_BALANCE, values.BIAS) and settings.balance_loss not in (
-        0.0,
-        TrainSettings.balance_loss,
-    ):
+    has_balance_loss = settings.balance_loss not in (0.0, TrainSettings.balance_loss)
+    if settings.router_balance in (values.NO_BALANCE, values.BIAS) and has_balance_loss:
         yield f"balance_loss has no effect with router_balance = {settings.router_balance!r}; leave one out"
     axes = settings.axes(1)
     if axes.ep > 1 and settings.is_by_sizes and (not settings.experts or settings.experts % axes.ep):
