@@ -36,7 +36,8 @@ from benchmarks.convergence_corpus import END_OF_DOCUMENT
 from benchmarks.convergence_runs import record
 from benchmarks.harness import append_json, make_parser, table_head, table_row
 from quantshard.checkpoints.comparison import compare
-from quantshard.tools.cli.demo import facts, last_step, records, started
+from quantshard.tools.cli.demo import facts, last_step, started
+from quantshard.tools.report.records import read_records
 from quantshard.tools.trainer.run_dir import RunDir
 
 _FP8_MOMENTS = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8")
@@ -140,7 +141,7 @@ def _resume(trial: ResumeTrial, name: str, seed: int, whole: RunDir) -> Iterator
 
 def _differences(whole: RunDir, run: RunDir) -> Record:
     """Compare the metrics and the last checkpoint of a resumed run with the uninterrupted one."""
-    expected, actual = ({line["step"]: line for line in records(folder.metrics)} for folder in (whole, run))
+    expected, actual = ({line["step"]: line for line in read_records(folder.metrics)} for folder in (whole, run))
     last = max(expected)
     return {
         "heldout": actual[last]["heldout_loss"],
@@ -266,9 +267,9 @@ def main() -> None:
         for number, seed in enumerate(options.seeds):
             for name in options.arms:
                 key = {"arm": name, "seed": seed, "corpus": corpus_hash(trial.corpus), **trial.fields}
-                if not any(key.items() <= line.items() for line in records(options.results)):
+                if not any(key.items() <= line.items() for line in read_records(options.results)):
                     append_json(options.results, run_arm(trial, name, seed, resumes=number == 0))
-    print("\n".join(resume_tables(records(options.results))))
+    print("\n".join(resume_tables(read_records(options.results))))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -9,7 +9,6 @@ that must be equal:
     4  resume on 1 process: the loaded bits are equal, and the first loss up to rounding
 """
 
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ import tomli_w
 import typer
 
 from quantshard.errors import ConfigurationError, QuantshardError
+from quantshard.tools.report.records import read_records
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
@@ -88,7 +88,7 @@ class Demo:
     def uninterrupted(self) -> None:
         say("", "[1/4] Train with MXFP8 weights on 2 processes")
         self.train(self.whole)
-        losses = [float(record["loss"]) for record in records(self.whole.metrics)]
+        losses = [float(record["loss"]) for record in read_records(self.whole.metrics)]
         say(f"  the loss fell from {losses[0]:.2f} to {losses[-1]:.2f} nats per byte")
 
     def kill(self) -> None:
@@ -102,7 +102,9 @@ class Demo:
     def resume_on_two(self) -> None:
         say("", "[3/4] Resume on 2 processes")
         self.run(["resume", str(self.killed.path), "--nproc-per-node", "2"], self.killed)
-        resumed, reference = ([facts(record) for record in records(run.metrics)] for run in (self.killed, self.whole))
+        resumed, reference = (
+            [facts(record) for record in read_records(run.metrics)] for run in (self.killed, self.whole)
+        )
         self.claim("losses and gradient norms equal those of chapter 1 bit for bit", resumed == reference)
         is_equal = self.equal(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
         self.claim("the last checkpoint is bitwise equal to that of chapter 1", is_equal)
@@ -114,7 +116,7 @@ class Demo:
         self.run(arguments, self.single)
         self.claim("the loaded bits are those saved by 2", self.equal(self.single.checkpoint(self.resumed), loaded))
         runs = (self.single, self.whole)
-        single, whole = ({r["step"]: float(r["loss"]) for r in records(run.metrics)} for run in runs)
+        single, whole = ({r["step"]: float(r["loss"]) for r in read_records(run.metrics)} for run in runs)
         first, last = self.resumed + 1, self.steps
         within = abs(single[first] - whole[first]) <= _BF16_ROUNDING * whole[first]
         self.claim(f"the loss of step {first} is that of chapter 1 up to rounding", within)
@@ -182,16 +184,8 @@ def _environment() -> dict[str, str]:
     return variables | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
 
 
-def records(file: Path) -> list[dict[str, Any]]:
-    """Parse the complete lines of a JSON Lines file; empty if the file does not exist yet."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
 def last_step(run: RunDir) -> int:
-    entries = records(run.metrics)
+    entries = read_records(run.metrics)
     return int(entries[-1]["step"]) if entries else 0
 
 

@@ -260,7 +260,6 @@ class ModelSource:
 
     @property
     def ema(self) -> bool:
-        """Whether the run keeps an average of the weights."""
         return self.settings is not None and self.settings.ema > 0
 
 

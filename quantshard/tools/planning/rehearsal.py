@@ -107,7 +107,6 @@ class ParameterShare:
         return self.row.bf16_bytes // 2
 
     def unit_sizes(self, ranks: int) -> UnitSizes:
-        """What the parameter adds to the sizes of its unit."""
         gradients = ranks * self.numel if self.param.requires_grad else 0
         if ranks == 1:  # FSDP2 copies plain weights; a quantized one is its shard
             is_plain = self.row.scale_bytes == 0 and not self.row.is_quantized

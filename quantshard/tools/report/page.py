@@ -244,7 +244,6 @@ def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
 
 
 def _expert_map(key: tuple[str, str], table: ExpertTable, names: Sequence[str], room: int) -> dict[str, Any]:
-    """A map of name x expert for one step."""
     (role, statistic), (step, values) = key, table
     width = max(map(len, values.values()))
     rows = [[index, *map(_cell, values[name])] for index, name in enumerate(names) if name in values]

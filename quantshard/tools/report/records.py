@@ -11,12 +11,13 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quantshard.checkpoints.disk.store import Store
+from quantshard.checkpoints.disk.store import LocalStore, Store
 
 Record = dict[str, Any]
 
@@ -93,6 +94,11 @@ def parse_record(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return value if type(value) is dict else None
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read the complete lines of a local file; empty if there is none."""
+    return list(RecordFile(LocalStore(), str(path)).records())
 
 
 Column = NDArray[np.float64]

@@ -31,11 +31,11 @@ import tomli_w
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import LocalStore, is_local, local, locate, why
+from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import json_object, read_json
 from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
-from quantshard.tools.report.records import RecordFile, parse_record, step_of
+from quantshard.tools.report.records import parse_record, read_records, step_of
 from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.settings import config
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -240,7 +240,7 @@ class RunDir:
         outputs.append_text(file, json.dumps({**record, **nonfinite}) + "\n", within=self.path)
 
     def read_starts(self) -> list[dict[str, Any]]:
-        return list(RecordFile(LocalStore(), str(self.starts)).records())
+        return read_records(self.starts)
 
     def requantized(self) -> tuple[bool, bool]:
         """Return whether any start requantized the weights to another recipe, and whether any without masters."""

@@ -75,12 +75,10 @@ class RunSetup:
     """The setup that rank 0 reads and broadcasts to all ranks.
 
     Args:
-        settings: settings of the run.
         launched, corpus: tables [launch] and [corpus] of `config.toml`.
         configuration: configuration of a transformers model, or None.
         existed, restores: whether the run existed before, and whether a checkpoint is loaded.
         requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
-        notes: messages for the user.
     """
 
     settings: TrainSettings

@@ -95,7 +95,6 @@ class Corpus:
     """All documents, in order: the documents of each source, then the held-out ones.
 
     Args:
-        documents: the documents.
         counts: number of documents per source; empty if all documents form one stream.
         weights: share of the windows per source; empty like `counts`.
         heldout_files: number of documents at the end that are only evaluated on.

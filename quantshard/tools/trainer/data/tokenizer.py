@@ -53,7 +53,6 @@ class LibraryTokenizer:
     Args:
         backend: a `tokenizers.Tokenizer`.
         end_of_document: text of the token that ends a document.
-        digest: digest of the tokenizer's files.
     """
 
     def __init__(self, backend: Any, end_of_document: str, digest: str) -> None:

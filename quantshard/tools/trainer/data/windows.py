@@ -149,7 +149,6 @@ class Windows:
     """Sequences of seq_length tokens, their targets and, unless packing is "stream", their documents.
 
     Args:
-        corpus: the documents.
         seq_length: tokens per sequence of the model.
         heldout: share of each source, at its end, for evaluation; ignored if the corpus has held-out documents.
         packing: one of `packing.PACKINGS`.
@@ -221,8 +220,6 @@ class BatchLoader:
 
     Args:
         make: pure function that returns the batch of a step.
-        device: destination of the batches.
-        last: last step that has a batch.
         identity: values that determine the data, and must match the state in a checkpoint.
 
     `waited`: seconds that the last call of `batch` waited. `documents`: `most_documents` of its batch. An error in

@@ -69,13 +69,9 @@ class LanguageModel(nn.Module):
     Built on `device`; on "meta", `reset_parameters` of its modules fills the parameters later, sharded or not.
 
     Args:
-        settings: sizes and options.
         recipe: one recipe for all layers, one per layer, or patterns that match `linear_names`.
-        device: device of the parameters.
-        tp_mesh: tensor-parallel mesh.
         sequence_parallel: divide the sequences of a batch over `tp_mesh`; the batch must be divisible.
         vocabulary: number of tokens; 0: from the settings, or the byte vocabulary.
-        ep_mesh: expert-parallel mesh.
     """
 
     def __init__(

@@ -201,7 +201,6 @@ class TrainSettings:
 
     @property
     def head_size(self) -> int:
-        """Features per head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
@@ -211,17 +210,14 @@ class TrainSettings:
 
     @property
     def torch_params_dtype(self) -> torch.dtype:
-        """`params_dtype` as a torch dtype."""
         return cast(torch.dtype, getattr(torch, self.params_dtype))
 
     @property
     def torch_reduce_dtype(self) -> torch.dtype:
-        """`reduce_dtype` as a torch dtype."""
         return cast(torch.dtype, getattr(torch, self.reduce_dtype))
 
     @property
     def state_options(self) -> StateOptions:
-        """Storage options of the optimizer's masters and moments."""
         return values.state_options(self.preset, {name: getattr(self, name) for name in values.STATE_SETTINGS})
 
     @property

@@ -239,7 +239,6 @@ class LayerRecipes:
         return LayerRecipes(patterns)
 
     def of_layer(self, name: str) -> Recipe:
-        """Return the recipe of one layer; high precision without a match."""
         recipe_name = next((value for pattern, value in self.patterns.items() if matches(pattern, name)), None)
         return HighPrecision() if recipe_name is None else recipe.resolve(recipe_name)
 
