@@ -4,9 +4,9 @@ import logging
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import Annotated
 
 import typer
+from typer import Option
 
 from quantshard.errors import QuantshardError
 from quantshard.tools.cli import debug, demo, doctor, exchange, explain, inspect, report, train
@@ -50,9 +50,7 @@ def _version(asked: bool) -> None:
 
 
 def _begin(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version, and exit")
-    ] = False,
+    version: bool = Option(False, "--version", callback=_version, is_eager=True, help="show the version, and exit"),
 ) -> None:
     """Callback for the options before a command."""
 

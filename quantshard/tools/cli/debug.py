@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor, nn
+from typer import Argument, Option
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk.commit import is_complete
@@ -45,16 +45,14 @@ _SHOWN = 20
 
 
 def debug(
-    source: Annotated[str, typer.Argument(metavar="X", help="a run, or a checkpoint of one")],
-    data_: Annotated[
-        list[str] | None, typer.Option("--data", metavar="PATH", help="text to use instead of the run's; repeatable")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="sequences in the batch")] = 4,
-    place: Annotated[
-        str | None, typer.Option("--checkpoints", metavar="PLACE", help="folder or URL of the run's checkpoints")
-    ] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="show every operand")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    source: str = Argument(..., metavar="X", help="a run, or a checkpoint of one"),
+    data_: list[str] | None = Option(
+        None, "--data", metavar="PATH", help="text to use instead of the run's; repeatable"
+    ),
+    batch: int = Option(4, min=1, max=1 << 16, metavar="N", help="sequences in the batch"),
+    place: str | None = Option(None, "--checkpoints", metavar="PLACE", help="folder or URL of the run's checkpoints"),
+    wide: bool = Option(False, "--wide", help="show every operand"),
+    json_: bool = Option(False, "--json", help="print everything as JSON"),
 ) -> None:
     """Compare a run's model with float32 on one batch, layer by layer, in one process.
 

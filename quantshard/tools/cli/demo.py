@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tomli_w
-import typer
+from typer import Option
 
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.tools.report.records import read_records
@@ -48,7 +48,7 @@ class DemoError(QuantshardError):
     """Raised if a claim of the demo fails, or one of its commands."""
 
 
-def demo(out: Annotated[Path, typer.Option(metavar="DIR", help="a new folder")] = Path("demo-run")) -> None:
+def demo(out: Path = Option(Path("demo-run"), metavar="DIR", help="a new folder")) -> None:
     """Train a model with 8-bit weights, kill it, resume it on other process counts, and compare every bit.
 
     Needs no GPU and no download.

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 from torch import Tensor, nn
+from typer import Option
 
 from quantshard import kernel_dispatch, kernels, sharding
 from quantshard import recipe as recipes
@@ -50,7 +51,7 @@ INTERPRETED = ((5, 34),)
 _STYLES = {OK: "green", WRONG: "bold red", NOT_HERE: "dim"}
 
 
-def doctor(json_: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False) -> None:
+def doctor(json_: bool = Option(False, "--json", help="print the report as JSON")) -> None:
     """Describe this machine, and compare its kernels and GEMMs with the reference implementation for each recipe.
 
     On a GPU this compiles kernels, which takes a few minutes. The report has no names of hosts, users or files. The

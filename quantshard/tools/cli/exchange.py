@@ -4,9 +4,9 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from typer import Argument, Option
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk import manifest
@@ -30,47 +30,42 @@ from quantshard.tools.trainer.settings.values import LayerRecipes
 
 _LONGEST = 1 << 30
 """Maximum size in bytes of a file that is copied next to the weights."""
+_FAMILIES = tuple(dict.fromkeys(row.family for row in LAYOUTS.values()))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
-CHECKPOINT = typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
-MAP = typer.Option(
+CHECKPOINT = Argument(..., metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
+MAP = Option(
+    None,
     "--names",
     metavar="MAP",
     help="TOML file: quantshard's names -> the files'. Default: Llama's names or the model's own",
     show_default=False,
 )
-RECIPE = typer.Option(
+RECIPE = Option(
+    None,
     "--recipe",
     help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train. Default: that of "
     f"the files, or {recipe.AUTO}",
     show_default=False,
 )
-LOSSY = typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
+LOSSY = Option(False, "--lossy", help="requantize or round what cannot be converted exactly")
 
 
 def export(
-    checkpoint: Annotated[str, CHECKPOINT],
-    layout: Annotated[
-        str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
-    ],
-    out: Annotated[Path, typer.Option(help="a new folder")],
-    names_file: Annotated[Path | None, MAP] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="folder with config.json and tokenizer. Default: the run's")
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="maximum file size, such as 5GB")] = "5GB",
-    values: Annotated[
-        str, typer.Option(help="masters or weights (plain layouts), or ema: averages (any layout)")
-    ] = "masters",
-    lossy: Annotated[bool, LOSSY] = False,
-    zero_centered_gamma: Annotated[
-        bool | None,
-        typer.Option(
-            "--zero-centered/--no-zero-centered",
-            help="norm weights are stored as gamma - 1, if the checkpoint does not record it",
-            show_default=False,
-        ),
-    ] = None,
+    checkpoint: str = CHECKPOINT,
+    layout: str = Option(..., help=f"one of {', '.join(_FAMILIES)}, or a row"),
+    out: Path = Option(..., help="a new folder"),
+    names_file: Path | None = MAP,
+    config: Path | None = Option(None, metavar="DIR", help="folder with config.json and tokenizer. Default: the run's"),
+    max_shard_size: str = Option("5GB", help="maximum file size, such as 5GB"),
+    values: str = Option("masters", help="masters or weights (plain layouts), or ema: averages (any layout)"),
+    lossy: bool = LOSSY,
+    zero_centered_gamma: bool | None = Option(
+        None,
+        "--zero-centered/--no-zero-centered",
+        help="norm weights are stored as gamma - 1, if the checkpoint does not record it",
+        show_default=False,
+    ),
 ) -> None:
     """Write a checkpoint's model as safetensors for other programs, one file at a time."""
     outputs.existing(checkpoint, "a checkpoint")
@@ -98,11 +93,11 @@ def export(
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder with safetensors and config.json")],
-    out: Annotated[str, typer.Option(help="checkpoint to write: a new folder or a URL")],
-    recipe_name: Annotated[str | None, RECIPE] = None,
-    names_file: Annotated[Path | None, MAP] = None,
-    lossy: Annotated[bool, LOSSY] = False,
+    folder: Path = Argument(..., metavar="DIR", help="folder with safetensors and config.json"),
+    out: str = Option(..., help="checkpoint to write: a new folder or a URL"),
+    recipe_name: str | None = RECIPE,
+    names_file: Path | None = MAP,
+    lossy: bool = LOSSY,
 ) -> None:
     """Write a checkpoint of quantized weights from safetensors of any layout.
 
@@ -133,14 +128,12 @@ def import_(
 
 
 def convert_te(
-    source: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="DCP checkpoint written with TransformerEngine 2.17 or later")
-    ],
-    like: Annotated[Path, typer.Option(metavar="CKPT", help="checkpoint of the new quantshard model")],
-    out: Annotated[Path, typer.Option(help="the checkpoint to write, a new folder")],
-    model: Annotated[str, typer.Option(help="key of the model's state dict; '': top level")] = "model",
-    optimizer: Annotated[str, typer.Option(help="key of the optimizer's state dict")] = "optimizer",
-    lossy: Annotated[bool, LOSSY] = False,
+    source: Path = Argument(..., metavar="CKPT", help="DCP checkpoint written with TransformerEngine 2.17 or later"),
+    like: Path = Option(..., metavar="CKPT", help="checkpoint of the new quantshard model"),
+    out: Path = Option(..., help="the checkpoint to write, a new folder"),
+    model: str = Option("model", help="key of the model's state dict; '': top level"),
+    optimizer: str = Option("optimizer", help="key of the optimizer's state dict"),
+    lossy: bool = LOSSY,
 ) -> None:
     """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
+from typer import Argument, Option
 
 from quantshard import kernels, limits, recipe
 from quantshard.errors import ConfigurationError, meant
@@ -51,21 +51,22 @@ _CUTS = {
 _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
 """Suffixes of parameter names (of `TransformerLayer` and of transformers) -> the dim that "tp" shards."""
 
-SOURCE = typer.Argument(metavar="X", help="a run, or a Hugging Face config.json")
-RECIPE = typer.Option(
+SOURCE = Argument(..., metavar="X", help="a run, or a Hugging Face config.json")
+RECIPE = Option(
+    None,
     "--recipe",
     metavar="NAME",
     help=f"of a run or a config.json: {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or layer as of train",
 )
-WIDE = typer.Option("--wide", help="show every column and every tensor")
-JSON = typer.Option("--json", help="print everything as JSON")
+WIDE = Option(False, "--wide", help="show every column and every tensor")
+JSON = Option(False, "--json", help="print everything as JSON")
 
 
 def explain(
-    source: Annotated[str, SOURCE],
-    recipe_: Annotated[str | None, RECIPE] = None,
-    wide: Annotated[bool, WIDE] = False,
-    json_: Annotated[bool, JSON] = False,
+    source: str = SOURCE,
+    recipe_: str | None = RECIPE,
+    wide: bool = WIDE,
+    json_: bool = JSON,
 ) -> None:
     """Show how each parameter of a model is stored, its bytes, and how its GEMMs run.
 
@@ -78,42 +79,30 @@ def explain(
 
 
 def plan(
-    source: Annotated[str, SOURCE],
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
-        ),
-    ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="rank to show")] = 0,
-    recipe_: Annotated[str | None, RECIPE] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
-    ] = None,
-    ema: Annotated[
-        bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="sequences per pass and rank. Default: the run's")
-    ] = None,
-    seq_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="tokens per sequence. Default: the run's")
-    ] = None,
-    checkpoint_activations: Annotated[
-        bool, typer.Option("--recompute", help="recompute each layer in backward")
-    ] = False,
-    compute_capability: Annotated[
-        str, typer.Option(metavar="X.Y", help="compute capability of the GPU, which determines the emulated GEMMs")
-    ] = "9.0",
-    memory: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="GPU memory: print the largest batch that fits")
-    ] = None,
-    wide: Annotated[bool, WIDE] = False,
-    json_: Annotated[bool, JSON] = False,
+    source: str = SOURCE,
+    mesh: str | None = Option(
+        None,
+        metavar="AXES",
+        help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
+    ),
+    rank: int = Option(0, min=0, help="rank to show"),
+    recipe_: str | None = RECIPE,
+    optimizer: str | None = Option(
+        None, metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}"
+    ),
+    preset: str | None = Option(
+        None, metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}"
+    ),
+    ema: bool | None = Option(None, help="count an average of the weights. Default: as in X", show_default=False),
+    batch: int | None = Option(None, min=1, metavar="N", help="sequences per pass and rank. Default: the run's"),
+    seq_length: int | None = Option(None, min=1, metavar="N", help="tokens per sequence. Default: the run's"),
+    checkpoint_activations: bool = Option(False, "--recompute", help="recompute each layer in backward"),
+    compute_capability: str = Option(
+        "9.0", metavar="X.Y", help="compute capability of the GPU, which determines the emulated GEMMs"
+    ),
+    memory: float | None = Option(None, min=0, metavar="GIB", help="GPU memory: print the largest batch that fits"),
+    wide: bool = WIDE,
+    json_: bool = JSON,
 ) -> None:
     """Show what one rank of a mesh would hold, send and reduce, without starting anything.
 

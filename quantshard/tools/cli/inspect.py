@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from quantshard.checkpoints import inspection
 from quantshard.checkpoints.comparison import Comparison, Difference, compare
@@ -23,9 +24,9 @@ from quantshard.tools.terminal.screen import Screen, complain, say, say_whole, t
 
 
 def inspect(
-    path: Annotated[str, CHECKPOINT],
-    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
-    wide: Annotated[bool, WIDE] = False,
+    path: str = CHECKPOINT,
+    json_: bool = Option(False, "--json", help="print the result as JSON"),
+    wide: bool = WIDE,
 ) -> None:
     """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
 
@@ -96,7 +97,7 @@ def _totals(contents: Inspection) -> Table:
     return plain_table(headings, rows, texts=2)
 
 
-def verify(checkpoint: Annotated[str, CHECKPOINT]) -> None:
+def verify(checkpoint: str = CHECKPOINT) -> None:
     """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.
 
     Safe for untrusted files: nothing in them is run. Exit code 0: complete; 1: prints a line for each problem.
@@ -134,10 +135,10 @@ _TITLES = {
 
 
 def diff(
-    checkpoint_a: Annotated[
-        str, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
-    ],
-    checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the checkpoint to compare with")],
+    checkpoint_a: str = Argument(
+        ..., metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL"
+    ),
+    checkpoint_b: str = Argument(..., metavar="CKPT_B", help="the checkpoint to compare with"),
 ) -> None:
     """Compare two checkpoints bit by bit; they may be from different meshes.
 

@@ -4,9 +4,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import why
@@ -30,11 +30,9 @@ _SECONDS, _SECONDS_URL, _FAILURES = 1.0, 5.0, 5
 
 
 def status(
-    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
-    checkpoints: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="folder or URL of the run's checkpoints")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    run: Path = Argument(..., metavar="DIR", help="folder of the run"),
+    checkpoints: str | None = Option(None, metavar="PLACE", help="folder or URL of the run's checkpoints"),
+    json_: bool = Option(False, "--json", help="print the result as JSON"),
 ) -> None:
     """Report whether a run is finished, according to its last complete checkpoint.
 
@@ -68,10 +66,8 @@ def _last_saved(folder: RunDir) -> tuple[int, list[str]]:
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders or URLs")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="page to write; replaces an existing report")] = Path(
-        "report.html"
-    ),
+    runs: list[str] = Argument(..., metavar="RUN...", help="run folders or URLs"),
+    out: Path = Option(Path("report.html"), metavar="FILE", help="page to write; replaces an existing report"),
 ) -> None:
     """Compare runs in one HTML file: losses, speed, memory, statistics, alarms, settings.
 
@@ -84,7 +80,7 @@ def report(
     say(f"wrote {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {human_bytes(len(page))}")
 
 
-def watch(run: Annotated[str, typer.Argument(metavar="RUN", help="run folder or URL")]) -> None:
+def watch(run: str = Argument(..., metavar="RUN", help="run folder or URL")) -> None:
     """Follow a run while it trains: one line per step, and alarms.
 
     Waits for a run that does not exist yet, and ends when the run does. Writes nothing.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.cli.exchange import size
@@ -53,27 +54,20 @@ def _show_all(context: typer.Context, asked: bool) -> None:
 
 
 def train(
-    run: Annotated[
-        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False)
-    ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="number of processes. Default: that of the mesh or FILE, one per GPU, or 1"
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML settings; flags take precedence")] = None,
-    auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="resume DIR if it exists", show_default=False)
-    ] = False,
-    help_all: Annotated[
-        bool,
-        typer.Option("--help-all", is_eager=True, callback=_show_all, help="show every setting", show_default=False),
-    ] = False,
-    more_data: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data after --data, such as texts/*.txt"),
-    ] = None,
+    run: Path = Option(
+        ..., "--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False
+    ),  # torchrun takes --run for its own --run-path on Python 3.11 and before
+    nproc_per_node: int | None = Option(
+        None, min=1, metavar="N", help="number of processes. Default: that of the mesh or FILE, one per GPU, or 1"
+    ),
+    config: Path | None = Option(None, metavar="FILE", help="TOML settings; flags take precedence"),
+    auto_resume: bool = Option(False, "--auto-resume", help="resume DIR if it exists", show_default=False),
+    help_all: bool = Option(
+        False, "--help-all", is_eager=True, callback=_show_all, help="show every setting", show_default=False
+    ),
+    more_data: list[str] | None = Argument(
+        None, metavar="PATH", rich_help_panel="Data", help="more data after --data, such as texts/*.txt"
+    ),
     **flags: Any,
 ) -> None:
     """Train a language model with quantized weights on several processes, into a new folder."""
@@ -119,37 +113,26 @@ def train(
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="number of processes. Default: that of the mesh, or as before"),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(metavar="S", help="new number of steps")] = None,
-    mesh: Annotated[str | None, typer.Option(help="new mesh. Default: as before, or all in dp_shard")] = None,
-    data_: Annotated[
-        list[str] | None, typer.Option("--data", metavar="PATH", help="new place of the same data; repeatable")
-    ] = None,
-    heldout_data: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="new place of the same held-out data; repeatable")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="new place of the same tokenizer")] = None,
-    recipe_: Annotated[
-        str | None,
-        typer.Option("--recipe", metavar="NAME", help="requantize the weights from the masters by another recipe"),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"new preset for masters and moments, or {FLOAT32_STATES}: float32"),
-    ] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="with --recipe: requantize from the codes if there are no masters")
-    ] = False,
-    checkpoints: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="new folder or URL of the run's checkpoints")
-    ] = None,
-    copy_to: Annotated[
-        str, typer.Option(metavar="CKPT", help="also save what was loaded to CKPT, from the new mesh")
-    ] = "",
+    run: Path = Argument(..., metavar="DIR", help="folder of the run"),
+    nproc_per_node: int | None = Option(
+        None, min=1, metavar="N", help="number of processes. Default: that of the mesh, or as before"
+    ),
+    steps: int | None = Option(None, metavar="S", help="new number of steps"),
+    mesh: str | None = Option(None, help="new mesh. Default: as before, or all in dp_shard"),
+    data_: list[str] | None = Option(None, "--data", metavar="PATH", help="new place of the same data; repeatable"),
+    heldout_data: list[str] | None = Option(
+        None, metavar="PATH", help="new place of the same held-out data; repeatable"
+    ),
+    tokenizer: str | None = Option(None, metavar="DIR", help="new place of the same tokenizer"),
+    recipe_: str | None = Option(
+        None, "--recipe", metavar="NAME", help="requantize the weights from the masters by another recipe"
+    ),
+    preset: str | None = Option(
+        None, metavar="NAME", help=f"new preset for masters and moments, or {FLOAT32_STATES}: float32"
+    ),
+    lossy: bool = Option(False, "--lossy", help="with --recipe: requantize from the codes if there are no masters"),
+    checkpoints: str | None = Option(None, metavar="PLACE", help="new folder or URL of the run's checkpoints"),
+    copy_to: str = Option("", metavar="CKPT", help="also save what was loaded to CKPT, from the new mesh"),
 ) -> None:
     """Resume a run from its last complete checkpoint, on the same or another mesh."""
     folder = RunDir(run)
@@ -207,7 +190,7 @@ def with_flags(command: Any) -> Any:
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     for setting in fields(TrainSettings):
         name, default, text = setting.name, setting.default, setting.metadata["help"]
-        option = typer.Option(
+        option = Option(
             help=text if default in ((), "") else f"{text}. Default: {default}",
             rich_help_panel=setting.metadata["panel"],
             hidden=name not in _COMMON,
@@ -221,18 +204,16 @@ def with_flags(command: Any) -> Any:
 
 
 def tokenize(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as for train --data")],
-    out: Annotated[
-        Path, typer.Option(help="folder for the shards: new, or from an interrupted run of the same command")
-    ],
-    tokenizer: Annotated[str, typer.Option(metavar="DIR", help="tokenizer.json or its folder. Default: bytes")] = "",
-    end_of_document: Annotated[
-        str, typer.Option(metavar="TOKEN", help="token at the end of a document. Default: the tokenizer's eos_token")
-    ] = "",
-    text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column with the text")] = "text",
-    data_split: Annotated[str, typer.Option(metavar="NAME", help="split to use from a dataset folder")] = "train",
-    data_format: Annotated[str, typer.Option(help="auto: by file name; text: read every file as text")] = "auto",
-    shard_size: Annotated[str, typer.Option(help="approximate characters per shard")] = "100MB",
+    paths: list[str] = Argument(..., metavar="PATH...", help="files or folders, as for train --data"),
+    out: Path = Option(..., help="folder for the shards: new, or from an interrupted run of the same command"),
+    tokenizer: str = Option("", metavar="DIR", help="tokenizer.json or its folder. Default: bytes"),
+    end_of_document: str = Option(
+        "", metavar="TOKEN", help="token at the end of a document. Default: the tokenizer's eos_token"
+    ),
+    text_field: str = Option("text", metavar="NAME", help="key or column with the text"),
+    data_split: str = Option("train", metavar="NAME", help="split to use from a dataset folder"),
+    data_format: str = Option("auto", help="auto: by file name; text: read every file as text"),
+    shard_size: str = Option("100MB", help="approximate characters per shard"),
 ) -> None:
     """Tokenize texts into shards on all CPUs, for `quantshard train --data OUT`.
 

@@ -214,7 +214,7 @@ def test_chats_that_are_refused(tmp_path: Path) -> None:
         ("good", {"prompt": "a", "completion": None}, "line 3: prompt and completion must be texts"),
         ("none", {"messages": TURNS}, "none has no chat template"),
         ("strips", {"messages": TURNS}, "changes earlier turns; mark the assistant's text"),
-        ("fails", {"messages": TURNS}, "line 3: the chat template fails: no user"),
+        ("fails", {"messages": TURNS}, "line 3: the chat template fails: TemplateError: no user"),
     ]
     for name, row, says in cases:
         with pytest.raises(ConfigurationError) as caught:

@@ -172,10 +172,12 @@ def _kind(path: Path, data_format: str) -> str:
 
 
 def _length(path: Path) -> int:
-    with reading(path):
-        if not path.exists():
-            raise ConfigurationError(f"there is no data file or folder {path}")
+    try:
         status = path.stat()
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no data file or folder {path}") from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
         raise ConfigurationError(f"the data file {path} is no regular file")
     return status.st_size
