@@ -34,12 +34,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor,
 }
 
-_WITHOUT_ARGUMENTS = ("demo", "doctor")
-"""Commands that run without arguments; others then print their help."""
-
-_LIBRARIES = ("torchao", "torch.utils._pytree")
-"""Loggers silenced below ERROR, because they print irrelevant warnings when transformers imports torchao."""
-
 __all__ = ["app", "main"]
 
 
@@ -71,7 +65,7 @@ def app() -> typer.Typer:
         # typer would keep the line breaks of all paragraphs except the first.
         paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        line.command(name, no_args_is_help=name not in _WITHOUT_ARGUMENTS, help=text)(command)
+        line.command(name, no_args_is_help=name not in ("demo", "doctor"), help=text)(command)
     line.command("worker", hidden=True)(train.work)
     return line
 
@@ -80,7 +74,8 @@ def main() -> None:
     """Run the command in `sys.argv`. A user error prints one line and exits with code 2 (usage) or 1."""
     code: object = 0
     prepare_output()
-    for name in _LIBRARIES:
+    # irrelevant warnings when transformers imports torchao
+    for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         code = app()(prog_name="quantshard", standalone_mode=False)

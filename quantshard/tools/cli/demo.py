@@ -39,8 +39,6 @@ MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
 """Entries of a metrics record that differ between bitwise equal runs."""
 
 _POLL_SECONDS = 0.02
-_END_SECONDS = 1.0
-"""Time for training processes to exit after a kill: five times a second they check that their launcher exists."""
 _BF16_ROUNDING = 2.0**-9
 
 
@@ -145,7 +143,8 @@ class Demo:
         if code != (0 if kill_at is None else -signal.SIGKILL):
             raise DemoError(f"`quantshard {arguments[0]}` ended with exit code {code}; see {log}")
         if kill_at is not None:
-            time.sleep(_END_SECONDS)
+            # training processes check five times a second that their launcher exists
+            time.sleep(1.0)
         say(f"  done in {time.monotonic() - start:.0f} s")
         return last_step(run)
 

@@ -37,8 +37,6 @@ _RUN = "config.toml"
 _ALONE = "none"
 """Value of --mesh for one process without FSDP2."""
 
-_WORLD_SIZE = 8
-
 _CUTS = {
     **{f"layernorm_qkv.{name}": 0 for name in ("weight", "query_weight", "key_weight", "value_weight")},
     **{f"fc1_{name}weight": 0 for name in ("", "gate_", "up_")},
@@ -120,7 +118,8 @@ def plan(
     step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
     if isinstance(step, str) and (batch or seq_length or checkpoint_activations or memory is not None):
         raise ConfigurationError(f"the memory of a step cannot be computed: {step}")
-    step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else ()
+    lacks = f"activations, gradients and gathered weights are not in it: {step}"
+    step_notes = (lacks,) if isinstance(step, str) else ()
     settings = model_source.settings
     report = planning.plan(
         model_source.model,
@@ -145,7 +144,7 @@ def _axes(source: ModelSource, mesh: str | None) -> dict[str, int]:
     """Axes of the mesh (empty without FSDP2), by default those of a run; experts as if FSDP2 sharded them."""
     if mesh == _ALONE:
         return {}
-    spec = MeshSpec.parse(mesh or source.mesh or f"dp_shard={_WORLD_SIZE}")
+    spec = MeshSpec.parse(mesh or source.mesh or "dp_shard=8")
     if source.settings is not None:
         replace(source.settings, mesh=str(spec)).check()
     return replace(spec, dp_shard=spec.dp_shard * spec.ep * spec.cp, ep=1, cp=1).present
@@ -187,9 +186,6 @@ def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...
     screen.lines(*lines, "")
     screen.print(report if wide else report.summary())
     screen.lines(*high_precision)
-
-
-_LACKS = "activations, gradients and gathered weights are not in it"
 
 
 def _step(

@@ -122,8 +122,6 @@ def verification_lines(verification: Verification) -> list[str]:
     return [*lines, f"{state}: {verification.path}, {size}, {human_bytes(verification.bytes)}"]
 
 
-UNEQUAL, UNREADABLE = 1, 2
-
 _TITLES = {
     inspection.WEIGHT: "weights",
     inspection.STATE: "optimizer",
@@ -151,10 +149,10 @@ def diff(
         comparison = compare(checkpoint_a, checkpoint_b)
     except (CheckpointError, ConfigurationError) as error:
         complain(str(error))
-        raise typer.Exit(UNREADABLE) from None
+        raise typer.Exit(2) from None
     say(*_comparison_lines(comparison))
     if not comparison.equal:
-        raise typer.Exit(UNEQUAL)
+        raise typer.Exit(1)
 
 
 def _comparison_lines(comparison: Comparison) -> list[str]:

@@ -25,8 +25,6 @@ SCALES_WARNING = 0.1
 REPLICATED = "Replicate"
 """How a mesh axis that does not shard a parameter is printed."""
 
-_AMAX_BYTES = 4
-
 
 def resident_bytes(fmt: Format, shard: Shard) -> tuple[int, int]:
     """Bytes of codes and of scales that the rank of `shard` stores."""
@@ -64,7 +62,8 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
     parts = [part for part in _scales(fmt) if shard.shares_blocks(part)]
     shapes = [shard.component_shape(part) for part in parts]
     is_sharded = any(size > 1 for size, kind in zip(mesh.values(), placements, strict=True) if kind != REPLICATED)
-    reduced = sum(rows * cols * _AMAX_BYTES for rows, cols in shapes) if is_sharded else 0
+    # an amax has 4 bytes
+    reduced = 4 * sum(rows * cols for rows, cols in shapes) if is_sharded else 0
     # A scale of the whole tensor is no block.
     blocks = [part for part in parts if ALL not in part.block_shape]
     note = warning = ""

@@ -37,11 +37,7 @@ from quantshard.tools.observe.costs import KINDS, PhaseMemory, Row, StepMemory, 
 from quantshard.tools.planning.sharded_passes import GRADIENTS, ShardedPasses, ShardedUnit, UnitSizes
 from quantshard.tools.planning.timeline import Allocation, MemoryTimeline, gpu_attention
 
-_ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
-
 RESERVE = 0.07
-
-_MOST_TRIES = 8
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(model, tokens, targets), int64 [batch, seq_length] each -> the loss; backward starts with ones of its shape."""
@@ -165,7 +161,7 @@ def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int],
     allowed = int(limit * (1 - RESERVE))
     peaks = {step.batch: peak}
     candidate = max(1, step.batch // 2) if peak > allowed and step.batch > 1 else 2 * step.batch
-    for _ in range(_MOST_TRIES):
+    for _ in range(8):
         peaks[candidate] = peak_of(candidate)
         largest = max((batch for batch, size in peaks.items() if size <= allowed), default=0)
         too_large = min((batch for batch, size in peaks.items() if size > allowed), default=1 << 20)
@@ -287,8 +283,8 @@ class _PassMoments:
         if allocation.kind:
             return allocation.kind
         if self.head_begin is not None and self.head_begin < allocation.born <= (self.head_end or self.backward_end):
-            return _HEAD
-        return _ACTIVATIONS if allocation.born <= self.forward_end < allocation.died else _TEMPORARY
+            return "head and loss"
+        return "activations" if allocation.born <= self.forward_end < allocation.died else "temporary"
 
 
 class _Recording:

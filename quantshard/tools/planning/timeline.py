@@ -27,19 +27,9 @@ from quantshard.sharding import ceil_div
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 _aten = torch.ops.aten
-_HALVES = (torch.bfloat16, torch.float16)
-_LARGEST_FLASH_HEAD = 256
-_SUM_BYTES = 4
-"""Size of the float32 in which attention's backward accumulates the gradient of queries."""
-
-_OUT_DTYPE = 9
-"""Position of the output dtype among the arguments of `_scaled_mm_v2`."""
 
 GRANULE = 512
 """PyTorch's CUDA allocator rounds each allocation up to a multiple of this many bytes."""
-
-STILL = sys.maxsize
-"""End of an allocation that is never freed."""
 
 
 @dataclass(eq=False)
@@ -48,7 +38,7 @@ class Allocation:
 
     bytes: int
     born: int
-    died: int = STILL
+    died: int = sys.maxsize
     kind: str = ""
 
     def lives(self, moment: int) -> bool:
@@ -91,7 +81,8 @@ class MemoryTimeline:
         if function is _aten._local_scalar_dense.default and args[0] in self._conditions:
             return True
         if function is _aten._scaled_dot_product_flash_attention_backward.default:
-            self._add_scratch(args[1].numel() * _SUM_BYTES)
+            # the float32 sums of the gradient of queries
+            self._add_scratch(args[1].numel() * 4)
         elif function in chunked_loss.OPERATORS:
             self._add_scratch(chunked_loss.logits_bytes(args))
         out = (_scaled_product if function is _aten._scaled_mm_v2.default else function)(*args, **kwargs)
@@ -154,7 +145,8 @@ def meta_bytes(size: int) -> Tensor:
 
 
 def _scaled_product(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=others[_OUT_DTYPE - 2])
+    # others[7]: the output dtype
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=others[7])
 
 
 @contextmanager
@@ -190,7 +182,7 @@ def _attention(
     if not query.is_meta:
         return plain()
     backends = torch.backends.cuda
-    is_flash = query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    is_flash = query.itemsize == 2 and attn_mask is None and query.shape[-1] <= 256
     if is_flash and (backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()):
         flash = _aten._scaled_dot_product_flash_attention.default
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]

@@ -20,9 +20,6 @@ from quantshard.tools.report import records
 
 CONFIG, METRICS, STARTS, STATISTICS = "config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl"
 
-_CONFIG_BYTES = 32 << 20
-_MOST_STARTS = 1000
-
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
@@ -84,7 +81,7 @@ def read_config(store: Store, path: str) -> dict[str, Any]:
     try:
         if not store.is_file(file):
             raise ConfigurationError(f"there is no run in {path}: it has no {CONFIG}")
-        settings = flattened(foreign.toml_table(store.read(file, _CONFIG_BYTES), file))
+        settings = flattened(foreign.toml_table(store.read(file, 32 << 20), file))
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {why(error)}") from None
     settings.pop("corpus.files", None)
@@ -104,7 +101,7 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
         config = read_config(store, path)
         metrics = records.MetricTable.of(metrics_file.records())
         statistics.add(statistics_file.records())
-        starts = list(islice(starts_file.records(), _MOST_STARTS))
+        starts = list(islice(starts_file.records(), 1000))
     except OSError as error:
         raise ConfigurationError(f"cannot read {error.filename or run}: {why(error)}") from None
     return RunHistory(

@@ -27,8 +27,6 @@ AT_ONCE = 1 << 24
 MOST_BYTES = 256 << 20
 """Bytes of a file that are read: the last ones, which are more than a million steps of `metrics.jsonl`."""
 
-_OVERLAP = 64
-
 
 class RecordFile:
     """A file of records in a store.
@@ -76,7 +74,7 @@ class RecordFile:
             self.broken += not end and not self._in_line
             self._in_line = not end
             self._offset += end or len(piece)
-            self._before = piece[: end or len(piece)][-_OVERLAP:]
+            self._before = piece[: end or len(piece)][-64:]
             for line in piece[first:end].split(b"\n")[:-1]:
                 record = parse_record(line)
                 if record is None:
@@ -104,7 +102,6 @@ def read_records(path: Path) -> list[Record]:
 Column = NDArray[np.float64]
 
 MOST_COLUMNS, LARGEST_STEP = 64, 1 << 53
-_LONGEST_NAME = 80
 LARGEST = float(np.finfo(np.float32).max)
 """Largest finite magnitude of a figure (the float32 maximum)."""
 
@@ -156,7 +153,7 @@ class MetricTable:
             for name, value in record.items():
                 figure = value if type(value) is float and -LARGEST <= value <= LARGEST else number(value)
                 if name not in columns:
-                    is_full = len(columns) >= MOST_COLUMNS or len(name) > _LONGEST_NAME
+                    is_full = len(columns) >= MOST_COLUMNS or len(name) > 80
                     if name == "step" or math.isnan(figure) or is_full:
                         continue
                     columns[name] = array("d", [math.nan]) * len(steps)
@@ -175,7 +172,6 @@ class MetricTable:
 
 
 MOST_SAMPLES, MOST_ALARMS, _MOST_EXPERTS, _LONGEST = 80, 400, 1024, 300
-_NO_STATISTICS = ("name", "role")
 
 MapValues = dict[tuple[str, str], dict[str, float]]
 ExpertTable = tuple[int, dict[str, list[float]]]
@@ -245,7 +241,7 @@ class StatisticsReader:
                 key = role, statistic[:_LONGEST]
                 if type(value) is list:
                     tables.setdefault(key, (step, {}))[1][name] = [number(entry) for entry in value[:_MOST_EXPERTS]]
-                elif statistic not in _NO_STATISTICS and not math.isnan(figure := number(value)):
+                elif statistic not in ("name", "role") and not math.isnan(figure := number(value)):
                     self.maps[key] = None
                     result.setdefault(key, {})[name] = figure
         self.tables |= tables

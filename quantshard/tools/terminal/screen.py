@@ -21,11 +21,6 @@ from rich.text import Text
 from quantshard.checkpoints.disk.store import watch_transfers
 from quantshard.errors import printable
 
-_WIDTH = 80
-"""Width of output that does not go to a terminal, unless COLUMNS is set."""
-
-_UNBOUNDED = 10000
-
 _KEPT = "\n\t"
 
 
@@ -35,7 +30,7 @@ class Screen(Console):
     def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
         is_sized = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
-        width = _UNBOUNDED if wide else None if is_sized else _WIDTH
+        width = 10_000 if wide else None if is_sized else 80
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
     def lines(self, *lines: str) -> None:

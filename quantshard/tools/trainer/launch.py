@@ -38,12 +38,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as in shells."""
 
-_MONITOR_SECONDS = 0.1
-_SHUTDOWN_SECONDS = 20
-_PROCESSES, _PROCESSES_A_CORE = 64, 4
-"""The most ranks to start here: the first number, or the second times the number of cores if that is more."""
-_PARENT_CHECK_SECONDS = 0.2
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ON_PURPOSE, _CRASHED, _FOLLOWS = 0, 1, 2
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeout|timed out|nccl|gloo", re.IGNORECASE)
 
@@ -75,7 +69,7 @@ def default_processes() -> int:
 
 def check_processes(processes: int) -> None:
     cores = os.cpu_count() or 1
-    most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
+    most = max(64, 4 * cores, default_processes())
     if processes > most:
         raise ConfigurationError(f"{processes} processes are too many for {cores} CPU cores; start at most {most}")
 
@@ -103,12 +97,12 @@ def launch(processes: int, arguments: list[str]) -> None:
             args=tuple(arguments),
             rdzv_handler=registry.get_rendezvous_handler(parameters),
             max_restarts=0,
-            monitor_interval=_MONITOR_SECONDS,
+            monitor_interval=0.1,
             local_addr="localhost",
         )
         # before torch 2.12 the agent waits a fixed 30 s for workers to exit
         has_timeout = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
-        options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
+        options: dict[str, Any] = {"shutdown_timeout": 20} if has_timeout else {}
         agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), **options)
         with _forwarded_signals(agent) as received:
             result = agent.run()
@@ -187,7 +181,7 @@ def report_failure(error: BaseException, logs: Path) -> str:
             message += f" (traceback: {file})"
     if isinstance(error, LostRankError) or (kind == _CRASHED and _LOST_PEER.search(str(error))):
         kind = _FOLLOWS
-    if target := os.environ.get(_ERROR_FILE):
+    if target := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         now = time.time()
         extra: dict[str, Any] = {"timestamp": str(int(now)), "time": now, "kind": kind, "py_callstack": ""}
         outputs.write_file(Path(target), json.dumps({"message": {"message": message, "extraInfo": extra}}))
@@ -200,7 +194,7 @@ def die_with_parent() -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_PARENT_CHECK_SECONDS)
+            time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

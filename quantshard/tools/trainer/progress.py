@@ -57,7 +57,6 @@ class Progress:
 VARIABLE = "QUANTSHARD_LOG"
 """Environment variable with the log level, used if the setting is "auto"."""
 
-_LOGGERS = ("quantshard", "py.warnings")
 _SHOWN_WARNING = "quantshard: WARNING: "
 
 
@@ -87,7 +86,7 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
-        for logger in map(logging.getLogger, _LOGGERS):
+        for logger in map(logging.getLogger, ("quantshard", "py.warnings")):
             stack.callback(logger.setLevel, logger.level)
             stack.callback(setattr, logger, "propagate", logger.propagate)
             logger.setLevel(level or logging.INFO)

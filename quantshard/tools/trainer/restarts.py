@@ -22,12 +22,6 @@ CHANGEABLE = frozenset(
     "steps mesh keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
 )
 
-_CONVERTED = ("recipe", "preset", *STATE_SETTINGS)
-"""Settings that only `resume` may change, by converting weights or states."""
-
-_ALWAYS = ("deterministic", "device")
-"""Settings that a process applies before it has read the run's; the current value always counts."""
-
 
 def recorded(settings: TrainSettings) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
@@ -48,12 +42,14 @@ def overrides(
         if value == old or (name == "mesh" and value and MeshSpec.parse(value).processes != processes):
             continue
         if name not in CHANGEABLE:
-            since = " or resumed" if name in _CONVERTED else ""
+            # only `resume` changes these, by converting weights or states
+            since = " or resumed" if name in ("recipe", "preset", *STATE_SETTINGS) else ""
             was, now_ = (shown(FLOAT32_STATES if name == "preset" and not v else v) for v in (old, value))
             text = f"{name} = {was}, but {name} = {now_} is given; give what it was, or name another --run"
             raise ConfigurationError(f"{run} was started{since} with {text}")
         result[name] = list(value) if isinstance(value, tuple) else value
-    return result | {name: getattr(now, name) for name in _ALWAYS}
+    # a process applies these before it has read the run's
+    return result | {"deterministic": now.deterministic, "device": now.device}
 
 
 def current_environment(settings: TrainSettings, device: torch.device) -> dict[str, Any]:

@@ -41,7 +41,6 @@ from quantshard.tools.trainer.settings import config
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import SettingType, read_table
 
-_STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
 _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
 """File next to checkpoints outside of the run's folder; names the run that owns them."""
@@ -166,7 +165,7 @@ class RunDir:
         self.checkpoints = settings.checkpoints or self.path / _CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path | str:
-        name = f"step-{step:0{_STEP_DIGITS}d}"
+        name = f"step-{step:06d}"
         return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
     def saved_steps(self) -> tuple[list[int], list[int]]:

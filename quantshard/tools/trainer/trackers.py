@@ -25,7 +25,6 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 
-_WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _FILE_BYTES = 4096
 
 
@@ -48,7 +47,7 @@ def _check_wandb_settings(*folders: str) -> None:
         except (configparser.Error, ValueError) as error:
             raise ConfigurationError(f"{file}: {shown(str(error))}; delete it") from None
         keys = {*parser.defaults(), *(key for section in parser.sections() for key in parser[section])}
-        if unsafe := sorted(keys - _WANDB_FILE_KEYS):
+        if unsafe := sorted(keys - {"entity", "project", "mode"}):
             raise ConfigurationError(f"{file} sets {shown(unsafe[0])}; delete it, or use WANDB_* variables")
 
 

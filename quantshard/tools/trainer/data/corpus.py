@@ -48,12 +48,10 @@ from quantshard.tools.trainer.data.tokenizer import (
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import BEST_FIT, STREAM
 
-_KEY_DIGITS = 16
 _MULTIPLE = 128
 """Multiple for the vocabulary of built-in models. cuBLAS multiplies by a head of 50257 rows in kernels that read one
 element at a time: 125 TFLOP/s on an H200, where large BF16 products reach 790 (benchmarks/RESULTS.md)."""
 
-_CHUNK_BYTES = 1 << 20
 _RESTORE = "restore it, or name the unchanged files with --data"
 
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|masked|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
@@ -272,7 +270,7 @@ def _read(document: Document, vocabulary: int) -> Document:
     path, digest, kind = document.path, hashlib.sha256(), shards.TOKEN_DTYPES.get(document.dtype)
     with reading(path), open_regular(path, follow=True) as file:
         digest.update(file.read(document.header))
-        while content := file.read(_CHUNK_BYTES):
+        while content := file.read(1 << 20):
             digest.update(content)
             if kind is None:
                 continue
@@ -342,7 +340,7 @@ class Preparation:
         options = TextOptions(settings.text_field, settings.data_split)
         sharded = shards.ShardedSource(source, self._tokenizer, settings.tokenizer, options)
         stem = re.sub(r"[^\w.-]", "_", source.path.name)[:80]
-        folder = cache.absolute() / f"{stem}-{sharded.key[:_KEY_DIGITS]}"
+        folder = cache.absolute() / f"{stem}-{sharded.key[:16]}"
         index = sharded.write(folder)
         screen.say(f"{source.path}: {index.documents:,} documents, {index.tokens:,} tokens, in {folder}")
         return folder

@@ -36,8 +36,6 @@ from quantshard.tools.trainer.models.mixture import MixtureLayer, Routing
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import LayerRecipes
 
-_EMBEDDING_STD = 0.02
-
 
 class Embedding(QuantizedModule):
     """High-precision table [entries, size], initialized the same on any number of ranks."""
@@ -52,7 +50,7 @@ class Embedding(QuantizedModule):
     ) -> None:
         with quantized_model_init(enabled=False):
             super().__init__(device, params_dtype, TensorParallelConfig(tp_mesh=tp_mesh))
-            self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
+            self._add_weight("weight", WeightSpec((entries, size), std=0.02))
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up index int64 [...] -> [..., size]."""

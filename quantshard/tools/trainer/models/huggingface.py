@@ -13,6 +13,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     transformers = library("transformers", f"the model of {where}")
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
-    config_fields = {name: value for name, value in _checked(content, where).items() if name not in _READ}
+    config_fields = _checked(content, where)
+    for name in ("model_type", "dtype", "torch_dtype"):
+        config_fields.pop(name, None)
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
@@ -102,9 +105,6 @@ def _check_decoder(config: Any, where: str) -> None:
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         raise ConfigurationError(f"{where}: {config.model_type} is an encoder; set is_decoder in its config.json")
-
-
-_READ = ("model_type", "dtype", "torch_dtype")
 
 
 def _checked(value: Any, where: str, name: str = "") -> Any:
@@ -164,13 +164,12 @@ def run_model(model: Any, tokens: Tensor, documents: Documents | None = None, **
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise _mixes(type(model).__name__)
         masks: Any = importlib.import_module("transformers.masking_utils")
-        find, pack = masks.find_packed_sequence_indices, attention.packing
-        with (
-            mock.patch.object(masks, find.__name__, side_effect=find) as finder,
-            mock.patch.object(attention, pack.__name__, side_effect=pack) as packer,
-        ):
+        watched = ((masks, masks.find_packed_sequence_indices), (attention, attention.packing))
+        with ExitStack() as stack:
+            patches = [mock.patch.object(module, call.__name__, side_effect=call) for module, call in watched]
+            calls = [stack.enter_context(patch) for patch in patches]
             result = model(**options)
-    if not finder.call_count and not packer.call_count:
+    if not any(call.call_count for call in calls):
         raise _mixes(f"attention of {type(model).__name__}")
     setattr(model, name, True)
     return result

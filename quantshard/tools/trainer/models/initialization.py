@@ -24,7 +24,7 @@ from quantshard.tools.trainer.run_dir import run_of_checkpoint
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import SIZES
 
-_BY_SIZES: Final = (
+_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
     "qk_norm", "tied", "params_dtype",
 )  # fmt: skip
@@ -81,7 +81,7 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
         )
     huggingface.read_configuration(model)
     # flags only, because the file of a run contains all settings
-    for name in (name for name in _BY_SIZES if name in flags):
+    for name in (name for name in _SIZES if name in flags):
         raise ConfigurationError(f"{name} is decided by model = {shown(model)}; leave {name} out")
     result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
@@ -97,20 +97,14 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
     return result
 
 
-_SIZES = (
-    "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
-    "qk_norm", "experts", "experts_per_token", "vocabulary",
-)  # fmt: skip
-_OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe", "router_balance")
-
-
 def sizes(source: str) -> dict[str, Any]:
     """Return the settings that the files next to the weights define; may be empty."""
     source = outputs.existing(source, "a checkpoint, or a folder of safetensors")
     result: dict[str, Any] = {}
     run = run_of(source)
     if run is not None:
-        result = {name: getattr(run, name) for name in _OF_RUN}
+        names = (*_SIZES, "experts_per_token", "vocabulary", "seq_length", "recipe", "router_balance")
+        result = {name: getattr(run, name) for name in names}
     elif "://" not in source and (Path(source) / files.CONFIGURATION).is_file():
         content = files.read_layout_json(Path(source) / files.CONFIGURATION)
         described = settings_of(content, source)
@@ -118,7 +112,7 @@ def sizes(source: str) -> dict[str, Any]:
         # the weights were trained with other angles than those of the built-in decoder
         if kind != _DEFAULT_ANGLES:
             raise ConfigurationError(f"{source} has rotary positions of rope_type {shown(kind)}; pass --model {source}")
-        result = {name: getattr(described, name) for name in _SIZES}
+        result = {name: getattr(described, name) for name in (*_SIZES, "experts_per_token", "vocabulary")}
     return result | _recipe_of(source)
 
 
@@ -222,14 +216,12 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
 
 def _angles(fields: FieldReader) -> tuple[str, float]:
     """Return the type of rotary scaling (transformers' name) and the base."""
-    tables = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in _ANGLES]
+    # keys of transformers 5 and of earlier releases
+    names = ("rope_parameters", "rope_scaling")
+    tables = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in names]
     kinds = [kind for reader in tables if (kind := reader.text("rope_type") or reader.text("type"))]
     bases = [base for reader in (*tables, fields) if (base := reader.number("rope_theta", 1, 1e12)) is not None]
     return kinds[0] if kinds else _DEFAULT_ANGLES, bases[0] if bases else TrainSettings.rope_theta
-
-
-_ANGLES = ("rope_parameters", "rope_scaling")
-"""Keys of the rotary scaling in transformers 5 and in earlier releases."""
 
 
 def run_of(checkpoint: str) -> TrainSettings | None:
