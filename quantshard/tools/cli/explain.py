@@ -1,7 +1,5 @@
 """`quantshard explain` and `quantshard plan`: show the memory and GEMMs of a model, and its memory on any mesh."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -140,7 +138,7 @@ def plan(
     _show(lines, report, model_source.high_precision if wide or json_ else (), wide, json_)
 
 
-def _axes(source: ModelSource, mesh: str | None) -> dict[str, int]:
+def _axes(source: "ModelSource", mesh: str | None) -> dict[str, int]:
     """Axes of the mesh (empty without FSDP2), by default those of a run; experts as if FSDP2 sharded them."""
     if mesh == _ALONE:
         return {}
@@ -165,7 +163,7 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
     return cuts
 
 
-def _states(source: ModelSource, preset: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
+def _states(source: "ModelSource", preset: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
     """Arguments of `planning.plan` for the optimizer and its states: of a preset, otherwise of the model's run."""
     name = algorithm or (ADAMW if source.settings is None else source.settings.optimizer)
     if name not in ALGORITHMS:
@@ -189,7 +187,7 @@ def _show(lines: tuple[str, ...], report: Report, high_precision: tuple[str, ...
 
 
 def _step(
-    source: ModelSource,
+    source: "ModelSource",
     axes: Mapping[str, int],
     batch: int | None,
     seq_length: int | None,

@@ -1,7 +1,5 @@
 """Results of `explain` and `plan`: one row per parameter, totals, and tables to print."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -53,14 +51,14 @@ class Report:
         bf16_optimizer_bytes: int,
         attention: Sequence[tuple[str, str]] = (),
         loss: Iterable[str] = (),
-    ) -> Report:
+    ) -> "Report":
         """Build a report from rows, (module name, attention backend) pairs and descriptions of losses."""
         summed = {name: sum(getattr(row, name) for row in rows) for name in _COSTS}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
         return cls(tuple(rows), totals, tuple(_merged(attention)), tuple(loss), parameter=parameter_bytes(rows))
 
-    def summary(self) -> Report:
+    def summary(self) -> "Report":
         """Return this report with similar parameters united in one row: `layers.{0-31}.{q,k}_proj.weight x64`.
 
         Parameters are similar if they are stored and computed in the same way; bytes are summed.

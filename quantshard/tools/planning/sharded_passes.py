@@ -13,8 +13,6 @@ Passes of an unwrapped model on the meta device allocate the memory that `fully_
 - Micro-batches before the last reduce nothing: unsharded gradients accumulate in the reduce dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +43,7 @@ class UnitSizes:
     gradients: int = 0
     reshards: bool = True
 
-    def __add__(self, other: UnitSizes) -> UnitSizes:
+    def __add__(self, other: "UnitSizes") -> "UnitSizes":
         gathered, weights = self.gathered + other.gathered, self.weights + other.weights
         return UnitSizes(gathered, weights, self.gradients + other.gradients, self.reshards)
 
@@ -57,7 +55,7 @@ class ShardedUnit:
     module: nn.Module
     params: list[nn.Parameter]
     sizes: UnitSizes
-    follows: ShardedUnit | None = None
+    follows: "ShardedUnit | None" = None
     buffer: Tensor | None = None
     weights: Tensor | None = None
     shard: Tensor | None = None

@@ -4,8 +4,6 @@ Files are untrusted and can be remote. Memory is therefore bounded, and invalid 
 incomplete last line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from array import array
@@ -138,7 +136,7 @@ class MetricTable:
     columns: dict[str, Column]
 
     @classmethod
-    def of(cls, records: Iterable[Record]) -> MetricTable:
+    def of(cls, records: Iterable[Record]) -> "MetricTable":
         """Build a table from records in the order of the file; of a repeated step (of a resume) the last one counts."""
         steps = array("q")
         columns: dict[str, array[float]] = {}

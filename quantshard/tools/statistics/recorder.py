@@ -1,7 +1,5 @@
 """`Statistics`: numbers of a model during training, measured in some of the steps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,7 +70,7 @@ class Statistics:
         self._names = ModelNames(model) if every else None
         self._begin()
 
-    def __enter__(self) -> Statistics:
+    def __enter__(self) -> "Statistics":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -4,8 +4,6 @@ A resumed run continues in the same Weights & Biases run (the id is in `wandb.js
 TensorBoard folder, where the records of repeated steps are purged.
 """
 
-from __future__ import annotations
-
 import configparser
 import io
 import json
@@ -51,7 +49,7 @@ def _check_wandb_settings(*folders: str) -> None:
             raise ConfigurationError(f"{file} sets {shown(unsafe[0])}; delete it, or use WANDB_* variables")
 
 
-def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
+def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list["Tracker"]:
     check_trackers(settings)
     trackers: list[Tracker] = []
     if settings.tensorboard:

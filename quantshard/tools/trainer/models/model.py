@@ -5,8 +5,6 @@ GiB in bfloat16 for 32,768 tokens and 50,304 entries. A float32 copy raises the 
 H200 from 17.0 to 35.4 GiB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -178,7 +176,7 @@ def losses(
     z_loss: float = 0.0,
     documents: Documents | None = None,
     count: Tensor | None = None,
-) -> TokenLosses:
+) -> "TokenLosses":
     """Compute the losses of a training pass. `z_loss`: factor of the z-loss in `trained_loss`. `documents`: see
     `logits`. `count`: see `token_losses`.
 
@@ -203,7 +201,7 @@ def loss(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor
     return token_losses(logits, targets, count=count).cross_entropy
 
 
-def trained_loss(model: nn.Module, losses: TokenLosses, settings: TrainSettings) -> Tensor:
+def trained_loss(model: nn.Module, losses: "TokenLosses", settings: TrainSettings) -> Tensor:
     """Sum the cross-entropy and the auxiliary losses: the value that backward starts from."""
     total = losses.cross_entropy
     if settings.z_loss:

@@ -4,8 +4,6 @@ A setting comes from its flag, then from `--config FILE`, then from the default.
 `check` refuses settings that cannot be trained, with a one-line message.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -234,7 +232,7 @@ class TrainSettings:
             raise ConfigurationError(f"{given}: give a number above 0 for each of the {len(self.data)} --data")
         return tuple(weight / math.fsum(weights) for weight in weights)
 
-    def resolved(self) -> TrainSettings:
+    def resolved(self) -> "TrainSettings":
         """Return these settings with derived settings filled in and absolute paths."""
         factor = 8 / 3 if self.architecture == "llama" else 4.0
         ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE

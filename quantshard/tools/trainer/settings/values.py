@@ -3,8 +3,6 @@
 Files, and commands that a user copies, are untrusted: each value is checked against its range before its first use.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -132,7 +130,7 @@ class MeshSpec:
     tp: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> MeshSpec:
+    def parse(cls, text: str) -> "MeshSpec":
         """Parse a text such as "dp_shard=2,tp=2", in any order; omitted axes have size 1."""
         axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
@@ -194,7 +192,7 @@ class LayerRecipes:
     patterns: Mapping[str, str]
 
     @classmethod
-    def parse(cls, text: str) -> LayerRecipes:
+    def parse(cls, text: str) -> "LayerRecipes":
         """Parse a recipe name, or entries `layers.0=bf16,*.proj=block,*=mxfp8`; resolve "auto"."""
         patterns: dict[str, str] = {}
         for entry in text.split(",") if "=" in text else [f"{_ALL}={text}"]:
@@ -222,7 +220,7 @@ class LayerRecipes:
         check_reached("recipe", self.patterns, names)
         return [self.of_layer(name) for name in names]
 
-    def of_parts(self, names: Sequence[str]) -> LayerRecipes:
+    def of_parts(self, names: Sequence[str]) -> "LayerRecipes":
         """Return patterns for linear layers of these names. A pattern for a layer also matches those inside it."""
         patterns, unmatched = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():
