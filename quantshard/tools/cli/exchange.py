@@ -122,8 +122,7 @@ def import_(
     with transfer_bar("importing"):
         result = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
         checkpoints.save(out, model, None, {"recipe": recipe_name})
-    copied = _copy_beside(folder, out)
-    say(*result.lines(), *copied)
+    say(*result.lines(), *_copy_beside(folder, out))
     say(f"wrote {out}, weights of quantshard's decoder by recipe {recipe_name!r}")
 
 

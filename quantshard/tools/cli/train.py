@@ -219,8 +219,7 @@ def tokenize(
 
     The same command continues an interrupted call.
     """
-    text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
-    for name, value in text_options.items():
+    for name, value in {"text_field": text_field, "data_split": data_split, "data_format": data_format}.items():
         check_value(name, value, KINDS[name])
     sources = distinct(find(paths, data_format, data_split))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)

@@ -261,8 +261,7 @@ def gemm_of(
         fallbacks = ("foreign module",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
-    spec = None if chosen is None else chosen.weight
-    path, reason = predictions.gemm_path(spec, device, chosen)
+    path, reason = predictions.gemm_path(None if chosen is None else chosen.weight, device, chosen)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
     return GemmPath(path, reason, (*predictions.fallbacks(None, chosen, device), *joint))

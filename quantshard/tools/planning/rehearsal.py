@@ -265,8 +265,7 @@ def _language_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """The model's own loss if its forward takes `labels`, otherwise the mean cross-entropy of its logits."""
     if "labels" in inspect.signature(model.forward).parameters:
         return model(input_ids=tokens, labels=targets).loss
-    logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
 
 
 @dataclass

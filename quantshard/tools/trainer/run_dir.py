@@ -172,8 +172,7 @@ class RunDir:
         """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending."""
         store, path = locate(self.checkpoints)
         try:
-            names = store.names(path)
-            steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
+            steps = (name.removeprefix("step-") for name in store.names(path) if name.startswith("step-"))
             numbers = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
             complete = [step for step in numbers if checkpoints.is_complete(self.checkpoint(step))]
         except OSError as error:

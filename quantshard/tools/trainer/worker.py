@@ -284,8 +284,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, setup: RunSetup, s
     random.seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     init_from = None if setup.restores else settings.init_from
-    corpus = data.from_table(setup.corpus)
-    trainer = Trainer(settings, corpus, run, place, stop, init_from, setup.configuration)
+    trainer = Trainer(settings, data.from_table(setup.corpus), run, place, stop, init_from, setup.configuration)
     with trainer.manager:
         restored = trainer.restore(requantize=setup.requantize, lossy=setup.lossy) if setup.restores else None
         done = 0 if restored is None else restored.step

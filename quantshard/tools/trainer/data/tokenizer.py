@@ -118,8 +118,7 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
     actual = tokenizer_digest(contents)
     if digest not in ("", actual):
         raise ConfigurationError(f"{path} is not the tokenizer of the data (SHA-256 {digest[:12]}...); name that one")
-    backend = _backend(path, contents)
-    return LibraryTokenizer(backend, end_of_document or end_token(path, contents), actual)
+    return LibraryTokenizer(_backend(path, contents), end_of_document or end_token(path, contents), actual)
 
 
 def end_token(path: str, contents: Mapping[str, bytes]) -> str:

@@ -222,28 +222,13 @@ def _layer(
     if settings.experts:
         return MixtureLayer(settings, number, device, ep_mesh)
     llama = settings.architecture == "llama"
+    norm = "RMSNorm" if llama else "LayerNorm"
     return modules.TransformerLayer(
-        settings.hidden,
-        settings.ffn,
-        settings.heads,
-        num_gqa_groups=settings.kv_heads,
-        kv_channels=settings.head_size,
-        layernorm_epsilon=settings.norm_eps,
-        recompute_activation=settings.recompute == "activation",
-        activation_storage=settings.activation_storage,
-        qk_norm_type=("RMSNorm" if llama else "LayerNorm") if settings.qk_norm else None,
-        qk_norm_eps=settings.norm_eps,
-        qk_norm_before_rope=True,
-        hidden_dropout=settings.dropout,
-        attention_dropout=settings.dropout,
-        layer_number=number,
-        self_attn_mask_type="causal",
-        params_dtype=settings.torch_params_dtype,
-        bias=not llama,
-        activation="swiglu" if llama else "gelu",
-        normalization="RMSNorm" if llama else "LayerNorm",
-        attn_input_format="bshd",
-        set_parallel_mode=True,
-        device=device,
-        **cut,
-    )
+        settings.hidden, settings.ffn, settings.heads, layernorm_epsilon=settings.norm_eps, layer_number=number,
+        hidden_dropout=settings.dropout, attention_dropout=settings.dropout, kv_channels=settings.head_size,
+        self_attn_mask_type="causal", num_gqa_groups=settings.kv_heads, bias=not llama, normalization=norm,
+        attn_input_format="bshd", activation="swiglu" if llama else "gelu", set_parallel_mode=True,
+        recompute_activation=settings.recompute == "activation", activation_storage=settings.activation_storage,
+        qk_norm_type=norm if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, qk_norm_before_rope=True,
+        params_dtype=settings.torch_params_dtype, device=device, **cut,
+    )  # fmt: skip
