@@ -138,7 +138,7 @@ class Alarm:
 OnAlarm = Callable[[Alarm], None]
 """Callback for each alarm; an exception from it ends the training."""
 
-_SPAN = 50
+SPAN: Final = 50
 _FEWEST = 20
 _NORMAL = 1.4826
 """Ratio of standard deviation to median absolute deviation for normal numbers."""
@@ -154,7 +154,7 @@ class LossHistory:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self._last: deque[float] = deque(maxlen=_SPAN)
+        self._last: deque[float] = deque(maxlen=SPAN)
         self._spikes = 0
 
     def add(self, step: int, loss: float) -> Alarm | None:
@@ -314,14 +314,10 @@ def _of_parameter(numbers: Tensor, size: int) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if math.isfinite(value)}
 
 
-SPAN: Final = 50
-"""Steps over which the loads of an alarm are summed."""
-
-
 class ExpertLoads:
     """Loads of the experts of each layer, relative to the layer's mean: 1 is an even load.
 
-    `limit`: load over `SPAN` steps below which an expert raises an alarm, once until it recovers; 0: off.
+    `limit`: load over `SPAN` = 50 steps below which an expert raises an alarm, once until it recovers; 0: off.
     `figures`: the largest load of the last step, and the share of rows that were dropped.
     `rows`: the loads of the last step, as rows of `statistics.jsonl`.
     """

@@ -35,7 +35,7 @@ def _setting(panel: str, default: Any, help: str, least: float = 0, most: float 
     return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
 
 
-_model, _data, _train, _precision, _run, _mesh, _logs = (
+_model, _data, _train, _precision, _run, _shard, _logs = (
     partial(_setting, panel) for panel in ("Model", "Data", "Training", "Precision", "Running", "Sharding", "Logs")
 )
 
@@ -172,14 +172,14 @@ class TrainSettings:
     deterministic: bool = _run(True, "same bits in every run on the same hardware and software")
     threads: int = _run(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
 
-    mesh: str = _mesh("", "sizes of the axes dp_replicate, dp_shard, ep, cp and tp, such as dp_shard=2,tp=2")
-    sequence_parallel: str = _mesh(
+    mesh: str = _shard("", "sizes of the axes dp_replicate, dp_shard, ep, cp and tp, such as dp_shard=2,tp=2")
+    sequence_parallel: str = _shard(
         "auto",
         "sequence parallelism over tp: on, off, or auto: if a micro-batch is divisible",
         choices=("auto", "on", "off"),
     )
-    rotate_method: str = _mesh("allgather", "keys of cp: allgather or alltoall", choices=("allgather", "alltoall"))
-    reduce_dtype: str = _mesh("float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS)
+    rotate_method: str = _shard("allgather", "keys of cp: allgather or alltoall", choices=("allgather", "alltoall"))
+    reduce_dtype: str = _shard("float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS)
 
     tensorboard: bool = _logs(False, "also write TensorBoard logs, into RUN/tensorboard")
     wandb: str = _logs("", "Weights & Biases project; WANDB_MODE=offline needs no account", 0, 128)
