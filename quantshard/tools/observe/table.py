@@ -4,7 +4,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -134,10 +134,10 @@ def _render(report: Report, is_wide: bool) -> Group:
         memory = report.memory
         peak = f"peak {human_bytes(memory.peak)} in {memory.highest.phase}, with {memory.step}"
         parts += [_memory_table(memory), *(Text(printable(line), style="bold") for line in (peak, memory.fits) if line)]
-    texts, numbers = (_TEXTS | _WIDE_TEXTS, _NUMBERS | _WIDE_NUMBERS) if is_wide else (_TEXTS, _NUMBERS)
-    columns = texts | numbers
-    cells = ([row.name, *(text(row) for text in columns.values())] for row in report.rows)
-    parts.append(plain_table(["parameter", *columns], cells, texts=1 + len(texts), edge=False))
+    rows = [_cells(row, is_wide) for row in report.rows]
+    texts, numbers = rows[0] if rows else ({"parameter": ""}, {})
+    cells = ([*texts.values(), *numbers.values()] for texts, numbers in rows)
+    parts.append(plain_table([*texts, *numbers], cells, texts=len(texts), edge=False))
     parts += [Text(printable(text)) for text in (*_details(report), *report.attention, *report.loss)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
     parts += [Text(printable(f"{EMULATED}: {reason}; right numbers, slower than BF16")) for reason in reasons]
@@ -161,16 +161,19 @@ def _details(report: Report) -> list[str]:
     return _merged([*native, *((row.name, text) for row in report.rows for text in row.notes)])
 
 
-def _optimizer_text(formats: Mapping[str, str]) -> str:
-    by_format: dict[str, list[str]] = {}
-    for state, fmt in formats.items():
-        by_format.setdefault(fmt, []).append(state.removesuffix("_param"))
-    return "; ".join(f"{', '.join(states)} {fmt}" for fmt, states in by_format.items()) or "-"
-
-
-def _mesh_text(row: Row) -> str:
-    axes = zip(row.mesh.items(), row.placements, strict=True)
-    return ", ".join(f"{axis}={size} {placement}" for (axis, size), placement in axes) or "-"
+def _cells(row: Row, is_wide: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """The texts and the numbers of a row, by heading."""
+    texts, numbers = {"parameter": row.name, "stored as": row.format, "GEMM": row.gemm or "-"}, {"here": row.bytes}
+    if is_wide:
+        states: dict[str, list[str]] = {}
+        for state, fmt in row.optimizer.items():
+            states.setdefault(fmt, []).append(state.removesuffix("_param"))
+        axes = zip(row.mesh.items(), row.placements, strict=True)
+        texts["optimizer"] = "; ".join(f"{', '.join(names)} {fmt}" for fmt, names in states.items()) or "-"
+        texts["mesh"] = ", ".join(f"{axis}={size} {placement}" for (axis, size), placement in axes) or "-"
+        numbers |= {"in BF16": row.bf16_bytes, "gathered forward": row.forward_gather_bytes}
+        numbers["backward"] = row.backward_gather_bytes
+    return texts, {heading: human_bytes(number) for heading, number in numbers.items()}
 
 
 def _totals_table(totals: Totals) -> Table:
@@ -203,17 +206,3 @@ def _merged(texts: Iterable[tuple[str, str]]) -> list[str]:
         merged.setdefault(text, []).append(name)
     more = {text: f" and {len(names) - 1} more" if len(names) > 1 else "" for text, names in merged.items()}
     return [f"{names[0]}{more[text]}: {text}" for text, names in merged.items()]
-
-
-_TEXTS: dict[str, Callable[[Row], str]] = {"stored as": lambda row: row.format, "GEMM": lambda row: row.gemm or "-"}
-_WIDE_TEXTS: dict[str, Callable[[Row], str]] = {
-    "optimizer": lambda row: _optimizer_text(row.optimizer),
-    "mesh": _mesh_text,
-}
-_NUMBERS: dict[str, Callable[[Row], str]] = {"here": lambda row: human_bytes(row.bytes)}
-_WIDE_NUMBERS: dict[str, Callable[[Row], str]] = {
-    "in BF16": lambda row: human_bytes(row.bf16_bytes),
-    "gathered forward": lambda row: human_bytes(row.forward_gather_bytes),
-    "backward": lambda row: human_bytes(row.backward_gather_bytes),
-}
-"""Columns after the name, and those that only a wide terminal shows: heading -> text of a cell."""
