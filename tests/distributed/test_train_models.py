@@ -305,7 +305,9 @@ def test_what_is_named_goes_before_what_is_implied(folder, tmp_path):
     assert (found["hidden"], found["layers"], found["architecture"]) == (768, 3, "gpt")
     assert initialization.chosen({}, file)["hidden"] == 48 and initialization.chosen({}, file)["ffn"] == 14336
     llama = str(folder / "llama")
-    with pytest.raises(ConfigurationError, match="model = 'gpt2-small' has architecture = 'gpt', but the model of init_from"):
+    with pytest.raises(
+        ConfigurationError, match="model = 'gpt2-small' has architecture = 'gpt', but the model of init_from"
+    ):
         initialization.chosen({"model": "gpt2-small", "init_from": llama}, {})
     of_run = {"model": llama, "hidden": 256, "tokenizer": ""}  # as the config.toml of a run says it
     assert initialization.chosen({}, of_run)["init_from"] == llama

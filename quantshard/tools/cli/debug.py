@@ -21,12 +21,12 @@ from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion.convert import show_linears
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.numerics.states import MASTER, has_master
 from quantshard.recipe import HighPrecision
 from quantshard.tensor import components
 from quantshard.tools.observe.table import plain_table
 from quantshard.tools.statistics import sensitivity
 from quantshard.tools.statistics.sensitivity import GemmError, RecipeSuggestion
+from quantshard.tools.statistics.step_sample import trained_values
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer import data
@@ -184,12 +184,7 @@ class ModelPair:
         checkpoints.load(checkpoint, self.model, optimizer)
         targets = dict(self.exact.named_parameters())
         for name, param in self.model.named_parameters():
-            storage = components.quantized_storage(param)
-            if has_master(optimizer.state.get(param, {})):
-                values = optimizer.get_unscaled_state(param, MASTER)
-            else:
-                values = param.detach() if storage is None else storage.dequantize()
-            targets[name].copy_(values)
+            targets[name].copy_(trained_values(optimizer, param))
         for name, module in self.exact.named_modules():
             # e.g. a router's bias, which is a buffer
             if not isinstance(module, QuantizedModule):

@@ -119,6 +119,11 @@ def _row(
             sent = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
         else:
             sent = costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
+    numel = local.numel()
+    if gathers is not None:
+        # a high-precision tensor in the weight's place, which FSDP2 pads to the largest shard
+        cut = None if storage is None else storage.shard.cut
+        numel = gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
     mesh, placements = _placed(param)
     recipe, is_traced = recipe_in(module, chosen), getattr(module, "is_traced", None)
     gemm = gemm_of(leaf, module, param, recipe)
@@ -132,8 +137,8 @@ def _row(
         storage,
         gemm,
         states.of(param),
-        stored=_resident(local, storage, gathers),
-        numel=_padded_numel(storage, local, gathers),
+        stored=(numel * local.itemsize, 0) if storage is None else _resident(storage),
+        numel=numel,
         sent=sent,
         gather_count=gather_count,
         shard=None if storage is None else storage.shard,
@@ -203,20 +208,10 @@ def row_of(
     )
 
 
-def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
-    if storage is None:
-        return _padded_numel(storage, local, gathers) * local.itemsize, 0
+def _resident(storage: QuantizedStorage) -> tuple[int, int]:
     roles = {name: storage.spec.format.by_name[name].role for name in storage.components}
     codes = sum(part.nbytes for name, part in storage.components.items() if roles[name] is Role.CODES)
     return codes, sum(part.nbytes for part in storage.components.values()) - codes
-
-
-def _padded_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
-    """Number of elements of a high-precision tensor in the weight's place; FSDP2 pads it to the largest shard."""
-    if gathers is None:
-        return local.numel()
-    cut = None if storage is None else storage.shard.cut
-    return gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
 
 
 class GemmPath(NamedTuple):

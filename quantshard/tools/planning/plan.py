@@ -6,7 +6,7 @@ includes the peak memory of the step (`planning.rehearsal`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,7 +98,9 @@ def plan(
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
-        for name, leaf, module, param in _parameters(model):
+        for name, param in model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
             gemm = gemm_of(leaf, module, param, recipe_in(module, None), device)
             dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
             regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
@@ -163,16 +165,6 @@ class _MeshRank:
         placements = {axis: costs.REPLICATED for axis in self.mesh if axis != TP}
         placements[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
         return placements if tp_dim is None else placements | {TP: f"Shard({tp_dim})"}
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]]:
-    """Iterate over (name, name in its module, module, parameter); a shared parameter appears once."""
-    visited = set()
-    for prefix, module in model.named_modules():
-        for param_name, param in module.named_parameters(recurse=False):
-            if param not in visited:
-                visited.add(param)
-                yield f"{prefix}.{param_name}" if prefix else param_name, param_name, module, param
 
 
 def _check_model(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int]) -> None:

@@ -135,7 +135,7 @@ class StepSample(Observer):
                 if name is None or grad is None:
                     continue
                 gradients[name] = private_torch.local_tensor(grad)
-                param_values = _values(optimizer, param)
+                param_values = trained_values(optimizer, param)
                 (self._before if _values_are_new(optimizer, param) else values)[name] = param_values
                 storage = components.quantized_storage(param)
                 if storage is not None:
@@ -166,7 +166,7 @@ class StepSample(Observer):
         owners = {param: optimizer for optimizer, group in groups for param in group["params"]}
         self._add_squares("value", self._before)
         for names in _by_kind(self._before):
-            new_values = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
+            new_values = [trained_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
             torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], new_values)
         self._add_squares("update", self._before)
         for name, param in self._names.own.items():
@@ -197,7 +197,7 @@ class StepSample(Observer):
         row = entry[1]
         buffer = self._buffer(storage.device)
         if owner is not None and has_master(owner.state.get(param, {})):
-            buffer.add_operand(row, _values(owner, param), storage)
+            buffer.add_operand(row, trained_values(owner, param), storage)
         else:
             buffer.add_codes(row, storage)
         old_codes = self._codes.pop(name, None)
@@ -238,14 +238,14 @@ def _codes(storage: QuantizedStorage) -> Tensor:
 
 
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    """Whether `_values` returns a new tensor instead of a stored one."""
+    """Whether `trained_values` returns a new tensor instead of a stored one."""
     if not has_master(optimizer.state.get(param, {})):
         return components.quantized_local(param) is not None
     master_dtype = getattr(optimizer.state[param].get(MASTER), "dtype", None)
     return isinstance(optimizer, ElementwiseOptimizer) and master_dtype is not torch.float32
 
 
-def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+def trained_values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     """Local values that an optimizer trains: its master's if there is one, otherwise the parameter's."""
     if has_master(optimizer.state.get(param, {})):
         if isinstance(optimizer, ElementwiseOptimizer):
