@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import pending_amaxes
-from quantshard.modules.graphs.recorder import tensors_in
+from quantshard.modules.graphs.recorder import states_preserved, tensors_in
 from quantshard.tensor import components, observation
-from quantshard.tensor.parameter_state import RNG_DRAWS
 
 _WEIGHT, _FORWARD, _BACKWARD, _GRADIENT = range(4)
 _WHAT: Final = {
@@ -106,33 +104,19 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     grads = {param: param.grad for param in model.parameters()}
-    draws = [
-        module.weight_state(param_name)[RNG_DRAWS]
-        for module in model.modules()
-        if isinstance(module, QuantizedModule)
-        for param_name in module._weights
-    ]
-    draw_values, observer = [draw.clone() for draw in draws], observation.active
-    buffers = {(module, name): (buffer, buffer.detach().clone()) for module, name, buffer in _buffers(model)}
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    unrecorded = UnrecordedAmaxes(), UnrecordedAmaxes()
+    buffers = {(module, name): buffer for module, name, buffer in _buffers(model)}
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    unrecorded, observer = (UnrecordedAmaxes(), UnrecordedAmaxes()), observation.active
     try:
         observation.active = None
         for param in grads:
             param.grad = None
-        with torch.random.fork_rng(devices=devices), pending_amaxes.amaxes_noted_in(*unrecorded):
+        with states_preserved([model], device), pending_amaxes.amaxes_noted_in(*unrecorded):
             yield
     finally:
         observation.active = observer
-        for draw, value in zip(draws, draw_values, strict=True):
-            draw.copy_(value)
-        with torch.no_grad():
-            for module, name in [(module, name) for module, name, _ in _buffers(model)]:
-                if (module, name) not in buffers:
-                    # The pass created this buffer.
-                    setattr(module, name, None)
-            for (module, name), (buffer, values) in buffers.items():
-                setattr(module, name, buffer)
-                buffer.copy_(values)
+        for module, name, _ in list(_buffers(model)):
+            # None for a buffer that the pass created
+            setattr(module, name, buffers.get((module, name)))
         for param, grad in grads.items():
             param.grad = grad

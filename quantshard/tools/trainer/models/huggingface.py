@@ -216,10 +216,8 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return whole
     local = private_torch.local_tensor(param)
-    part = components.part_of_whole(param, whole).reshape(local.shape)
-    return DTensor.from_local(
-        part.clone().to(local.device), param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
-    )
+    part = components.part_of_whole(param, whole).reshape(local.shape).to(local.device, copy=True)
+    return components.as_dtensor(part, param, list(param.placements), tuple(whole.shape))
 
 
 def _skeleton(model: Any) -> Any:
