@@ -6,6 +6,8 @@ FSDP2 sends (`sharding.gather_slots`). The BF16 figures are for the same model o
 float32 masters and float32 moments.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -103,7 +105,7 @@ def _row(
     module: nn.Module,
     param: Tensor,
     gathers: FsdpGather | None,
-    states: "_OptimizerStates",
+    states: _OptimizerStates,
     chosen: Recipe | None,
     is_compiled: bool,
 ) -> costs.Row:
@@ -153,7 +155,7 @@ def row_of(
     name: str,
     param: Tensor,
     storage: QuantizedStorage | None,
-    gemm: "GemmPath",
+    gemm: GemmPath,
     optimizer: tuple[dict[str, str], dict[str, int], bool],
     *,
     stored: tuple[int, int],

@@ -5,6 +5,8 @@
 includes the peak memory of the step (`planning.rehearsal`).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -128,7 +130,7 @@ class _MeshRank:
     is_wrapped: bool = True
 
     @classmethod
-    def of(cls, mesh: Mapping[str, int], rank: int) -> "_MeshRank":
+    def of(cls, mesh: Mapping[str, int], rank: int) -> _MeshRank:
         if not mesh and rank == 0:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())

@@ -1,5 +1,7 @@
 """`Statistics`: numbers of a model during training, measured in some of the steps."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +72,7 @@ class Statistics:
         self._names = ModelNames(model) if every else None
         self._begin()
 
-    def __enter__(self) -> "Statistics":
+    def __enter__(self) -> Statistics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
