@@ -11,7 +11,7 @@ from typer import Argument, Option
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import FileEntry
-from quantshard.checkpoints.disk.store import LocalStore, is_taken, local, locate
+from quantshard.checkpoints.disk.store import LocalStore, is_taken, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop import layouts, transformer_engine
 from quantshard.interop.layouts import Names, names
@@ -144,24 +144,18 @@ def convert_te(
 
 def _copy_beside(folder: Path, out: str) -> list[str]:
     """Copy configuration and tokenizer next to the weights, and add them to the manifest. Returns a report."""
-    paths, entries = companions(folder, CONFIGURATION), {}
-    for path in paths:
-        content = LocalStore().read(path, _LONGEST)
-        _write_beside(out, path.name, content)
-        entries[path.name] = FileEntry(*manifest.digest(content))
+    (store, place), paths = locate(out), companions(folder, CONFIGURATION)
+    contents = {path.name: LocalStore().read(path, _LONGEST) for path in paths}
     current = manifest.read_manifest(out)
     if current is not None:
-        updated = replace(current, files={**current.files, **entries})
-        _write_beside(out, manifest.MANIFEST, updated.to_json().encode())
+        entries = {name: FileEntry(*manifest.digest(content)) for name, content in contents.items()}
+        contents[manifest.MANIFEST] = replace(current, files={**current.files, **entries}).to_json().encode()
+    try:
+        for name, content in contents.items():
+            store.write(store.join(place, name), content)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {out} ({why(error)})") from error
     return copied_lines(paths)
-
-
-def _write_beside(folder: str, name: str, content: bytes) -> None:
-    store, path = locate(folder)
-    if store.renames:
-        outputs.write_file(Path(path) / name, content)
-    else:
-        store.write(store.join(path, name), content)
 
 
 def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,7 @@ from quantshard.interop.conversion import attention
 from quantshard.interop.conversion.convert import ConversionReport, convert
 from quantshard.interop.conversion.head_loss import ChunkedLoss
 from quantshard.interop.conversion.linear import ConvertedLinear
-from quantshard.interop.layouts.files import CONFIGURATION, read_layout_json
+from quantshard.interop.layouts.files import CONFIGURATION, read_config
 from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.tools.terminal import outputs
@@ -51,11 +50,7 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 
 def read_configuration(path: str) -> dict[str, Any]:
     """Read a config.json, or the one in a folder."""
-    location = Path(outputs.existing(path, "a folder with config.json, or a config.json"))
-    file = location / CONFIGURATION if location.is_dir() else location
-    if not file.is_file():
-        raise ConfigurationError(f"{path} holds no {CONFIGURATION} of a Hugging Face model")
-    return read_layout_json(file)
+    return read_config(outputs.existing(path, "a folder with config.json, or a config.json"))
 
 
 def longest_sequence(content: Mapping[str, Any]) -> int | None:
