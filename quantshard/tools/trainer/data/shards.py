@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantshard import foreign
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.store import regular_size
+from quantshard.checkpoints.disk.store import expect_transfer, regular_size, report_transfer
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FILE_BYTES
 from quantshard.tools.terminal import outputs, screen
@@ -188,13 +187,11 @@ class ShardedSource:
             lock = ownership.lock(folder)
         except TimeoutError:
             raise ConfigurationError(f"another process writes tokens to {folder}; wait for it") from None
-        console = screen.Screen()
-        columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=self.source.size)
+        with screen.transfer_bar("tokenizing"):
+            expect_transfer(self.source.size)
             while first is not None:
                 path, pieces = folder / f"{len(index.shards):05d}.bin", chain([first], pieces)
-                shard = self._write_shard(path, index.dtype, pieces, bar, task)
+                shard = self._write_shard(path, index.dtype, pieces)
                 index = replace(index, shards=(*index.shards, shard))
                 index.write(folder)
                 first = next(pieces, None)
@@ -228,9 +225,7 @@ class ShardedSource:
             token_dtype(tokenizer.vocabulary),
         )  # fmt: skip
 
-    def _write_shard(
-        self, path: Path, dtype: str, pieces: Iterator[tuple[Text, bool]], bar: Progress, task: Any
-    ) -> ShardEntry:
+    def _write_shard(self, path: Path, dtype: str, pieces: Iterator[tuple[Text, bool]]) -> ShardEntry:
         digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
         with outputs.written_file(path, within=path.parent) as file:
             while not is_end or characters < self.shard_bytes:
@@ -241,7 +236,7 @@ class ShardedSource:
                     digest.update(values.data)
                     file.write(values.data)
                     characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
-                bar.advance(task, sum(len(text) for text, _ in batch))
+                report_transfer(sum(len(text) for text, _ in batch))
         return ShardEntry(path.name, tokens, documents, digest.hexdigest())
 
     def _encoded(self, batch: Sequence[tuple[Text, bool]], dtype: str) -> Iterator[np.ndarray]:
