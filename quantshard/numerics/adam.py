@@ -53,10 +53,6 @@ class Hyperparameters:
     bias_correction: bool
     matrix_bound: Bound = Bound.NONE
 
-    def bound(self, ndim: int) -> Bound:
-        """Return the argument `bound` of `adam` for states of `ndim` dims."""
-        return self.matrix_bound if ndim == 2 else Bound.NONE
-
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:
         """1 / (1 - beta**step) for both betas, or ones: float32 scalars on the device of `step`."""

@@ -447,7 +447,7 @@ class AdamOptimizer(ElementwiseOptimizer):
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
-        bound = settings.bound(ndim_of_states(param))
+        bound = settings.matrix_bound if ndim_of_states(param) == 2 else Bound.NONE
         new = adam.adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, bound)
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 

@@ -336,7 +336,7 @@ def _parameter(item: ParameterStep, row: int) -> StepParameter | None:
     if rectangle is None or len(for_kernels) < len(states):
         return None
     rng_key = 0 if item.storage is None else int(item.storage.state[RNG_KEY])
-    is_adam = isinstance(settings, Hyperparameters)
-    bound = settings.bound(ndim_of_states(item.param)) if is_adam else Bound.NONE
+    is_matrix = isinstance(settings, Hyperparameters) and ndim_of_states(item.param) == 2
+    bound = settings.matrix_bound if is_matrix else Bound.NONE
     algorithm = {MuonSettings: Algorithm.MUON, LionSettings: Algorithm.LION}.get(type(settings), Algorithm.ADAM)
     return StepParameter(for_kernels, rectangle, row, item.stream, rng_key, WEIGHT_STREAM, bound, algorithm)

@@ -339,7 +339,7 @@ def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
 
 def ndim_of_states(param: Tensor) -> int:
     """Return the number of dims of a parameter's states. Those of a quantized stack of matrices are one matrix."""
-    return 2 if components.quantized_local(param) is not None else param.ndim
+    return 2 if param.ndim == 3 and components.quantized_local(param) is not None else param.ndim
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
