@@ -10,7 +10,9 @@ import re
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks started by a test inherit it
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ if not torch.cuda.is_available():
 # `determinism.VARIABLES`: one process runs many tests, and its GPU may be in use when one asks for deterministic mode
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("NCCL_ALGO", "Ring")
+
+# Inductor otherwise compiles and loads a program for each new cache, to see whether the CPU has AVX as its flags say
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 pytest_plugins = ("tests.journal",)
 
@@ -79,6 +84,7 @@ def pytest_collection_finish() -> None:
     from tests import once  # the process that hands tests out needs no quantshard
 
     once.draw_weights_once()
+    once.seed_cpu_only()
     once.build_commands_once()
     gc.freeze()
 
@@ -90,6 +96,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         from tests.distributed import pool
 
         pool.fork_server()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fast_interpreter() -> Iterator[None]:
+    from tests.interpreter import prepared_once
+
+    with prepared_once() if find_spec("triton") else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

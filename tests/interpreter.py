@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,32 +17,53 @@ import torch
 
 from quantshard import kernel_dispatch
 
+_is_prepared = False
+
 
 @contextmanager
 def prepared_once() -> Iterator[None]:
-    """The interpreter prepares Triton's module anew for each call of a device function, which takes longer than the
-    function. The call of a kernel prepares it; a device function finds it so, but for a part that stays as it is.
+    """Patch Triton's interpreter, which repeats most of its work.
 
-    Besides, of each sum and product of integers it computes whether it overflows, which it would say if `debug` were
-    set, of each value it finds out anew what its type is in NumPy and what the sizes of its shape are, for each
-    operation how its operands become of one type, and it calls the function of a reduction for each element.
-
-    A mask is of booleans, which the interpreter of Triton 3.9 demands and the earlier ones do not.
+    It patches `triton.language` in each call of a kernel or device function, checks integers for overflow, computes
+    types and shapes again for each operation, and calls the function of a reduction for each element.
     """
+    global _is_prepared
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or _is_prepared:
         yield
         return
-    prepared, builder = set(), interpreter.interpreter_builder
+    builder, patch_language = interpreter.interpreter_builder, interpreter._patch_lang
     assert not builder.options.debug
+    patched, never_restored = dict[int, Any](), SimpleNamespace(restore=lambda: None)
+
+    def patch_once(function: Any) -> Any:
+        key = id(function.__globals__)
+        if key not in patched:
+            patched[key] = patch_language(function)
+        return never_restored
+
+    def patch_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
 
     def call(self, *args, **kwargs):
-        if "core" in self.fn.__globals__ and self.fn not in prepared:
-            prepared.add(self.fn)
-            interpreter._patch_lang(self.fn)
+        patch_once(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            run_grid(self, *args, **kwargs)
+
+    run_grid = interpreter.GridExecutor.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", run)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_patch_attr", patch_builtin)
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", _by_slices(interpreter.ReduceOps.generic_reduce))
@@ -48,11 +71,20 @@ def prepared_once() -> Iterator[None]:
             patch.setattr(interpreter.InterpreterBuilder, name, _masked(interpreter.InterpreterBuilder, name, place))
         for owner, name, function in _found_once(interpreter):
             patch.setattr(owner, name, function)
-        yield
+        _is_prepared = True
+        try:
+            yield
+        finally:
+            _is_prepared = False
+            for scope in reversed(patched.values()):
+                scope.restore()
 
 
 def _masked(builder: Any, name: str, place: int) -> Callable[..., Any]:
-    """The method of Triton's builder, which takes booleans alone as its mask."""
+    """Return the method of Triton's builder with a check that its mask is of booleans.
+
+    Triton 3.9 requires booleans, and earlier versions do not.
+    """
     access = getattr(builder, name)
 
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -91,12 +123,15 @@ def _by_slices(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What Triton computes of types and shapes, kept; what it is set on, its name, and the function."""
+    """Cache what Triton computes of types and shapes: (owner, name, replacement)."""
     core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
     numpy_of, unwrap = cache(interpreter._get_np_dtype), core._unwrap_if_constexpr
     make_block_type, operands = core.block_type.__init__, semantic.binary_op_type_checking_impl
+    broadcast_blocks = semantic.broadcast_impl_value
     block_types: dict[Any, dict[str, Any]] = {}
     constants: dict[Any, tuple[Any, ...]] = {}
+    types = {core.dtype, core.block_type, core.pointer_type}
+    plain_types = {int, float, bool, str, type(None), core.tensor, *types}
 
     @cache
     def sizes(*shape: int) -> tuple[Any, Any]:
@@ -110,7 +145,16 @@ def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
         return numpy_of(core.uint64 if dtype.scalar.is_ptr() else dtype.scalar)
 
     def plain(value):
-        return value if type(value) in (int, core.tensor) else unwrap(value)
+        kind = type(value)
+        if kind in plain_types:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    def equal(self, other):
+        if self is other:
+            return True
+        other = plain(other)
+        return type(other) in types and self.name == other.name
 
     def block_type(self, element_ty, shape):
         key = element_ty.name, *map(plain, shape.values if type(shape) is core.tuple else shape)
@@ -118,6 +162,17 @@ def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
             make_block_type(self, element_ty, shape)
             block_types[key] = vars(self)
         vars(self).update(block_types[key])
+
+    def splat(scalar, shape):
+        data = np.full(tuple(shape.values), scalar.handle.data, dtype=numpy_type(scalar.dtype))
+        return core.tensor(interpreter.TensorHandle(data, scalar.dtype), core.block_type(scalar.dtype, shape))
+
+    def broadcast(self, lhs, rhs):
+        if lhs.type.is_block() and not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type.shape)
+        if rhs.type.is_block() and not lhs.type.is_block():
+            return splat(lhs, rhs.type.shape), rhs
+        return broadcast_blocks(self, lhs, rhs)
 
     def of_one_type(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, division=False):
         """Tensors of one type are returned as they are, and the block of a number is remembered."""
@@ -143,6 +198,8 @@ def _found_once(interpreter: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
         (interpreter, "_get_np_dtype", numpy_type),
         (core, "_unwrap_if_constexpr", plain),
         (core.block_type, "__init__", block_type),
+        (core.dtype, "__eq__", equal),
+        (semantic, "broadcast_impl_value", broadcast),
         (semantic, "binary_op_type_checking_impl", of_one_type),
         (interpreter.TensorHandle, "__post_init__", lambda self: None),
     ]

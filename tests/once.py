@@ -35,6 +35,13 @@ def draw_weights_once() -> None:
     WeightSpec.values = values  # type: ignore[method-assign]
 
 
+def seed_cpu_only() -> None:
+    """Keep `torch.manual_seed` from queueing seeds for devices that do not exist; each entry formats the stack."""
+    if not torch.cuda.is_available():
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            device.manual_seed_all = lambda seed: None
+
+
 def build_commands_once() -> None:
     """Return a copy of the parser where one of the same commands was built; a user's process has one command line."""
     import typer.testing

@@ -22,7 +22,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +36,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.once import draw_weights_once
+from tests.interpreter import prepared_once
+from tests.once import draw_weights_once, seed_cpu_only
 
 TIMEOUT_SECONDS = 420
 GROUP_SECONDS = 240
@@ -177,6 +180,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     draw_weights_once()
+    seed_cpu_only()
     gc.freeze()  # what was imported is no garbage; to look through it takes longer than most cases
     gc.set_threshold(100_000, 20, 100)  # as in tests/conftest.py
     # The server ends when nothing refers to this pipe but the process that started it.
@@ -191,21 +195,22 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     store = dist.FileStore(rendezvous, world_size)
     timeout = timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    while True:
-        try:
-            function, args = pipe.recv()
-        except (EOFError, OSError):
-            return
-        result, error = None, None
-        case += 1
-        try:
-            torch.manual_seed(0)
-            result = function(*args)
-            dist.barrier()
-            _end_groups()
-        except BaseException:
-            error = traceback.format_exc()
-        pipe.send((result, error, _is_worn()))
+    with prepared_once() if find_spec("triton") else nullcontext():
+        while True:
+            try:
+                function, args = pipe.recv()
+            except (EOFError, OSError):
+                return
+            result, error = None, None
+            case += 1
+            try:
+                torch.manual_seed(0)
+                result = function(*args)
+                dist.barrier()
+                _end_groups()
+            except BaseException:
+                error = traceback.format_exc()
+            pipe.send((result, error, _is_worn()))
 
 
 def _end_groups() -> None:
