@@ -42,8 +42,9 @@ if __name__ == "__main__":
     from tests.bits.ledger import compare
     from tests.distributed import pool
 
-    # no cell on ranks needs a framework
+    # ranks then import nothing again
     pool.IMPORTED = pool.LIBRARY
+    pool.fork_server()
     begin = time.monotonic()
     differences, count = compare(backends, arguments.choice, arguments.write)
     print("\n".join(differences) or "no differences", f"{count} rows in {time.monotonic() - begin:.0f} s", sep="\n")
