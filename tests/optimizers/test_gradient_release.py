@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard.errors import ConfigurationError, NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, Lion, Muon, clip_grad_norm_, gradient_release, muon_groups
+from tests.covering import exhaustive
 from tests.distributed.models import bits
 from tests.interpreter import kernels_on, prepared_once
 from tests.late_flags import flags_come_late
@@ -56,8 +57,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("in_kernels", [False, True], ids=["PyTorch", "kernels"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "in_kernels"),
+    exhaustive(
+        product(OPTIMIZERS, (False, True)),
+        [*product(OPTIMIZERS, [False]), *product(["lean8", "capturable, averaging", "Muon"], [True])],
+    ),
+)
 def test_the_bits_are_those_of_whole_steps(name: str, in_kernels: bool) -> None:
     found, most_gradients = [], [0, 0]
     for releases in (False, True):

@@ -29,7 +29,7 @@ from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.storage import QuantizedStorage
-from tests.covering import exhaustive
+from tests.covering import by_turns, exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on, prepared_once
@@ -220,9 +220,7 @@ def test_averages_of_the_weights(recipe: str, masters: str, moments: str, captur
     check(recipe, masters, moments, ema_decay=0.9, capturable=capturable)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, Muon])
-@pytest.mark.parametrize("preset", [None, "lean8", "lean6"])
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+@by_turns(3, recipe=["current", "rowwise", "mxfp8"], preset=[None, "lean8", "lean6"], kind=[FusedAdam, Muon])
 def test_stacks_of_matrices(recipe: str, preset: str | None, kind: Any) -> None:
     """Weights of experts: three steps with and without kernels, from a single plan."""
     found = []
