@@ -83,6 +83,12 @@ def train(name: str, recipe: str, ep: int, folder: str | None, kind: str) -> tup
     return losses, sum(before[key] != after[key] for key in before), state(model, optimizer)
 
 
+@functools.cache
+def losses_in_bf16(name: str, kind: str) -> list[float]:
+    losses: list[float] = run_ranks(2, train, name, "bf16", 1, None, kind)[0][0]
+    return losses
+
+
 def loaded(name: str, recipe: str, ep: int, folder: str, kind: str) -> dict[str, str]:
     model = built(name, recipe, ep, seed=1)
     optimizer = optimizer_of(model, kind)
@@ -93,7 +99,7 @@ def loaded(name: str, recipe: str, ep: int, folder: str, kind: str) -> dict[str,
 @pytest.mark.parametrize(
     ("name", "recipe", "ep", "kind"),
     [
-        ("Qwen3-MoE", "current", 2, "Adam"),
+        pytest.param("Qwen3-MoE", "current", 2, "Adam", marks=pytest.mark.exhaustive),
         ("gpt-oss", "mxfp8", 2, "Adam"),
         ("gpt-oss", "current", 1, "Muon"),
         ("Qwen3-MoE", "nvfp4", 1, "Adam"),
@@ -106,7 +112,7 @@ def test_five_steps_on_two_processes(name: str, recipe: str, ep: int, kind: str,
     (losses, changed, saved), *others = run_ranks(2, train, name, recipe, ep, folder, kind)
     assert all(each == (losses, changed, saved) for each in others)
     assert changed == 4 and losses[-1] < losses[0]
-    plain, *_ = run_ranks(2, train, name, "bf16", 1, None, kind)[0]
+    plain = losses_in_bf16(name, kind)
     # the first losses differ by the rounding of weights and activations, later ones also by the steps taken since
     assert abs(losses[0] - plain[0]) < 2**-5 and abs(losses[-1] - plain[-1]) < 2**-2
     for ranks, ep_loaded in ((1, 1), (2, 3 - ep), (3, 1)):
