@@ -20,6 +20,7 @@ from quantshard.tensor import components
 
 pytest.importorskip("transformers", "5.0")
 
+from tests.covering import by_turns
 from tests.interop.conversion.mixtures import mixture, stacks, tokens
 
 NAMES = ("Qwen3-MoE", "gpt-oss")
@@ -97,10 +98,12 @@ def test_high_precision_values_are_loaded_as_convert_quantizes_them(name: str) -
     assert all(torch.equal(again[key], value) for key, value in values(model).items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("old", "new"), [("current", "mxfp8"), ("nvfp4", "current"), ("mxfp8", None), (None, "nvfp4")])
-def test_stacks_change_their_recipe_with_masters(name: str, old: str | None, new: str | None, tmp_path: Path) -> None:
+@by_turns(2, change=[("current", "mxfp8"), ("nvfp4", "current"), ("mxfp8", None), (None, "nvfp4")], name=NAMES)
+def test_stacks_change_their_recipe_with_masters(
+    name: str, change: tuple[str | None, str | None], tmp_path: Path
+) -> None:
     """From masters, each stack becomes their nearest quantization: what `convert` makes of the same values."""
+    old, new = change
     model, optimizer = built(name, old, master_weights=True)
     step(model, optimizer)
     checkpoints.save(tmp_path / "c", model, optimizer)

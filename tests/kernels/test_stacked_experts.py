@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantshard.modules.gemms import functional, stacked
 from quantshard.modules.gemms.row_exchange import ExpertCodes
 from quantshard.recipe import TensorRole
 from quantshard.tensor.parameter_state import RNG_KEY
+from tests.covering import exhaustive
 from tests.weights import quantize_weight
 
 EXPERTS, IN, OUT = 3, 128, 256
@@ -133,8 +135,13 @@ def test_transposed_weights(recipe: str) -> None:
     compare(recipe, True, [7, 0, 30])
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "is_transposed"),
+    exhaustive(
+        product(["current", "block", "mxfp8"], [False, True]),
+        [("current", False), ("current", True), ("block", True), ("mxfp8", False)],
+    ),
+)
 def test_in_kernels(recipe: str, is_transposed: bool, kernels_on_cpu: None, launches: list[tuple[str, int]]) -> None:
     """All experts of a stack in one kernel, for forward, dgrad and wgrad."""
     compare(recipe, is_transposed, [7, 0, 30])
@@ -166,9 +173,16 @@ def test_experts_one_by_one_have_scales_that_cublas_accepts(
     assert not any(part.for_first_gemm.components["scale_inv"].data_ptr() % 16 for part in operands)
 
 
-@pytest.mark.parametrize("is_list", [True, False])
 @pytest.mark.parametrize(
-    ("recipe", "is_transposed"), [("fp8-weights", True), ("mxfp8-weights", False), ("nvfp4-weights", False)]
+    ("recipe", "is_transposed", "is_list"),
+    [
+        ("fp8-weights", True, True),
+        ("fp8-weights", True, False),
+        ("mxfp8-weights", False, False),
+        ("nvfp4-weights", False, True),
+        pytest.param("mxfp8-weights", False, True, marks=pytest.mark.exhaustive),
+        pytest.param("nvfp4-weights", False, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_recipes_of_weights_multiply_all_experts_at_once(
     recipe: str, is_transposed: bool, is_list: bool, kernels_on_cpu: None, monkeypatch: pytest.MonkeyPatch
