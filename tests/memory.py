@@ -87,15 +87,17 @@ def memory_checked() -> Iterator[TensorMemory]:
         return
 
     def checked(name: str, access: Callable[..., Any]) -> Callable[..., Any]:
-        def touch(self: Any, *arguments: Any) -> Any:
+        def touch(self: Any, *arguments: Any, **options: Any) -> Any:
             pointers = arguments[POINTERS[name]]
             addresses = np.asarray(pointers.data).astype(np.uint64)
             if name in MASKS:
-                addresses = addresses[np.broadcast_to(arguments[MASKS[name]].data, addresses.shape).astype(bool)]
+                mask = arguments[MASKS[name]]
+                mask = mask if isinstance(mask, np.ndarray) else mask.data
+                addresses = addresses[np.broadcast_to(mask, addresses.shape).astype(bool)]
             size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
             outside = memory.outside(addresses.reshape(-1), size) if addresses.size else ""
             assert not outside, f"{name}: {outside}"
-            return access(self, *arguments)
+            return access(self, *arguments, **options)
 
         return touch
 

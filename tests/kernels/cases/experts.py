@@ -45,15 +45,20 @@ PAST = 3.0
 """Amax in the histories of delayed scaling."""
 
 
-def experts_case(x: Tensor, recipe: str) -> KernelCase:
-    """Three experts, one of them without rows. The shape of x gives the number of rows and in_features."""
+def experts_case(x: Tensor, recipe: str, native: bool = False) -> KernelCase:
+    """Three experts, one of them without rows. The shape of x gives the number of rows and in_features.
+
+    `native`: multiply the codes themselves, with sizes rounded up to multiples of 16.
+    """
     rows, features = x.shape
     counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
-    x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
-    layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)
+    if native:
+        features, outputs = (size + -size % 16 for size in (features, outputs))
+    x, dy = random_like(x, 0, (rows, features)), random_like(x, 1, (rows, outputs))
+    layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)._replace(is_native=native)
     segments, dtype = layer.segments(x), x.dtype
     numbers = torch.tensor(counts, dtype=torch.int64, device=x.device)
-    spans = segments.spans.tolist()
+    spans = (ExpertSegments.of(counts, x.device) if native else segments).spans.tolist()
 
     def launch() -> list[Tensor]:
         a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
@@ -63,7 +68,8 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
             *_by_expert(a, spans), *_by_expert(b, spans),
             grouped_matmul.rows_times_weights(a, weight_operands, segments, dtype, transposed=True),
             grouped_matmul.rows_times_weights(b, weight_operands, segments, dtype, transposed=False),
-            grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
+            grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype, turned=native),
+            *([a_transposed.codes, b_transposed.codes] if native else []),
             grouped.expert_sums(dy, segments), *_tables(layer._replace(counts=numbers).segments(x), segments),
         ]  # fmt: skip
 
@@ -71,10 +77,11 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
         inputs, gradients = (_oracle(layer, *of) for of in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
         parts = (part for of in (inputs, gradients) for rowwise, _ in of for part in rowwise.components.values())
         products = _products(layer, _values(inputs), _values(gradients))
-        return [*parts, *products, _sums(dy, counts), *_tables(segments, segments)]
+        turned = [_turned(of, segments) for of in (inputs, gradients)] if native else []
+        return [*parts, *products, *turned, _sums(dy, counts), *_tables(segments, segments)]
 
     moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
-    return KernelCase(launch, oracle, 2 * moved)
+    return KernelCase(launch, oracle, (3 if native else 2) * moved)
 
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
@@ -109,6 +116,15 @@ def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
 def _known(layer: ExpertsLayer) -> list[int]:
     assert not isinstance(layer.counts, Tensor)
     return list(layer.counts)
+
+
+def _turned(rows: Oracles, segments: ExpertSegments) -> Tensor:
+    """The transpose of all codes, with zeros between experts."""
+    codes = [rowwise.components["codes"] for rowwise, _ in rows]
+    turned = torch.zeros((codes[0].shape[1], segments.total), dtype=torch.uint8, device=codes[0].device)
+    for part, (_, first, end, _) in zip(codes, segments.spans.tolist(), strict=True):
+        turned[:, first:end] = part.t()
+    return turned
 
 
 def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -179,6 +195,8 @@ EXPERTS = {
     if grouped_linear.block_together(recipes.resolve(name)) is not None
 }
 
+CODES = {f"codes of experts, {name}": {"recipe": name, "native": True} for name in ("current", "delayed")}
+
 ROWS = (
     KernelRow(
         {
@@ -186,6 +204,10 @@ ROWS = (
             "weights_by_blocks_kernel", "sums_kernel", "segments_kernel",
         },
         experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
+    ),
+    KernelRow(
+        {"rows_of_codes_kernel", "weights_of_codes_kernel", "turn_kernel"},
+        experts_case, CODES, list(CODES), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
     ),
     KernelRow(
         {"expert_amax_kernel", "expert_quantize_kernel"}, dispatch_case, {"experts' rows of tokens": {}},
