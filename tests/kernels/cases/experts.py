@@ -81,7 +81,8 @@ def experts_case(x: Tensor, recipe: str, native: bool = False) -> KernelCase:
         return [*parts, *products, *turned, _sums(dy, counts), *_tables(segments, segments)]
 
     moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
-    return KernelCase(launch, oracle, (3 if native else 2) * moved)
+    turned = 2 * (features + outputs) * segments.total if native else 0
+    return KernelCase(launch, oracle, 2 * moved + turned)
 
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
