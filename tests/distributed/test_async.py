@@ -65,9 +65,8 @@ class Run:
         torch.manual_seed(3)
         settings = TrainSettings(**TINY, mesh=mesh, global_batch=2).resolved()
         assert asdict(settings)["hidden"] == 64
-        self.model = models.build(
-            models.ModelSpec(settings, recipe=recipe.resolve(RECIPES[name])), MeshSpec.parse(mesh).device_mesh("cpu")
-        )
+        with mock.patch.object(models, "recipes_of", return_value=recipe.resolve(RECIPES[name])):
+            self.model = models.build(models.ModelSpec(settings), MeshSpec.parse(mesh).device_mesh("cpu"))
         self.optimizer = make_optimizer(self.model, settings)
 
     def state(self) -> dict[str, Any]:

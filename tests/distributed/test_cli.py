@@ -213,9 +213,9 @@ def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start, kills):
     out, err = process.communicate(timeout=SECONDS)
     done = len(metrics(run))
     assert process.returncode == 0 and not err and f"stopped at step {done}, resume with: quantshard resume" in out
-    assert RunDir(run).last_complete() == (done, [])
+    assert RunDir(run).last_complete() == done
     for killed in kills:
-        done = RunDir(run).last_complete()[0]
+        done = RunDir(run).last_complete()
         process = start(command("resume", run), environment())
         wait_for_steps(run, done + 4, process)  # more than a killed run can have left
         workers = children(process.pid)
@@ -227,7 +227,7 @@ def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start, kills):
             says = r"process 1 was killed by SIGKILL\. To resume from the last checkpoint: quantshard resume"
             one_line(subprocess.CompletedProcess([], process.returncode, out, err), says)
         assert ends(workers)  # those that were not killed too
-    done = RunDir(run).last_complete()[0]
+    done = RunDir(run).last_complete()
     result = quantshard("resume", run, "--steps", done + 2)
     assert result.returncode == 0 and f"resumed after step {done}" in result.stdout, result.stderr
     whole.mkdir()
@@ -247,7 +247,6 @@ def test_resumed_on_three(uninterrupted, tmp_path):
     config.write_text(config.read_text().replace("micro_batches = 3", "micro_batches = 1"))
     result = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
     assert result.returncode == 0 and "resumed after step 2" in result.stdout, result.stderr
-    assert "skipped the incomplete checkpoint" in result.stdout and "step-000004" in result.stdout
     assert losses(run)[:2] == losses(uninterrupted)[:2] and len(losses(run)) == 5
     for resumed, whole in zip(losses(run)[2:], losses(uninterrupted)[2:], strict=False):
         assert abs(resumed["loss"] - whole["loss"]) < 0.02  # bf16 activations, other order of sums
@@ -309,7 +308,7 @@ def test_damaged_checkpoint(uninterrupted, tmp_path):
     assert losses(run) == losses(uninterrupted)
     assert tracked_losses(run) == [(record["step"], record["loss"]) for record in metrics(run)]  # each step once
     assert compare(run / "checkpoints" / "step-000006", uninterrupted / "checkpoints" / "step-000006").equal
-    assert RunDir(run).saved_steps() == ([2, 4, 6], [])
+    assert RunDir(run).saved_steps() == [2, 4, 6]
     for step in (2, 4, 6):
         next((run / "checkpoints" / f"step-{step:06d}").glob("*.distcp")).unlink()
     before = content(run)

@@ -233,7 +233,7 @@ def test_a_folder_of_transformers_is_trained_resumed_and_exported(tokenized, tmp
     line = ["train", "--run", run, "--model", tokenized / "llama", "--data", data, "--recipe", "mxfp8"]
     begun = quantshard(*line, "--nproc-per-node", 2, "--steps", 3, *FLAGS.split())
     assert begun.returncode == 0, begun.stderr
-    done = RunDir(run).last_complete()[0]
+    done = RunDir(run).last_complete()
     before = metrics(run)[:done]
     for ranks in numbers:
         resumed = quantshard("resume", run, "--nproc-per-node", ranks, "--steps", done + ranks)

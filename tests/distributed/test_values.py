@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,10 +124,8 @@ def tensor_parallel(recipes: list[str]) -> list[str]:
         for mesh in ("dp_shard=4", "dp_shard=2,tp=2"):
             settings = TrainSettings(**sizes, mesh=mesh, global_batch=4).resolved()  # type: ignore[arg-type]
             torch.manual_seed(3)
-            model = models.build(
-                models.ModelSpec(settings, recipe=recipe.resolve(RECIPES[name])),
-                MeshSpec.parse(mesh).device_mesh("cpu"),
-            )
+            with mock.patch.object(models, "recipes_of", return_value=recipe.resolve(RECIPES[name])):
+                model = models.build(models.ModelSpec(settings), MeshSpec.parse(mesh).device_mesh("cpu"))
             optimizer = FusedAdam(model.named_parameters())
             found += [(name, high_precision_state_dict(model, full=True))]
             found += [(name, high_precision_state_dict(model, optimizer, full=True))]

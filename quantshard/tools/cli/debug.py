@@ -123,7 +123,7 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
     if is_run:
         run.look_in(checkpoints)
-        source = str(run.checkpoint(run.last_complete()[0]))
+        source = str(run.checkpoint(run.last_complete()))
     recorded = data.from_table(corpus)
     # the run's folder may have been moved
     documents = tuple(replace(document, path=Path(run.here(str(document.path)))) for document in recorded.documents)

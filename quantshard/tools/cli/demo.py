@@ -94,7 +94,7 @@ class Demo:
         say("", f"[2/4] Start the same training again, and kill it at step {kill_step}")
         last = self.train(self.killed, kill_at=kill_step)
         shutil.copytree(self.killed.path, self.single.path)
-        self.resumed = self.single.last_complete()[0]
+        self.resumed = self.single.last_complete()
         say(f"  killed after step {last}; the last complete checkpoint is of step {self.resumed}")
 
     def resume_on_two(self) -> None:

@@ -57,7 +57,7 @@ def status(
 def _last_saved(folder: RunDir) -> tuple[int, list[str]]:
     """Step of the last intact checkpoint (0 without one), and descriptions of later, damaged ones, by size."""
     damaged: list[str] = []
-    for step in reversed(folder.saved_steps()[0]):
+    for step in reversed(folder.saved_steps()):
         problems = manifest.problems(folder.checkpoint(step), contents=False)
         if not problems:
             return step, damaged

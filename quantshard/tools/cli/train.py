@@ -20,14 +20,13 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
 from quantshard.tools.trainer.settings.config import (
     KINDS,
     TrainSettings,
-    check_applicable,
     from_mapping,
     merged_values,
     read_settings_file,
@@ -95,7 +94,6 @@ def train(
             say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
         settings = TrainSettings(**(defaults | model_values))
         settings.check()
-        check_applicable(flag_values, settings)
     settings = settings.resolved()
     decided = (*values, *(STATE_SETTINGS if values.get("preset") == FLOAT32_STATES else ()))
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
@@ -179,7 +177,7 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
         arguments = ["worker", str(folder.path), json.dumps(asdict(order))]
         launch.launch(processes, [launch.command_script(), *arguments])
     except launch.LaunchError as error:
-        if error.crashed and folder.saved_steps()[0]:
+        if error.crashed and folder.saved_steps():
             way_out = f"{error}. To resume from the last checkpoint: quantshard resume {folder.path}"
             raise launch.LaunchError(way_out, crashed=True) from None
         raise
@@ -221,9 +219,8 @@ def tokenize(
     """
     for name, value in {"text_field": text_field, "data_split": data_split, "data_format": data_format}.items():
         check_value(name, value, KINDS[name])
-    sources = distinct(find(paths, data_format, data_split))
+    source = joined(find(paths, data_format, data_split))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
-    source = joined(sources)
     if source.kind in (RAW, SHARDS):
         raise ConfigurationError(f"{source.path} holds tokens already; pass it to quantshard train --data")
     sharded = ShardedSource(

@@ -107,7 +107,7 @@ class RunDir:
         """Create the folder of a new run and write its configuration. `model`: that of a transformers model."""
         self.check_new()
         self.follow(settings)
-        if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
+        if not isinstance(self.checkpoints, Path) and self.saved_steps():
             owner = self._marked() or "another run"
             raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
         outputs.make_folder(self.path)
@@ -120,7 +120,7 @@ class RunDir:
         """Undo `create` for a locked run that failed before its first step; logs and tokens stay."""
         # the user must see the original failure
         with suppress(QuantshardError):
-            if self._is_locked and not os.path.lexists(self.metrics) and not any(self.saved_steps()):
+            if self._is_locked and not os.path.lexists(self.metrics) and not self.saved_steps():
                 outputs.remove_unfinished(self.path, self.config.name, self.starts.name, self.parameters.name)
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
@@ -168,16 +168,9 @@ class RunDir:
         name = f"step-{step:06d}"
         return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
-    def saved_steps(self) -> tuple[list[int], list[int]]:
-        """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending."""
-        store, path = locate(self.checkpoints)
-        try:
-            steps = (name.removeprefix("step-") for name in store.names(path) if name.startswith("step-"))
-            numbers = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
-            complete = [step for step in numbers if checkpoints.is_complete(self.checkpoint(step))]
-        except OSError as error:
-            raise CheckpointError(f"cannot list the checkpoints in {self.checkpoints} ({why(error)})") from error
-        return complete, [step for step in numbers if step not in complete]
+    def saved_steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint, ascending."""
+        return checkpoints.Manager(self.checkpoints, read_only=True).steps()
 
     def check_place(self, named: bool) -> None:
         """Check that outside checkpoints belong to the run, unless the user just named their location.
@@ -225,12 +218,12 @@ class RunDir:
             reason = f"({why(error)}); name another place with --checkpoints"
             raise CheckpointError(f"cannot write to {self.checkpoints} {reason}") from error
 
-    def last_complete(self) -> tuple[int, list[int]]:
-        """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
-        complete, incomplete = self.saved_steps()
-        if not complete:
+    def last_complete(self) -> int:
+        """Return the last step with a complete checkpoint."""
+        steps = self.saved_steps()
+        if not steps:
             raise ConfigurationError(f"{self.checkpoints} has no complete checkpoint; train --config {self.config}")
-        return complete[-1], [step for step in incomplete if step > complete[-1]]
+        return steps[-1]
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
         """Append one JSON object as a line. Numbers without a JSON form (inf, nan) become strings."""

@@ -34,7 +34,7 @@ from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, descri
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.model import ModelSpec
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings, check_applicable, from_mapping
+from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
 from quantshard.tools.trainer.settings.values import STREAM, MeshSpec
 
 _log = logging.getLogger(__name__)
@@ -141,7 +141,6 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
         settings = replace(settings, mesh="")
     result = replace(settings, **updates)
     result.check()
-    check_applicable(updates, result)
     return result.resolved()
 
 
@@ -176,7 +175,7 @@ def check_resumed(run: RunDir, order: WorkerJob, before: TrainSettings, processe
     if not order.restart:
         # raises with advice if there is no checkpoint
         run.last_complete()
-    if (last := max(run.saved_steps()[0], default=0)) > settings.steps:
+    if (last := max(run.saved_steps(), default=0)) > settings.steps:
         steps = f"steps = {settings.steps} would end before it"
         raise ConfigurationError(f"{run.path} has a checkpoint of step {last}, and {steps}; give at least {last}")
     return settings
@@ -229,13 +228,12 @@ def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: Run
     if not settings.threads and before.launched["processes"] == place.ranks and "threads" in before.launched:
         # the order of CPU sums depends on the number of threads
         started["threads"] = before.launched["threads"]
-    complete, incomplete = run.saved_steps()
+    complete = run.saved_steps()
     corpus = before.corpus
     # otherwise the launcher has just checked the data
     if not order.launched or "data" in order.overrides:
         corpus = recorded_data(settings, corpus).table()
-    later = [step for step in incomplete if not complete or step > complete[-1]]
-    notes = [f"skipped the incomplete checkpoint {run.checkpoint(step)}" for step in later]
+    notes: list[str] = []
     if before.settings.mesh and not settings.mesh:
         old, now = before.settings.mesh, settings.axes(place.ranks)
         notes.append(f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}")
@@ -250,7 +248,7 @@ def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
     the run's earlier starts decide, because checkpoints keep the old format until the next save."""
     if not {"recipe", "preset"} & order.overrides.keys():
         return run.requantized()
-    last_step = run.saved_steps()[0][-1:]
+    last_step = run.saved_steps()[-1:]
     # a lossy start that has not saved since
     allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == last_step]
     return True, order.lossy or bool(allowed)

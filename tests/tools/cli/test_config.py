@@ -8,10 +8,8 @@ from quantshard.errors import ConfigurationError
 from quantshard.state_storage import PRESETS
 from quantshard.tools.trainer.restarts import overrides
 from quantshard.tools.trainer.run_dir import RunDir, to_toml
-from quantshard.tools.trainer.settings import config
 from quantshard.tools.trainer.settings.config import (
     TrainSettings,
-    check_applicable,
     from_mapping,
     merged_values,
     read_settings_file,
@@ -248,25 +246,3 @@ def test_a_run_records_the_recipe_that_auto_stands_for():
     assert TrainSettings(recipe="layers.0=bf16, *=auto/wgrad:bf16").resolved().recipe == (
         "layers.0=bf16,*=current/wgrad:bf16"
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sample_prompt": "a"}, "--sample-prompt has no effect without --sample-tokens"),
-        ({"keep_every": 5}, "--keep-every has no effect without --keep-last"),
-        ({"optimizer": "lion", "exp_avg_sq_dtype": "fp8"}, "--exp-avg-sq-dtype .* --optimizer adamw or muon"),
-        ({"momentum": 0.5}, "--momentum has no effect without --optimizer muon"),
-        ({"master_weights": False, "master_dtype": "float16"}, "--master-dtype .* without --master-weights"),
-        ({"random_weights": True}, "--random-weights has no effect without --model"),
-    ],
-)
-def test_a_flag_without_effect_names_the_flag_that_it_needs(change, says):
-    with pytest.raises(ConfigurationError, match=says):
-        check_applicable(change, TrainSettings(**change))
-    check_applicable(dict.fromkeys(config.KINDS), TrainSettings())
-
-
-def test_the_table_of_flags_names_settings_and_their_choices():
-    for (other, values), dependent in config._NEEDED.items():
-        assert set(dependent.split()) <= set(config.KINDS) and set(values) <= set(config.KINDS[other].choices)

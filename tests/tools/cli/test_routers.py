@@ -21,7 +21,7 @@ from quantshard.tools.trainer.measurements import RunStatistics
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.decoder import LanguageModel, recipes_of
 from quantshard.tools.trainer.models.mixture import ExpertMixture, balance_loss, expert_slots, router_z_loss
-from quantshard.tools.trainer.settings.config import TrainSettings, check_applicable
+from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.tools.report.runs import entry, made_run, sampled, write
 from tests.tools.statistics.models import perceptron
 
@@ -274,7 +274,6 @@ def test_a_broken_load_leaves_the_report_whole(tmp_path: Path) -> None:
     [
         ({"router_balance": "switch"}, "choose one of: none, aux, sequence, bias, bias+sequence"),
         ({"router_balance": "bais"}, "did you mean 'bias'?"),
-        ({"router_balance": "bias", "balance_loss": 0.1}, "balance_loss has no effect with router_balance = 'bias'"),
         ({"router_bias_rate": 0.0}, "router_bias_rate = 0.0: must be more than 0"),
         ({"router_z_loss": -1.0}, "router_z_loss = -1.0: must be 0 or more"),
         ({"capacity_factor": float("nan")}, "capacity_factor = nan: must be 0 or more"),
@@ -287,13 +286,3 @@ def test_bad_settings_are_refused(changes: dict[str, object], says: str) -> None
     with pytest.raises(ConfigurationError) as caught:
         replace(TINY, **changes).check()  # type: ignore[arg-type]
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_flags_without_effect_are_refused() -> None:
-    flags = {"router_balance": "bias", "router_z_loss": 1.0, "capacity_factor": 1.0, "alarm_dead_experts": 0.5}
-    for name, value in flags.items():
-        with pytest.raises(ConfigurationError, match="has no effect without --experts"):
-            check_applicable([name], replace(TrainSettings(), **{name: value}))  # type: ignore[arg-type]
-        check_applicable([name], replace(TINY, **{name: value}))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="without --router-balance bias or bias"):
-        check_applicable(["router_bias_rate"], replace(TINY, router_bias_rate=0.01))

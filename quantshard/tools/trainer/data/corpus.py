@@ -32,7 +32,6 @@ from quantshard.tools.trainer.data.sources import (
     TEXT,
     DataSource,
     TextOptions,
-    distinct,
     find,
     read_head,
     reading,
@@ -297,7 +296,7 @@ class Preparation:
 
     def __init__(self, settings: TrainSettings) -> None:
         options = (settings.data_format, settings.data_split)
-        self._sources = distinct(find(settings.data, *options))
+        self._sources = find(settings.data, *options)
         self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
         self._tokenizer, path, tokens = _checked_tokenizer(settings, [*self._sources, *self._heldout])
         vocabulary = settings.vocabulary

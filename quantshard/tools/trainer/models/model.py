@@ -26,7 +26,6 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.stacked_experts import StackedExperts, distribute_experts
 from quantshard.numerics import distributions
 from quantshard.optimizers.averaging import reshard
-from quantshard.recipe import Recipe
 from quantshard.tools.trainer.data.packing import IGNORED, Documents
 from quantshard.tools.trainer.data.tokenizer import BYTES, VOCABULARY, Tokenizer
 from quantshard.tools.trainer.models import huggingface
@@ -63,15 +62,10 @@ def split(mesh: DeviceMesh) -> MeshParts:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The description of a run's model.
-
-    `configuration`: configuration of a transformers model; None for the built-in decoder. `recipe`: recipe with
-    arguments for all layers of the built-in decoder; None for the recipe of the settings.
-    """
+    """The description of a run's model. `configuration`: of a transformers model; None for the built-in decoder."""
 
     settings: TrainSettings
     configuration: Mapping[str, Any] | None = None
-    recipe: Recipe | None = None
 
     def check(self) -> None:
         """Check that a transformers model has room for the data's tokens and sequences."""
@@ -107,8 +101,7 @@ class ModelSpec:
             if ep_mesh is not None:
                 distribute_experts(model, ep_mesh)
             return model, report
-        layers = self.recipe or recipes_of(settings)
-        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
+        return LanguageModel(settings, recipes_of(settings), "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
 
 
 def _expert_modules(layer: nn.Module) -> list[Any]:

@@ -5,7 +5,7 @@ A setting comes from its flag, then from `--config FILE`, then from the default.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from quantshard import foreign, recipe
 from quantshard.errors import ConfigurationError, shown
 from quantshard.modules.activation_storage import ACTIVATION_SPECS
 from quantshard.modules.grouped_linear import block_together
-from quantshard.state_storage import ADAMW, ALGORITHMS, MUON, PRESETS, StateOptions
+from quantshard.state_storage import ADAMW, ALGORITHMS, PRESETS, StateOptions
 from quantshard.tools.trainer.settings import values
 from quantshard.tools.trainer.settings.values import AUTO, MOMENT_DTYPES, LayerRecipes, MeshSpec, SettingType
 
@@ -297,34 +297,6 @@ KINDS: dict[str, SettingType] = {setting.name: setting.metadata["kind"] for sett
 """The valid values of each setting."""
 
 
-_NEEDED: Final[Mapping[tuple[str, tuple[str, ...]], str]] = {
-    ("architecture", ("llama",)): "rope_theta",
-    ("experts", ()): "alarm_dead_experts balance_loss capacity_factor experts_per_token router_balance router_z_loss",
-    ("keep_last", ()): "keep_every",
-    ("master_weights", ()): "master_dtype master_remainders",
-    ("mesh", ()): "sequence_parallel",
-    ("model", ()): "random_weights",
-    ("optimizer", (ADAMW, MUON)): "eps exp_avg_sq_dtype",
-    ("optimizer", (MUON,)): "momentum momentum_dtype",
-    ("router_balance", (values.BIAS, values.BIAS_SEQUENCE)): "router_bias_rate",
-    ("sample_tokens", ()): "sample_prompt",
-    ("schedule", ("cosine", "linear", "wsd")): "decay_steps lr_floor",
-    ("schedule", ("wsd",)): "decay_share",
-    ("statistics_every", ()): "alarm_saturation",
-}
-"""A setting and its values (if empty: on), without which the settings on the right have no effect."""
-
-
-def check_applicable(names: Collection[str], settings: TrainSettings) -> None:
-    """Refuse these settings if they are not at their defaults and have no effect."""
-    for (other, required), dependent in _NEEDED.items():
-        value = getattr(settings, other)
-        for name in dependent.split() if (value not in required if required else not value) else ():
-            if name in names and getattr(settings, name) != getattr(TrainSettings, name):
-                flag, condition = name.replace("_", "-"), f"{other.replace('_', '-')} {' or '.join(required)}".strip()
-                raise ConfigurationError(f"--{flag} has no effect without --{condition}; add that or leave it out")
-
-
 def _conflicts(settings: TrainSettings) -> Iterator[str]:
     """Yield a message for each combination of settings that cannot be trained."""
     if settings.micro_batch and settings.micro_batches > 1:
@@ -338,9 +310,6 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
         )
     if settings.experts and settings.experts_per_token > settings.experts:
         yield f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}"
-    has_balance_loss = settings.balance_loss not in (0.0, TrainSettings.balance_loss)
-    if settings.router_balance in (values.NO_BALANCE, values.BIAS) and has_balance_loss:
-        yield f"balance_loss has no effect with router_balance = {settings.router_balance!r}; leave one out"
     axes = settings.axes(1)
     if axes.ep > 1 and settings.is_by_sizes and (not settings.experts or settings.experts % axes.ep):
         yield f"experts = {settings.experts} cannot be divided over ep = {axes.ep}; take a multiple of {axes.ep}"
