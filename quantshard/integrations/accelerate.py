@@ -30,14 +30,12 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.interop.layouts.live import uncompiled_name
 from quantshard.tensor import components
 
 __all__ = ["prepare", "replica_arguments"]
 
 _Names = list[list[str]]
-
-_OPTIMIZERS = "_optimizers"
-"""An Accelerator's list of prepared optimizers, which has no public method to remove one."""
 
 
 @dataclass
@@ -78,7 +76,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     params_by_name = dict(model.named_parameters())
     names = {index: _names_in(arg, params_by_name) for index, arg in enumerate(others) if isinstance(arg, Optimizer)}
     model = _sharded(accelerator, model)
-    params_by_name = {_canonical_name(name): param for name, param in model.named_parameters()}
+    params_by_name = {uncompiled_name(name): param for name, param in model.named_parameters()}
     prepared: dict[int, Any] = {}
     for index, arg in enumerate(others):
         if index in names:
@@ -112,7 +110,7 @@ def warn_of_replicas(accelerator: Accelerator) -> None:
 
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
-    names = {id(param): _canonical_name(name) for name, param in named.items()}
+    names = {id(param): uncompiled_name(name) for name, param in named.items()}
     params = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
     if not names.keys() >= {param for group in params for param in group}:
         raise ConfigurationError(f"prepare: {type(optimizer).__name__} has foreign parameters; build it after convert")
@@ -156,7 +154,8 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         model, dummy = accelerator.prepare(model, dummy)
     finally:
         plugin.cpu_ram_efficient_loading = previous
-    vars(accelerator)[_OPTIMIZERS].remove(dummy)  # save_state would write it
+    # save_state would write it, and no public method removes an optimizer
+    vars(accelerator)["_optimizers"].remove(dummy)
     if from_rank0:
         _fill(accelerator, model, state)
     return model
@@ -201,10 +200,6 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
     unsaved = agreement.from_rank0(lambda: {name: value.cpu() for name, value in values.items() if name not in live})
     for name, value in unsaved.items():
         model.get_buffer(name).copy_(value)
-
-
-def _canonical_name(name: str) -> str:
-    return components.canonical_name(name).replace("_orig_mod.", "")
 
 
 def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Parameter]) -> None:
@@ -281,8 +276,8 @@ def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
 def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
     # DistributedDataParallel adds "module."
     named = components.named_parameters(model).items()
-    params = {_canonical_name(name).removeprefix("module."): param for name, param in named}
-    names = {_canonical_name(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
+    params = {uncompiled_name(name).removeprefix("module."): param for name, param in named}
+    names = {uncompiled_name(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
     mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if mismatched:
         tag = components.read_format_tag(names[mismatched[0]])

@@ -125,4 +125,4 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Shelf, "fails_at", ("read",))
             told = quantshard("status", other, "--checkpoints", moved)
-            one_line(told, f"cannot list the checkpoints in {moved} .403: you may not read.")
+            one_line(told, f"{moved} cannot be read .403: you may not read.")

@@ -22,11 +22,7 @@ LEAVE_OUT: Final = "leave it out"
 
 
 class UnsupportedArgument(NamedTuple):
-    """An argument of TransformerEngine that is not supported.
-
-    `default`: default in TransformerEngine. `instead`: what to do instead of passing another value. `hint`: whether the
-    argument changes no result, so that all values are accepted.
-    """
+    """An unsupported argument: its default, what to do `instead`, and whether it is only a `hint` for performance."""
 
     default: Any
     instead: str = LEAVE_OUT

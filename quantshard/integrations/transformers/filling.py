@@ -74,10 +74,7 @@ class WeightToFill:
             moves.move_parameter(self.param, lambda stack: torch.empty_like(stack, device=device))
 
     def take_layout(self, layout: Layout, parts: Mapping[str, Tensor], noted: str | None) -> None:
-        """Fill with a weight in another program's layout, bit for bit.
-
-        `parts`: tensors keyed by the name that replaces "weight". `noted`: the amax in the header of our exports.
-        """
+        """Fill with tensors of a layout, by the name that replaces "weight". `noted`: the amax in our exports."""
         rows, cols = self.param.shape
         expected = conversion.shapes(layout, rows, cols)
         for key, (_, shape) in expected.items():

@@ -304,10 +304,7 @@ class StoredWeightFill(WeightFill):
 
 
 class StackFill(WeightFill):
-    """Fills stacks of experts with tensors as stored in files of a layout, which have one tensor per expert.
-
-    transformers stacks values by the operations of `plain`; here they stack codes, and the scales of each row.
-    """
+    """Fills stacks of experts by the operations of `plain`, which here stack codes, and the scales of each row."""
 
     def __init__(self, hf_quantizer: QuantshardQuantizer, plain: WeightConverter) -> None:
         super().__init__(hf_quantizer)

@@ -158,10 +158,7 @@ def _warn_of_unread(model: nn.Module, row: Layout, shapes: Mapping[str, tuple[in
 
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the `quantization_config` of the native form, which lists quantized layers and their recipes.
-
-    A model converted in part is described as a converted model with the most common recipe.
-    """
+    """Return the native form's `quantization_config`; a partly converted model has its most common recipe."""
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in weights))  # a layer of experts has two weights
     parts = {name: _converted_part(model, name) for name in layers}
     enters = {bool(getattr(part, ENTERS)) for part in parts.values() or [model]}

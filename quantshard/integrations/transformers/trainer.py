@@ -39,10 +39,7 @@ _LOGGER: Final = logging.get_logger("transformers.trainer")
 
 
 class AdamFactory:
-    """Builds `FusedAdam` for the Trainer. The factory is called with the model, so it has the parameters' names.
-
-    As in the Trainer, weight decay applies to parameters with two or more dims.
-    """
+    """Builds `FusedAdam` with a model's parameter names; as in the Trainer, only matrices get weight decay."""
 
     def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
         named_params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -169,10 +166,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
 
 
 def _by_live_names(model: PreTrainedModel, stored: Mapping[str, Tensor], folder: str) -> dict[str, Tensor]:
-    """Rename, split and join tensors as `from_pretrained` would, without casting.
-
-    Packed weights are treated like other tensors, which reverses any splitting of their bytes during saving.
-    """
+    """Rename, split and join tensors, also packed ones, as `from_pretrained` would, but without casting."""
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]

@@ -1,7 +1,4 @@
-"""Attention of transformers models by the backends of `DotProductAttention`, without dense masks in training.
-
-In training a layer's mask is an `AttentionCall`. For padding, caches and chunks transformers builds its own masks.
-"""
+"""Attention of transformers models by `DotProductAttention`'s backends; in training a mask is an `AttentionCall`."""
 
 import importlib
 from dataclasses import replace

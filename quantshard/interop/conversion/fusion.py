@@ -33,15 +33,9 @@ from quantshard.recipe import Recipe
 GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 FAMILIES = {
-    "LlamaMLP": "llama",
-    "MistralMLP": "mistral",
-    "Qwen2MLP": "qwen2",
-    "Qwen3MLP": "qwen3",
-    "Qwen3MoeMLP": "qwen3_moe",
-    "GemmaMLP": "gemma",
-    "Gemma2MLP": "gemma2",
-    "Gemma3MLP": "gemma3",
-}
+    "LlamaMLP": "llama", "MistralMLP": "mistral", "Qwen2MLP": "qwen2", "Qwen3MLP": "qwen3", "Qwen3MoeMLP": "qwen3_moe",
+    "GemmaMLP": "gemma", "Gemma2MLP": "gemma2", "Gemma3MLP": "gemma3",
+}  # fmt: skip
 """Classes with a forward that computes the formula above, and the transformers model that defines each."""
 
 ACTIVATIONS = {

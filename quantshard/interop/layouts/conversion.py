@@ -60,10 +60,7 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
 def to_layout(
     layout: Layout, fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Convert the components of a weight to the tensors of a layout, keyed by the name that replaces "weight".
-
-    `shape`: shape of our weight. `rows`: our rows that make up the external weight, in its order (None: all).
-    """
+    """Convert components to the tensors of a layout. `shape`: of our weight. `rows`: ours, in its order (None: all)."""
     codes = parts[fmt.copies[Orientation.ROWWISE].codes.name]
     tensors = {
         layout.codes_key: codes if rows is None else codes[rows],
@@ -151,10 +148,7 @@ def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
 
 
 def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None) -> Tensor:
-    """Return an amax, float32 [1, 1], that has this second scale, or the nearest one.
-
-    `noted`: the recorded amax, as `float.hex` writes it. It is used if it has this second scale but for its rounding.
-    """
+    """Return an amax [1, 1] that has this second scale: the recorded one (`float.hex`) if it fits, or the nearest."""
     scale = second.float().reshape(())
     # a damaged entry is ignored
     with suppress(ValueError, OverflowError):
@@ -172,10 +166,7 @@ def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None
 def our_grid(
     by_row: Tensor, layout: Layout, fmt: Format, extents: tuple[tuple[int, int], tuple[int, int]], cols: int
 ) -> Tensor:
-    """Convert external scales to entries `extents` of our grid of scales, if the `import_verdict` is not lossy.
-
-    `by_row`: the external scales for each element row of these entries, [rows, external blocks per row].
-    """
+    """Convert external scales of each element row, [rows, blocks per row], to entries `extents` of our grid."""
     copy = fmt.copies[Orientation.ROWWISE]
     grid = regrid(by_row, layout.block, copy.block, cols)[:, slice(*extents[1])]
     return _encoded(grid, layout.scale, copy.scale.encoding)

@@ -1,7 +1,4 @@
-"""Writes safetensors files, and reads untrusted ones slice by slice.
-
-`safetensors` rejects invalid headers (tests/interop/layouts/test_files.py); file names in an index are checked here.
-"""
+"""Writes safetensors files, and reads untrusted ones by slices; `safetensors` itself rejects invalid headers."""
 
 import json
 import math
@@ -51,10 +48,7 @@ _COMPANIONS: Final = (
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Tensors of one file that are computed together: their dtypes and shapes, and the function that computes them.
-
-    weight: our name of the weight that they are computed from.
-    """
+    """Tensors of one file that are computed together from our `weight`: dtypes and shapes, and the function."""
 
     weight: str
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -80,10 +80,7 @@ def class_name(model: nn.Module) -> str:
 
 
 class LiveModel(WeightReader):
-    """A model in training. Reads are collective calls, which all ranks make in the same order.
-
-    `held_only`: read only the experts of this rank, and do not gather experts of other ranks.
-    """
+    """A model in training. Reads are collective, in one order. `held_only`: without the experts of other ranks."""
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:
         self.path = class_name(model)
@@ -191,12 +188,12 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for key in model.state_dict():
         name = components.canonical_name(key)
         if name in params:
-            yield _sent_name(name), params[name]
+            yield uncompiled_name(name), params[name]
         elif name in buffers and not is_state(name, buffers[name].dtype):
-            yield _sent_name(name), buffers[name]
+            yield uncompiled_name(name), buffers[name]
 
 
-def _sent_name(name: str) -> str:
+def uncompiled_name(name: str) -> str:
     """Return a canonical name without the parts that `torch.compile(module)` adds."""
     return components.canonical_name(name).replace("_orig_mod.", "")
 
@@ -210,7 +207,7 @@ def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
     ranks = {}
     for name, module in model.named_modules():
         if isinstance(module, StackedExperts) and module.tp_mesh is not None:
-            ranks[_sent_name(name)] = module.tp_mesh
+            ranks[uncompiled_name(name)] = module.tp_mesh
         elif process_groups.expert_axis(module) is not None:
             raise ConfigurationError(f"{name}: a spread GroupedLinear cannot be sent; use distribute_experts")
     return ranks

@@ -111,10 +111,7 @@ def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
 
 
 def verdict(spec: QuantSpec | None, layout: Layout, has_input_amax: bool | None = None) -> Verdict:
-    """Return how a layout represents a weight stored as `spec` (None: in high precision).
-
-    `has_input_amax`: whether amaxes of activations are available; None: if the recipe keeps a history of them.
-    """
+    """Return how a layout represents a weight. `has_input_amax`: whether inputs have amaxes; None: as `spec` says."""
     if layout.is_plain:
         return _plain_verdict(spec, layout)
     has_amaxes = has_input_amax if has_input_amax is not None else bool(spec and spec.scaling.history)
@@ -170,10 +167,7 @@ def import_verdict(spec: QuantSpec | None, layout: Layout) -> Verdict:
 
 
 def recipe_of(layout: Layout, *, as_it_is: bool = False) -> str | None:
-    """Return a recipe with weights that can be copied from a layout, or None.
-
-    `as_it_is`: from any file of the layout; otherwise from our exports, for a recipe that also quantizes activations.
-    """
+    """Return a recipe whose weights can be copied from any file of a layout, or (not `as_it_is`) from our exports."""
     candidates = []
     for name in NAMES:
         recipe = resolve(name)
@@ -334,10 +328,7 @@ LAYOUTS: Final = {layout.name: layout for layout in _LAYOUTS}
 
 
 def find(name: str, formats: set[str]) -> Layout:
-    """Return a layout by name, or the first of a family that represents all of these formats exactly.
-
-    `formats`: format tags of the weights; empty for weights in high precision.
-    """
+    """Return a layout by name, or the first of a family that is exact for all these format tags (none: plain)."""
     if name in LAYOUTS:
         return LAYOUTS[name]
     family = [layout for layout in LAYOUTS.values() if layout.family == name]

@@ -83,10 +83,7 @@ class _CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class _TensorClass:
-    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments.
-
-    `scale`: encoding of the scales. `layouts`: function from the arguments to the layouts of the copies.
-    """
+    """A tensor class, the arguments of its pickle function in order, and a function from these to copies' layouts."""
 
     name: str
     module: str
@@ -106,6 +103,7 @@ def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]
         raise CheckpointError(f"{call.name} is not a weight")
     if len(shape) != 2 or len(call.args) > len(kind.arguments):
         raise CheckpointError(f"unsupported {kind.name} of shape {list(shape)} with {len(call.args)} arguments")
+    # older releases lack the last arguments
     fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
     if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
         raise CheckpointError(f"its {kind.name} does not have the shape {list(shape)} of the metadata")

@@ -1,7 +1,4 @@
-"""`quantshard debug`: ranks GEMM operands of a run by quantization error, and suggests layers to keep in BF16.
-
-The run's model under its recipe is compared with the same model in float32, on one batch of its data.
-"""
+"""`quantshard debug`: compares a run's model with float32 on one batch, and ranks GEMM operands by their errors."""
 
 import json
 import math

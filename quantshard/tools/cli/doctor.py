@@ -106,10 +106,7 @@ def is_quantized_right(recipe: Recipe, device: torch.device) -> bool:
 
 
 def is_multiplied_right(recipe: Recipe, device: torch.device) -> bool:
-    """Whether the recipe's products of two quantized operands are close to float64.
-
-    Tensor cores and emulated products lose at most 2**-7 of the sum of magnitudes, before one final rounding.
-    """
+    """Whether products of quantized operands are close to float64: within 2**-7 of the sum of magnitudes."""
     for gemm, (left, right) in OPERANDS.items():
         left_spec, right_spec = recipe.table.get((left, gemm)), recipe.table.get((right, gemm))
         if left_spec is None or right_spec is None:

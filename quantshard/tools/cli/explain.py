@@ -247,10 +247,7 @@ class ModelSource:
 
 
 def find_model(path: str, recipe_name: str | None) -> ModelSource:
-    """Build the model of a run or of a Hugging Face config.json, on the meta device.
-
-    `recipe_name`: replaces the run's recipe, or converts the model of a config.json (default: auto).
-    """
+    """Build the model of a run, or of a config.json, on the meta device. `recipe_name`: replaces the run's, or auto."""
     if recipe_name is not None:
         recipe_name = LayerRecipes.parse(recipe_name).text
     location = outputs.existing(Path(path), "a run or a config.json")

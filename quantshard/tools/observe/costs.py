@@ -1,8 +1,4 @@
-"""Costs of one shard of a weight, in bytes: resident, all-gathered, for blocks that straddle ranks, and per parameter.
-
-All figures are arithmetic over a format row and a `Shard`. `explain` applies it to the shards of a live model, `plan`
-to shards of a hypothetical mesh.
-"""
+"""Costs of one shard of a weight in bytes, by arithmetic over a format and a `Shard`, for `explain` and `plan`."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,11 +41,7 @@ def gather_bytes(fmt: Format, shard: Shard, *, in_backward: bool) -> int:
 
 @dataclass(frozen=True)
 class SharedScaleCost:
-    """Cost on one rank of the scale blocks of a weight that straddle ranks.
-
-    `scale_bytes`: bytes of the scales that other ranks store as well. `reduced_bytes`: bytes of amaxes that the rank
-    reduces in a step. `note`: the cost in words. `warning`: advice on a better mesh, "" if the cost is small.
-    """
+    """Cost of scale blocks that straddle ranks. `reduced_bytes`: of amaxes in a step. `warning`: advice on the mesh."""
 
     scale_bytes: int = 0
     reduced_bytes: int = 0
@@ -178,11 +170,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The phases of a step, in order.
-
-    `step`: a description of the step (batch, sequence length and so on). `fits`: the largest batch that fits, in words;
-    "" if no memory size was given.
-    """
+    """The phases of a step, in order. `step`: its description. `fits`: the largest batch that fits, in words, or ""."""
 
     phases: tuple[PhaseMemory, ...]
     step: str
@@ -211,10 +199,7 @@ SPLIT, REMAINDER = "FP8+8", "bf16+16"
 
 
 def parameter_bytes(rows: Iterable[Row]) -> dict[str, Any]:
-    """Bytes per parameter on this rank, averaged over the trained tensors: the quantized ones if there are any.
-
-    `moments`: all states except master and average. Empty if no optimizer has state for any of them on this rank.
-    """
+    """Bytes per parameter here, averaged over trained tensors (quantized ones, if any); empty without states."""
     trained_rows = [row for row in rows if row.state_sizes and row.elements]
     averaged = [row for row in trained_rows if row.is_quantized] or trained_rows
     if not averaged:

@@ -113,16 +113,11 @@ def _row(
     storage = components.quantized_storage(param)
     if chosen is not None:
         chosen = recipe_in(module, chosen)
-    sent = gather_count = 0
-    if gathers is not None and gathers.ranks > 1:
-        gather_count = 2 if gathers.in_backward else 1
-        if storage is None:
-            # FSDP2 keeps the sizes of the first gather.
-            sent = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
-        else:
-            sent = costs.gather_bytes(storage.spec.format, storage.shard, in_backward=gathers.in_backward)
-    numel = local.numel()
+    gather_count, plain_sent, numel = 0, 0, local.numel()
     if gathers is not None:
+        gather_count = (2 if gathers.in_backward else 1) if gathers.ranks > 1 else 0
+        # FSDP2 keeps the sizes of the first gather.
+        plain_sent = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
         # a high-precision tensor in the weight's place, which FSDP2 pads to the largest shard
         cut = None if storage is None else storage.shard.cut
         numel = gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
@@ -141,7 +136,7 @@ def _row(
         states.of(param),
         stored=(numel * local.itemsize, 0) if storage is None else _resident(storage),
         numel=numel,
-        sent=sent,
+        plain_sent=plain_sent,
         gather_count=gather_count,
         shard=None if storage is None else storage.shard,
         elements=local.numel() if storage is None else math.prod(storage.shard.shape),
@@ -160,7 +155,7 @@ def row_of(
     *,
     stored: tuple[int, int],
     numel: int,
-    sent: int,
+    plain_sent: int,
     gather_count: int,
     shard: Shard | None,
     elements: int,
@@ -174,14 +169,16 @@ def row_of(
         optimizer: state -> format, state -> bytes, and whether states stay float32 although scaled ones were requested.
         stored: bytes of codes and of scales.
         numel: number of local elements, with FSDP2's padding.
-        sent: bytes sent in one all-gather.
+        plain_sent: bytes sent in one all-gather of a plain parameter.
         gather_count: number of all-gathers in a forward and a backward.
         shard: what this rank stores of a quantized parameter.
     """
     states, sizes, has_float32 = optimizer
-    shared = costs.SharedScaleCost()
+    shared, sent = costs.SharedScaleCost(), plain_sent if gather_count else 0
     if storage is not None and shard is not None:
         shared = costs.shared(storage.spec.format, shard, mesh, placements)
+        if gather_count:
+            sent = costs.gather_bytes(storage.spec.format, shard, in_backward=gather_count == 2)
     return costs.Row(
         name=name,
         shape=tuple(param.shape),
@@ -310,10 +307,7 @@ class _OptimizerStates:
         }
 
     def of(self, param: Tensor) -> tuple[dict[str, str], dict[str, int], bool]:
-        """State -> format, state -> bytes on this rank, and whether states stay float32 although others are scaled.
-
-        Scales belong to their state; a remainder and its parameter form one master.
-        """
+        """Return formats and bytes of states, as `row_of` takes them; scales and remainders count for their state."""
         formats: dict[str, str] = {}
         sizes: Counter[str] = Counter()
         for key, value in self.tensors(param).items():

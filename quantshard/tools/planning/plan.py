@@ -195,25 +195,17 @@ def _row(
     mesh = {axis: place.mesh[axis] for axis in placements}
     # FSDP2 pads plain tensors to the largest shard.
     numel = shard.cut.chunk * shard.cut.parent.shape[1]
-    stored = (numel * param.itemsize, 0)
-    if storage is not None:
-        stored = costs.resident_bytes(storage.spec.format, shard)
-    sent = gather_count = 0
-    if place.mesh[place.shard_axis] > 1:
-        gather_count = 2 if gathered_again else 1
-        sent = stored[0]
-        if storage is not None:
-            sent = costs.gather_bytes(storage.spec.format, shard, in_backward=gathered_again)
+    plain_bytes = numel * param.itemsize
     return row_of(
         name,
         param,
         storage,
         gemm,
         states_of(param, storage, shard),
-        stored=stored,
+        stored=(plain_bytes, 0) if storage is None else costs.resident_bytes(storage.spec.format, shard),
         numel=numel,
-        sent=sent,
-        gather_count=gather_count,
+        plain_sent=plain_bytes,
+        gather_count=(2 if gathered_again else 1) if place.mesh[place.shard_axis] > 1 else 0,
         shard=shard,
         elements=math.prod(shard.shape),
         mesh=mesh,

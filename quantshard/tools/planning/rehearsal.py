@@ -86,11 +86,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class ParameterShare:
-    """A parameter and its row in `plan`.
-
-    `layer`: the layer that `fully_shard` wraps the parameter with; None for the model itself. `regathered`: whether the
-    parameter is all-gathered again in backward.
-    """
+    """A parameter with its row. `layer`: what `fully_shard` wraps it with. `regathered`: all-gathered for backward."""
 
     layer: nn.Module | None
     param: Tensor
@@ -184,10 +180,7 @@ def rehearse(
     sizes: Mapping[int, UnitSizes],
     mesh: tuple[int, int] | None,
 ) -> list[PhaseMemory]:
-    """Memory of forward, of backward and at the optimizer step, without weights and optimizer states.
-
-    `sizes`: by the id of each layer, and of None for the rest of the model. `mesh`: as for `step_memory`.
-    """
+    """Memory of each phase without weights and optimizer states. `sizes`: by the id of a layer; of None: the rest."""
     if not kernels.USABLE:
         raise ConfigurationError("plan: the memory of a step needs the kernels' code; pip install triton")
     # Drop caches, so that a plan does not depend on earlier ones.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -130,14 +131,9 @@ class MemoryTimeline:
         for allocation in self.allocations:
             changes[max(allocation.born, begin)] += allocation.bytes * (allocation.died > begin)
             changes[allocation.died] -= allocation.bytes * (allocation.died > begin)
-        highest, most, total = begin, -1, 0
-        for moment in sorted({*changes, begin}):
-            if moment > end:
-                break
-            total += changes[moment]
-            if total > most:
-                highest, most = moment, total
-        return highest
+        moments = sorted(moment for moment in {*changes, begin} if moment <= end)
+        totals = list(accumulate(changes[moment] for moment in moments))
+        return moments[totals.index(max(totals))]
 
 
 def meta_bytes(size: int) -> Tensor:

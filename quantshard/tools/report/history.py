@@ -36,11 +36,7 @@ LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY = (
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All data that a run has written so far.
-
-    `where`: path or URL as the user wrote it. `config`: settings by name. `is_trained`: whether a process is training
-    the run now, or None if unknown. `notes`: sentences about data that was torn, broken or left out.
-    """
+    """All data that a run has written. `is_trained`: whether it is being trained, if known. `notes`: on omissions."""
 
     name: str
     where: str
@@ -151,10 +147,7 @@ START_SECONDS = 30.0
 
 
 class RunWatch:
-    """Follows a run, given the path or URL of its folder, reading only new records at each poll.
-
-    `step`: step of the last record, or 0. `planned`: number of steps, if known. `state`: "done" or "stopped".
-    """
+    """Follows a run, reading only new records at each poll. `state`: "" until the run is "done" or "stopped"."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._store, self._path = locate(os.fspath(run))

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -87,23 +87,23 @@ def final_figures(run: history.RunHistory) -> dict[str, str]:
     """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
     done, planned = int(run.metrics.steps[-1]) if len(run.metrics.steps) else 0, history.planned_steps(run.config)
     state = "" if planned is not None and done >= planned else ", being trained" if run.is_trained else ""
-    losses, heldout = run.metrics.there(history.LOSS)[1], run.metrics.there(history.HELDOUT)
-    best = int(heldout[1].argmin()) if len(heldout[1]) else 0
-    speed, memory, mfu = (run.metrics.there(name)[1] for name in (history.SPEED, history.MEMORY, "mfu"))
-    skipped, seconds, tokens = run.metrics.there("skipped_steps")[1], run.seconds(), run.tokens()
+    steps, heldout = run.metrics.there(history.HELDOUT)
+
+    def figure(column: str | NDArray[np.float64] | None, text: Callable[[NDArray[np.float64]], str]) -> str:
+        values = run.metrics.there(column)[1] if isinstance(column, str) else column
+        return NONE if values is None or not len(values) else text(values)
+
     return {
         "steps": f"{done:,}" + (f" of {planned:,}" if planned else "") + state,
-        "last loss": f"{losses[-1]:.4f}" if len(losses) else NONE,
-        "last held-out loss": f"{heldout[1][-1]:.4f}" if len(heldout[1]) else NONE,
-        "best held-out loss": f"{heldout[1][best]:.4f} (step {heldout[0][best]:,})" if len(heldout[1]) else NONE,
-        "tokens": f"{tokens[-1]:,.0f}" if tokens is not None and len(tokens) else NONE,
-        "tokens/s (median)": f"{np.median(speed):,.0f}" if len(speed) else NONE,
-        "MFU (median)": f"{np.median(mfu):.1%}" if len(mfu) else NONE,
-        "peak memory": human_bytes(int(memory.max())) if len(memory) else NONE,
-        "time in steps": str(timedelta(seconds=round(min(seconds[-1], 1e9))))
-        if seconds is not None and len(seconds)
-        else NONE,
-        "skipped steps": f"{skipped[-1]:,.0f}" if len(skipped) else NONE,
+        "last loss": figure(history.LOSS, lambda losses: f"{losses[-1]:.4f}"),
+        "last held-out loss": figure(heldout, lambda losses: f"{losses[-1]:.4f}"),
+        "best held-out loss": figure(heldout, lambda losses: f"{losses.min():.4f} (step {steps[losses.argmin()]:,})"),
+        "tokens": figure(run.tokens(), lambda tokens: f"{tokens[-1]:,.0f}"),
+        "tokens/s (median)": figure(history.SPEED, lambda speeds: f"{np.median(speeds):,.0f}"),
+        "MFU (median)": figure("mfu", lambda shares: f"{np.median(shares):.1%}"),
+        "peak memory": figure(history.MEMORY, lambda sizes: human_bytes(int(sizes.max()))),
+        "time in steps": figure(run.seconds(), lambda passed: str(timedelta(seconds=round(min(passed[-1], 1e9))))),
+        "skipped steps": figure("skipped_steps", lambda counts: f"{counts[-1]:,.0f}"),
         "starts": str(len(run.starts)) if run.starts else NONE,
         "alarms": ", ".join(f"{count} {kind}" for kind, count in run.statistics.counts.items()) or "none",
     }
@@ -169,10 +169,7 @@ def page_data(runs: Sequence[history.RunHistory], names: Sequence[str]) -> dict[
 
 
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """Ascending int64 indices of at most `most` points (>= 4) that represent a curve [N].
-
-    They include the minimum and maximum of each of equally wide buckets, so that no spike is lost.
-    """
+    """Return at most `most` (>= 4) ascending indices of a curve: the extremes of equal buckets, so no spike is lost."""
     count = len(values)
     if count <= most:
         return np.arange(count, dtype=np.int64)

@@ -1,8 +1,4 @@
-"""Readers of `metrics.jsonl` and `statistics.jsonl`, one JSON object per line, also while they are being written.
-
-Files are untrusted and can be remote. Memory is therefore bounded, and invalid lines are counted and skipped, as is an
-incomplete last line.
-"""
+"""Readers of the untrusted `metrics.jsonl` and `statistics.jsonl`, while they are written, in bounded memory."""
 
 import json
 import math
@@ -27,10 +23,7 @@ MOST_BYTES = 256 << 20
 
 
 class RecordFile:
-    """A file of records in a store.
-
-    `broken`: number of invalid lines. `torn`: whether the last line is incomplete. `skipped`: number of bytes not read.
-    """
+    """Records in a file. `broken`: invalid lines. `torn`: whether the last is incomplete. `skipped`: bytes not read."""
 
     def __init__(self, store: Store, path: str) -> None:
         self.store, self.path = store, path

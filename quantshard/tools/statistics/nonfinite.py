@@ -1,8 +1,4 @@
-"""Locates infinite or NaN values: repeats a pass and checks the outputs and gradients of each module.
-
-Nothing is watched during normal steps. A step with a non-finite gradient is skipped and changes no weight, so its pass
-can be repeated from the same weights.
-"""
+"""Locates infinite or NaN values: repeats the pass of a skipped step, which changed no weight, and checks it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

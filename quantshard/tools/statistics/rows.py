@@ -59,10 +59,7 @@ class SampleBuffer:
         self.parameters.zero_()
 
     def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, partial: bool = False) -> None:
-        """Add values [R, C] and their quantized form, if there is one. `partial`: sample a large matrix in part.
-
-        Values of a stack can have its shape [matrices, rows, columns].
-        """
+        """Add values [(matrices,) R, C] and their quantized form, if any. `partial`: sample part of a large matrix."""
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
@@ -147,10 +144,7 @@ _FLOOR = 0.005
 
 
 class LossHistory:
-    """The last losses, and whether the next loss is a spike (docs/command-line.md#alarms).
-
-    Spikes are not added to the history. After 20 spikes in a row, the last one starts a new history.
-    """
+    """The last losses without spikes. After 20 spikes in a row, the last one starts a new history."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit

@@ -33,11 +33,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 @dataclass(frozen=True)
 class GemmError:
-    """Error of one GEMM, relative to its result, if only one operand is quantized.
-
-    `layer`: name of the module. `weight`: name of the parameter. `gemm`: "fprop", "dgrad" or "wgrad". `operand`:
-    "input", "weight" or "grad_output". `gaussian`: `gaussian_error` of the operand's format.
-    """
+    """Error of a GEMM, relative to its result, if only one operand is quantized; and `gaussian_error` of its format."""
 
     layer: str
     weight: str

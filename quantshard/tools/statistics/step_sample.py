@@ -53,11 +53,7 @@ class ModelNames:
                 yield name, module.weight_state(param_name)[RNG_KEY]
 
     def rows(self) -> dict[int, tuple[Tensor, int]]:
-        """Map the id of each local weight's key to (key, first row of the weight).
-
-        Ids are used because a copy of the model has keys of equal value. The entries hold the keys, so that no id is
-        reused.
-        """
+        """Map the id of each weight's key (a copy of the model has an equal key) to (key, first row of the weight)."""
         numbers = {name: number for number, name in enumerate(self.weights)}
         rows: dict[int, tuple[Tensor, int]] = {}
         for name, key in self._weights():
@@ -66,10 +62,7 @@ class ModelNames:
 
 
 class StepSample(Observer):
-    """Observer of one sampled step, from before its forward until after its optimizers' steps.
-
-    `captures`: the step, including `measure`, can be captured in a CUDA graph; replays then update `numbers`.
-    """
+    """Observer of a step until after its optimizers' steps. `captures`: whether a CUDA graph captures the step."""
 
     def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._names, self._optimizers, self._rows = names, optimizers, names.rows()

@@ -78,9 +78,7 @@ def prepare_output() -> None:
     warnings.formatwarning = _warning_line
 
 
-def _warning_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
+def _warning_line(message: Warning | str, *where: Any, **named: Any) -> str:
     return f"quantshard: WARNING: {printable(' '.join(str(message).split()))}\n"
 
 

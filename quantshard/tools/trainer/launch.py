@@ -43,10 +43,7 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeou
 
 
 class LaunchError(QuantshardError):
-    """A rank of the run failed, or the run was stopped before it could save; the message is the one line to show.
-
-    `crashed`: the rank failed unexpectedly, not with one of quantshard's own errors.
-    """
+    """A rank failed, or the run was stopped before it could save. `crashed`: not by one of quantshard's own errors."""
 
     def __init__(self, message: str, crashed: bool, exit_code: int = 1) -> None:
         super().__init__(message)

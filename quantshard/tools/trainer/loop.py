@@ -63,11 +63,7 @@ class StopFlag:
 
 
 class Trainer:
-    """One rank's part of a run.
-
-    `init_from`: source of the initial weights; "" for random weights, None if a checkpoint will be loaded.
-    `configuration`: configuration of a transformers model, or None.
-    """
+    """One rank's part of a run. `init_from`: initial weights; "": random ones; None: a checkpoint will be loaded."""
 
     def __init__(
         self,

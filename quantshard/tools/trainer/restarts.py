@@ -31,10 +31,7 @@ def recorded(settings: TrainSettings) -> dict[str, Any]:
 def overrides(
     run: str, before: TrainSettings, now: TrainSettings, given: Collection[str], processes: int
 ) -> dict[str, Any]:
-    """Return the settings among `given` that a restart on `processes` ranks changes.
-
-    A mesh for another number of ranks is left out; all ranks are then in dp_shard, as after `resume`.
-    """
+    """Return the settings among `given` that a restart changes, without a mesh for another number of ranks."""
     before = replace(before, **as_settings(before.state_options))
     result: dict[str, Any] = {}
     for name in sorted(given):

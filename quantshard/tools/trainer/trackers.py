@@ -50,7 +50,6 @@ def _check_wandb_settings(*folders: str) -> None:
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list["Tracker"]:
-    check_trackers(settings)
     trackers: list[Tracker] = []
     if settings.tensorboard:
         trackers.append(TensorBoardTracker(run, done))

@@ -112,8 +112,6 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     if configuration is not None and prepared.settings.packing != STREAM:
         huggingface.check_documents(model, settings.model)
     settings, corpus = prepared.collected(run.tokens)
-    if warning := corpus.leaks():
-        screen.say(warning)
     data.Windows(corpus, settings.seq_length, settings.heldout, settings.packing)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
@@ -131,11 +129,7 @@ def of_mesh(settings: TrainSettings) -> int:
 
 
 def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int = 0) -> TrainSettings:
-    """Apply `overrides` to the settings of a resumed run, and check the result.
-
-    `processes`: number of ranks of the resumed run. If the run's mesh has another size and no new mesh is given, all
-    ranks go to dp_shard.
-    """
+    """Return a resumed run's settings with `overrides`. A mesh of another size is replaced by one of dp_shard only."""
     updates = from_mapping(overrides, "resume")
     if "mesh" not in updates and processes and of_mesh(settings) not in (0, processes):
         settings = replace(settings, mesh="")

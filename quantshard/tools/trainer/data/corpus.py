@@ -124,14 +124,6 @@ class Corpus:
     def heldout(self) -> tuple[Document, ...]:
         return self.documents[len(self.documents) - self.heldout_files :]
 
-    def leaks(self) -> str:
-        """Return a warning if a document is both trained and evaluated on; otherwise an empty text."""
-        trained = {document.line: document.path for source in self.sources for document in source if document.size}
-        leaked = next((document for document in self.heldout if document.line in trained), None)
-        if leaked is None:
-            return ""
-        return f"WARNING: {leaked.path} is evaluated on and trained on: {trained[leaked.line]} has the same contents"
-
     @property
     def tokens(self) -> int:
         return sum(document.tokens for document in self.documents)
@@ -205,11 +197,7 @@ def _source(entry: str) -> tuple[int, float]:
 def collect(
     paths: Sequence[str], heldout: Sequence[str] = (), *, like: Corpus | None = None, data_format: str = "auto"
 ) -> Corpus:
-    """Read the documents of text and token files and folders, in the given order; see `sources.find`.
-
-    `heldout`: paths for evaluation only. `like`: a corpus without documents that has the weights of the paths and the
-    properties of the tokens; default: bytes.
-    """
+    """Read the documents at these paths. `like`: a corpus with the weights and token properties; default: bytes."""
     like = like or Corpus(())
     sources = [_unread(source, like.vocabulary, data_format) for source in find(paths, data_format)]
     apart = [_unread(source, like.vocabulary, data_format) for source in find(heldout, data_format)] if heldout else []

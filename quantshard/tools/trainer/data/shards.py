@@ -70,11 +70,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index of a folder of shards.
-
-    `key`: digest of all inputs: sources, tokenizer and options. `tokenizer`: digest of the tokenizer. `end_text`: text
-    of the token that ends documents; "" for bytes. `complete`: whether all shards are written.
-    """
+    """The index of a folder of shards. `key` identifies all inputs, and `tokenizer` the tokenizer; both are digests."""
 
     key: str
     tokenizer: str
@@ -151,12 +147,7 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
 
 
 class ShardedSource:
-    """A source as token shards in a folder.
-
-    `path`: path of the tokenizer's files; "" for bytes. `options`: location of the texts. `shard_bytes`: characters of
-    text per shard; a shard ends with a document. `key`: digest of all inputs of the shards: names, lengths and times of
-    the files, tokenizer and options.
-    """
+    """A source as token shards. `path`: of the tokenizer's files. `key`: digest of all inputs, with times of files."""
 
     def __init__(
         self, source: DataSource, tokenizer: Tokenizer, path: str, options: TextOptions, shard_bytes: int = SHARD_BYTES

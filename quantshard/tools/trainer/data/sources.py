@@ -1,8 +1,4 @@
-"""The data files of a run, their kind, and the texts in them.
-
-The kind of a path follows from names, not from file contents. `datasets` reads parquet files and saved datasets; it
-reads no README, so nothing is downloaded.
-"""
+"""The data files of a run, their kind, which follows from names, and the texts in them; nothing is downloaded."""
 
 import codecs
 import gzip
@@ -228,10 +224,7 @@ def library(name: str, what: str) -> Any:
 
 
 def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[Text, bool]]:
-    """Yield the texts of a source, and whether a document ends after each; empty documents are skipped.
-
-    A text file is one document, in pieces that end with a line if possible. Other documents are one text.
-    """
+    """Yield texts, and whether a document ends after each. A text file is one document, in pieces; others are whole."""
     for path, _ in source.files if source.kind in (TEXT, JSONL) else [(source.path, 0)]:
         try:
             if source.kind == TEXT:

@@ -27,7 +27,7 @@ from quantshard.modules import autocast, quantized_model_init
 from quantshard.modules.base.initialization import WeightSpec
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.context_parallel import ContextParallel
-from quantshard.modules.contexts.layer_recipes import RecipeByName, matches
+from quantshard.modules.contexts.layer_recipes import RecipeByName, check_reached, matches
 from quantshard.modules.quantize import open_layers
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data.packing import Documents
@@ -204,7 +204,8 @@ def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
     """Return the recipes of the settings in the form that `LanguageModel` takes."""
     recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
     if all(any(matches(pattern, name) for name in names) for pattern in recipes.patterns):
-        return recipes.of_layers(names)
+        check_reached("recipe", recipes.patterns, names)
+        return [recipes.of_layer(name) for name in names]
     return recipes.of_parts(linear_names(settings))
 
 

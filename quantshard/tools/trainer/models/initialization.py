@@ -49,11 +49,7 @@ def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the settings of flags and file with the settings that follow from the model they name.
-
-    Precedence with `--model NAME`: flags, then sizes of the model, then the file. Sizes that follow from the file's
-    model or from weights only fill gaps.
-    """
+    """Add the settings that follow from the named model; flags come first, then `--model NAME`, then the file."""
     merged = {**file, **flags}
     model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
     if source and merged.get("random_weights"):

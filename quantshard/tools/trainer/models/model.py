@@ -153,10 +153,7 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
 
 
 def logits(model: nn.Module, tokens: Tensor, documents: Documents | None = None) -> Tensor:
-    """Compute logits [batch, sequence, vocabulary] from tokens int64 [batch, sequence], for either kind of model.
-
-    `documents`: tokens attend within their document only. Default: a row is one document.
-    """
+    """Compute logits [batch, sequence, vocabulary] of tokens, which attend within their document (default: the row)."""
     if isinstance(model, LanguageModel):
         return cast(Tensor, model(tokens, documents=documents))
     return cast(Tensor, huggingface.run_model(model, tokens, documents).logits)
@@ -238,9 +235,7 @@ def generate(
     seed: int = 0,
     temperature: float = 0.8,
 ) -> list[int]:
-    """Continue a prompt by `length` tokens, as the beginning of a document, from at most the last seq_length tokens.
-    Collective: rank 0 samples each token. Afterwards gathered weights are freed.
-    """
+    """Continue a prompt, which begins a document, by `length` tokens. Collective: rank 0 samples each token."""
     device = next(model.parameters()).device
     tokens, vocabulary = [tokenizer.end_of_document, *prompt], tokenizer.vocabulary
     random_bits = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]

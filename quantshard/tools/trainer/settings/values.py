@@ -1,7 +1,4 @@
-"""Types and ranges of settings, known sizes, and settings that are small languages: the mesh, recipe and preset.
-
-Files, and commands that a user copies, are untrusted: each value is checked against its range before its first use.
-"""
+"""Types and ranges of settings from untrusted files, sizes of models, and the texts of meshes, recipes, presets."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError, meant, shown
-from quantshard.modules.contexts.layer_recipes import check_reached, matches
+from quantshard.modules.contexts.layer_recipes import matches
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.state_storage import PRESETS, StateOptions
 
@@ -214,11 +211,6 @@ class LayerRecipes:
     @property
     def recipes(self) -> dict[str, Recipe]:
         return {pattern: recipe.resolve(name) for pattern, name in self.patterns.items()}
-
-    def of_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """Return the recipe of each of these layers, if no pattern addresses parts; high precision without a match."""
-        check_reached("recipe", self.patterns, names)
-        return [self.of_layer(name) for name in names]
 
     def of_parts(self, names: Sequence[str]) -> "LayerRecipes":
         """Return patterns for linear layers of these names. A pattern for a layer also matches those inside it."""
