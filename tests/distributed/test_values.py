@@ -201,7 +201,7 @@ def local_values(param: Tensor) -> Tensor:
 def test_plain_modules_optimizers_and_files(ranks: int, tmp_path: Path) -> None:
     """1 and 3 ranks."""
     for no_masters, dtype, behind in run_ranks(ranks, mixed, str(tmp_path)):
-        assert "0.weight has no master; leave the optimizer out" in no_masters
+        assert "0.weight has no master; omit the optimizer" in no_masters
         assert "dtype=torch.uint8): choose one of torch.float32" in dtype
         assert "0.weight was changed after its master in this FusedAdam" in behind
 
