@@ -5,8 +5,8 @@ While AOTAutograd traces eager code (`traced_launches`), `launch_kernel` adds an
     launch(str program, Tensor(a!)[] written, Tensor[] read)
 
 or `launch_drawing`, which no CUDA graph contains, for a launch that reads numbers on the CPU (`HostNumber`). A program
-is the pickled kernel, grid and arguments with tensors replaced by their places, so another process can run a graph from
-a compile cache. Dynamo rejects tuples as arguments of PyTorch's `triton_op`.
+is the pickled kernel, grid and Python expression of the arguments, so another process can run a graph from a compile
+cache. Dynamo rejects tuples as arguments of PyTorch's `triton_op`.
 """
 
 import base64
@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +41,6 @@ def writes_fields(kind: type, *fields: str) -> None:
     _WRITTEN_FIELDS[kind] = frozenset(fields)
 
 
-def written_paths(kernel: Any) -> list[list[str]]:
-    return _WRITTEN[kernel.fn.__module__, kernel.fn.__name__]
-
-
 @contextmanager
 def traced_launches(step: Any = None) -> Iterator[None]:
     """Make launches on this thread operators of the graph that is traced. `step`: its `GraphStep`."""
@@ -66,79 +62,65 @@ class HostNumber:
         self.numbers, self.row, self.column = numbers, row, column
 
 
-class _NumberPlace(NamedTuple):
-    """Place of a `HostNumber`. `position`: of its tensor in the list of tensors that are read."""
-
-    position: int
-    row: int
-    column: int
-
-
-class _TensorPlace(NamedTuple):
-    """Place of a tensor argument in the lists of an operator. `as_bytes`: the kernel takes its bytes."""
-
-    is_written: bool
-    position: int
-    as_bytes: bool
-
-
-class _NamedTuple(NamedTuple):
-    """A named tuple among the arguments, whose class a kernel reads fields of."""
-
-    kind: type
-    values: tuple[Any, ...]
-
-
 class LaunchArguments:
-    def __init__(self, written_paths: list[list[str]]) -> None:
-        self.written_paths = written_paths
+    """Expressions of a launch's arguments in terms of `constants` and of the tensors, `written` and `read`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.written_paths = _WRITTEN[kernel.fn.__module__, kernel.fn.__name__]
         self.written: list[Tensor] = []
         self.read: list[Tensor] = []
+        self.constants: list[Any] = []
         self.has_numbers = False
 
-    def template(self, value: Any, path: Sequence[str], is_written: bool = False) -> Any:
-        """`value`, at `path`, with tensors replaced by places. `is_written`: it is a written field of a named tuple."""
+    def expression(self, value: Any, path: Sequence[str], is_written: bool = False) -> str:
+        """Return the expression of `value`, at `path`. `is_written`: it is a written field of a named tuple."""
         if isinstance(value, tuple):
             fields = getattr(value, "_fields", None)
             if fields is None:
-                return tuple([self.template(item, (*path, str(index))) for index, item in enumerate(value)])
+                return f"({''.join([f'{self.expression(item, (*path, str(n)))}, ' for n, item in enumerate(value)])})"
             written_fields = _WRITTEN_FIELDS.get(type(value), ())
-            return _NamedTuple(type(value), tuple([
-                self.template(item, (*path, field), field in written_fields)
+            items = [
+                self.expression(item, (*path, field), field in written_fields)
                 for field, item in zip(fields, value, strict=True)
-            ]))  # fmt: skip
+            ]
+            return f"{self._constant(type(value))}({', '.join(items)})"  # kernels read fields of its class
         if type(value) is HostNumber:
             self.has_numbers = True
-            return _NumberPlace(self._place(value.numbers, False, False).position, value.row, value.column)
+            return f"int({self._tensor(value.numbers, False)}[{value.row}, {value.column}])"
         as_bytes = type(value) is StoredBytes
         if not (as_bytes or isinstance(value, Tensor)):
-            return value
+            return self._constant(value)
         is_written = is_written or any(
             len(pattern) == len(path) and all(a in ("*", b) for a, b in zip(pattern, path, strict=True))
             for pattern in self.written_paths
         )
-        return self._place(value.base if as_bytes else value, is_written, as_bytes)
+        tensor = self._tensor(value.base if as_bytes else value, is_written)
+        return f"StoredBytes({tensor})" if as_bytes else tensor
 
-    def _place(self, tensor: Tensor, is_written: bool, as_bytes: bool) -> _TensorPlace:
-        for listed_as_written, tensors in ((True, self.written), (False, self.read)):
+    def _tensor(self, tensor: Tensor, is_written: bool) -> str:
+        for name, tensors in (("written", self.written), ("read", self.read)):
             for index, other in enumerate(tensors):
                 if other is tensor:
-                    assert listed_as_written or not is_written, "a kernel writes a tensor that it also reads"
-                    return _TensorPlace(listed_as_written, index, as_bytes)
-        tensors = self.written if is_written else self.read
+                    assert name == "written" or not is_written, "a kernel writes a tensor that it also reads"
+                    return f"{name}[{index}]"
+        name, tensors = ("written", self.written) if is_written else ("read", self.read)
         tensors.append(tensor)
-        return _TensorPlace(is_written, len(tensors) - 1, as_bytes)
+        return f"{name}[{len(tensors) - 1}]"
+
+    def _constant(self, value: Any) -> str:
+        self.constants.append(value)
+        return f"constants[{len(self.constants) - 1}]"
 
 
 def record(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> None:
     key = kernel.fn.__module__, kernel.fn.__name__
-    arguments = LaunchArguments(written_paths(kernel))
-    templates = [arguments.template(value, (name,)) for name, value in zip(kernel.arg_names, args, strict=False)]
-    plain_grid = tuple([int(programs) for programs in grid])
-    program = base64.b85encode(zlib.compress(pickle.dumps((key, plain_grid, templates, options)))).decode()
-    operators = torch.ops.quantshard
-    launch = operators.launch_drawing if arguments.has_numbers else operators.launch
-    launch(program, arguments.written, arguments.read)
+    arguments = LaunchArguments(kernel)
+    values = [arguments.expression(value, (name,)) for name, value in zip(kernel.arg_names, args, strict=False)]
+    # compiled: a call for each argument would take the host longer than the launch
+    source = f"lambda written, read: ({''.join(f'{value}, ' for value in values)})"
+    pickled = pickle.dumps((key, tuple(map(int, grid)), source, arguments.constants, options))
+    launch = torch.ops.quantshard.launch_drawing if arguments.has_numbers else torch.ops.quantshard.launch
+    launch(base64.b85encode(zlib.compress(pickled)).decode(), arguments.written, arguments.read)
 
 
 def _sum_rows(x: Tensor) -> Tensor:
@@ -156,56 +138,23 @@ def sum_rows(x: Tensor) -> Tensor:
     return total
 
 
-MOST_PROGRAMS: Final = 4096
-
-ArgumentsOf = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Any, ...]]
-"""Function that fills the tensors of a launch into the places of its arguments."""
-
-
-def _decoded(program: str) -> tuple[Any, tuple[int, ...], ArgumentsOf, dict[str, Any]]:
-    (module, name), grid, templates, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
-    constants: list[Any] = []
-    # compiled: a call for each argument would take the host longer than the launch
-    arguments_of = eval(
-        f"lambda written, read: ({''.join(f'{_expression(template, constants)}, ' for template in templates)})",
-        {"constants": constants, "StoredBytes": StoredBytes},
-    )
-    return getattr(importlib.import_module(module), name), grid, arguments_of, options
-
-
-def _expression(template: Any, constants: list[Any]) -> str:
-    """A Python expression of an argument in terms of the lists of tensors and of constants, which it appends to."""
-    if type(template) is _TensorPlace:
-        tensor = f"{'written' if template.is_written else 'read'}[{template.position}]"
-        return f"StoredBytes({tensor})" if template.as_bytes else tensor
-    if type(template) is _NumberPlace:
-        return f"int(read[{template.position}][{template.row}, {template.column}])"
-    if type(template) is _NamedTuple:
-        constants.append(template.kind)
-        kind = f"constants[{len(constants) - 1}]"
-        return f"{kind}({', '.join(_expression(item, constants) for item in template.values)})"
-    if type(template) is tuple:
-        return f"({''.join(f'{_expression(item, constants)}, ' for item in template)})"
-    constants.append(template)
-    return f"constants[{len(constants) - 1}]"
-
-
 def register(launch_of: Callable[..., Callable[[list[Tensor], list[Tensor]], None]]) -> None:
-    @lru_cache(MOST_PROGRAMS)
+    @lru_cache(4096)
     def decoded(program: str) -> Callable[[list[Tensor], list[Tensor]], None]:
-        return launch_of(*_decoded(program))
+        (module, name), grid, source, constants, options = pickle.loads(zlib.decompress(base64.b85decode(program)))
+        arguments_of = eval(source, {"constants": constants, "StoredBytes": StoredBytes})
+        return launch_of(getattr(importlib.import_module(module), name), grid, arguments_of, options)
 
     def launch(program: str, written: list[Tensor], read: list[Tensor]) -> None:
         decoded(program)(written, read)
 
-    torch.library.define("quantshard::sum_rows", "(Tensor x) -> Tensor")
-    torch.library.impl("quantshard::sum_rows", "default", _sum_rows)
-    torch.library.register_fake("quantshard::sum_rows", _sum_rows)
-    torch.library.define("quantshard::rounded", "(Tensor x, ScalarType dtype) -> Tensor")
-    torch.library.impl("quantshard::rounded", "default", _rounded)
-    torch.library.register_fake("quantshard::rounded", _rounded)
+    def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Any = ()) -> None:
+        torch.library.define(f"quantshard::{name}", schema, tags=tags)
+        torch.library.impl(f"quantshard::{name}", "default", run)
+        torch.library.register_fake(f"quantshard::{name}", fake)
+
+    define("sum_rows", "(Tensor x) -> Tensor", _sum_rows, _sum_rows)
+    define("rounded", "(Tensor x, ScalarType dtype) -> Tensor", _rounded, _rounded)
     for name, tags in (("launch", ()), ("launch_drawing", (torch.Tag.cudagraph_unsafe,))):
-        full = f"quantshard::{name}"
-        torch.library.define(full, "(str program, Tensor(a!)[] written, Tensor[] read) -> ()", tags=tags)
-        torch.library.impl(full, "default", launch)
-        torch.library.register_fake(full, lambda program, written, read: None)
+        schema = "(str program, Tensor(a!)[] written, Tensor[] read) -> ()"
+        define(name, schema, launch, lambda program, written, read: None, tags)

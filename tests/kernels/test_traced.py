@@ -454,9 +454,9 @@ def test_kernels_write_what_they_declare(recipe: str, monkeypatch: pytest.Monkey
         if kernel.fn.__module__ == multi_tensor.__name__:  # in no graph: `read_state` and `record_amaxes` launch these
             kernel[grid](*args, **options)
             return
-        arguments = graph_launch.LaunchArguments(graph_launch.written_paths(kernel))
+        arguments = graph_launch.LaunchArguments(kernel)
         for value, name in zip(args, kernel.arg_names, strict=False):
-            arguments.template(value, (name,))
+            arguments.expression(value, (name,))
         before = [tensor.clone() for tensor in arguments.read]
         kernel[grid](*args, **options)
         launched.add(kernel.fn.__name__)
