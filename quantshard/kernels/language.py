@@ -34,10 +34,9 @@ CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
 
 
 class KernelEncoding(NamedTuple):
-    """Properties of an encoding; a constant of a kernel.
+    """Properties of an encoding; a constant of a kernel. `lowest`: exponent of the smallest normal number.
 
-    `lowest`: exponent of the smallest normal number. `cast`: number of the conversion instruction, or 0. `signed`:
-    whether it has a sign bit; if not, negative values become zero. `magnitude`: `Encoding.magnitude`.
+    `cast`: number of the conversion instruction, or 0. `signed`: if not, negative values become zero.
     """
 
     max: float

@@ -26,9 +26,7 @@ from torch.accelerator import current_device_index
 
 from quantshard.kernels import graph_launch, tracing
 
-FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
-
-KNOWN_TRITON: Final = FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
+KNOWN_TRITON: Final = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 if KNOWN_TRITON:
     from triton import knobs
@@ -46,10 +44,7 @@ MOST_VARIANTS: Final = 4096
 
 
 class KernelVariants:
-    """Compiled variants of one kernel, keyed by the kinds of its arguments.
-
-    `arguments`: number of parameters before the constants. `tuples`: positions of the arguments that are tuples.
-    """
+    """Compiled variants of one kernel, keyed by the kinds of its arguments before the constants."""
 
     def __init__(self, kernel: Any, args: tuple[Any, ...]) -> None:
         self.kernel = kernel  # so that no other kernel gets its id

@@ -10,7 +10,7 @@ copied once, and cached by its contents.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
@@ -67,12 +67,9 @@ def discard(device: torch.device) -> None:
 
 
 def zero(device: torch.device, written: bool = False) -> Tensor:
-    """Return a float32 zero [1, 1], or uninitialized memory if a kernel writes it before it is read (`written`).
-
-    A captured or traced graph gets a separate scalar, because a replay only zeroes memory that was zeroed in the graph.
-    """
+    """Return a float32 zero [1, 1] or, if a kernel writes it before it is read (`written`), uninitialized memory."""
     queue = launch_queue(device)
-    if queue[2] or tracing.on:
+    if queue[2] or tracing.on:  # a replay only zeroes memory that was zeroed in its graph
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
     try:
         return _FREE[queue].pop()
@@ -85,14 +82,10 @@ def zero(device: torch.device, written: bool = False) -> Tensor:
 
 def device_table(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Copy a table to the device, int64 [rows, columns], without waiting for the device."""
-    return _numbers(chain.from_iterable(table), len(table), device)
-
-
-def _numbers(numbers: Iterable[int], rows: int, device: torch.device) -> Tensor:
-    buffer = array("q", numbers)  # five times as fast as torch.tensor
+    buffer = array("q", chain.from_iterable(table))  # five times as fast as torch.tensor
     if not buffer:
         return torch.empty(0, dtype=torch.int64, device=device)
-    host = torch.frombuffer(buffer, dtype=torch.int64).view(rows, -1)
+    host = torch.frombuffer(buffer, dtype=torch.int64).view(len(table), -1)
     if device.type != "cuda":
         return host
     host = host.pin_memory()

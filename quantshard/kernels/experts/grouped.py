@@ -30,8 +30,7 @@ WARPS: Final = 8
 
 @triton.jit
 def expert_tile(x_ptr, stride, index, cols, tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's tile: the number of its expert, its rows and columns, the mask of elements with a value, and their
-    values, read from rows `index` of x."""
+    """This program's tile: its expert, rows and columns, mask, and values, read from rows `index` of x."""
     row = tiles + tl.program_id(0) * 4
     shift = tl.load(row + 3)
     i = tl.load(row + 1) - shift + tl.arange(0, ROWS)
@@ -105,10 +104,7 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
 
 
 def expert_amaxes(x: Tensor, segments: ExpertSegments, index: Tensor | None = None) -> Tensor:
-    """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows; NaN wins.
-
-    x: float32, bfloat16 or float16; the same holds for the functions below. `index`: int64; read x[index] instead of x.
-    """
+    """Return the largest |x| of each expert's rows of x or x[index]: float32 [experts], 0 without rows; NaN wins."""
     amaxes, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
         launch_kernel(
@@ -122,13 +118,10 @@ def quantize_expert_rows(
     x: Tensor, segments: ExpertSegments, encoding: Encoding, multipliers: Tensor, next_amaxes: Tensor | None = None,
     has_nan: Tensor | None = None, index: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Quantize x [R, C] to an 8-bit encoding; returns codes, uint8 of the same shape.
+    """Quantize x [R, C], or x[index], to 8-bit codes, uint8 of the same shape, by a multiplier for each expert.
 
-    Args:
-        multipliers: float32 [experts], multiplier of each expert's values.
-        next_amaxes: float32 [experts], raised to the amaxes of the experts' rows.
-        has_nan: float32 [experts], set to NaN where a value of the expert's rows is not finite.
-        index: see `expert_amaxes`.
+    `next_amaxes`: float32 [experts], raised to the amaxes of the experts' rows. `has_nan`: float32 [experts], set to
+    NaN where a value of the expert's rows is not finite.
     """
     codes, x = torch.empty((segments.values, x.shape[1]), dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
@@ -142,7 +135,6 @@ def quantize_expert_rows(
 
 def turned_rows(codes: Tensor, segments: ExpertSegments) -> Tensor:
     """Transpose uint8 codes [R, C] to [C, segments.total], with zeros between the rows of two experts."""
-    assert segments.rows == MANY_ROWS
     out = torch.empty((codes.shape[1], segments.total), dtype=torch.uint8, device=codes.device)
     if codes.numel() > 0:
         launch_kernel(
@@ -153,12 +145,9 @@ def turned_rows(codes: Tensor, segments: ExpertSegments) -> Tensor:
 
 
 def quantize_expert_blocks(
-    x: Tensor,
-    segments: ExpertSegments,
-    request: QuantizeRequest,
-    other: QuantizeRequest | None,
+    x: Tensor, segments: ExpertSegments, request: QuantizeRequest, other: QuantizeRequest | None,
     has_nan: Tensor | None = None,
-) -> tuple[QuantizedOutput, QuantizedOutput | None]:
+) -> tuple[QuantizedOutput, QuantizedOutput | None]:  # fmt: skip
     """Quantize x [R, C] and, if `other` is given, its transpose, with `segments.total` rows (or columns) of codes.
 
     Blocks have at most `MANY_ROWS` rows. `has_nan`: see `quantize_expert_rows`.
@@ -169,7 +158,6 @@ def quantize_expert_blocks(
     )
     rowwise, columnwise = allocate_results(plan, (request, other), x.device)
     assert plan.rowwise is not None and rowwise is not None
-    assert segments.rows == MANY_ROWS and MANY_ROWS % plan.rowwise.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:
         launch_kernel(
             quantize_blocks_kernel, plan.programs, x.device,

@@ -42,6 +42,14 @@ class GroupedGemmConfig(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("ROWS", "COLS", "SUMMED", "num_warps", "num_stages")
+        return dict(zip(names, self, strict=True))
+
+    def options_of_codes(self, fast: bool) -> dict[str, Any]:
+        return {**self.options, "PROMOTED": NEVER_PROMOTED if fast else self.summed}
+
 
 FEW_ROWS_LAUNCH: Final = GroupedGemmConfig(FEW_ROWS, 128, 64, 4, 4)
 ROWS_LAUNCH: Final = {
@@ -185,7 +193,7 @@ def weights_of_codes_kernel(
     a, b, a_scales, b_scales, spans, out, rows, cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, PROMOTED: tl.constexpr,
 ):  # fmt: skip
-    """`weights_kernel` for transposes a [rows, length] and b [cols, length].
+    """`weights_kernel` for transposes [rows, length] and [cols, length].
 
     Each expert starts at a multiple of SUMMED, and zeros follow its last row up to the next one.
     """
@@ -239,9 +247,8 @@ def weights_by_blocks_kernel(
 class EncodedRows(NamedTuple):
     """8-bit codes of rows, uint8 [R, C], contiguous, with their scales and encoding.
 
-    `block`: 0 if `scales` are float32 [experts], one for each expert; otherwise the elements of a row per scale, with
-    `scales` float32 or E8M0 [R, blocks of a row]. `nan_flag`: float32 [experts], 1, or NaN for an expert that is not
-    finite.
+    `block`: 0 for `scales` float32 [experts]; otherwise the elements of a row per scale, float32 or E8M0 [R, blocks].
+    `nan_flag`: float32 [experts], 1, or NaN for an expert that is not finite.
     """
 
     codes: Tensor
@@ -303,21 +310,14 @@ def _addresses(tensors: Sequence[Tensor] | Tensor) -> tuple[int, ...]:
 
 
 def rows_times_weights(
-    a: EncodedRows,
-    weights: ExpertWeights,
-    segments: ExpertSegments,
-    dtype: torch.dtype,
-    *,
-    transposed: bool,
-    biases: ExpertBias | None = None,
-    fast: bool = False,
-) -> Tensor:
+    a: EncodedRows, weights: ExpertWeights, segments: ExpertSegments, dtype: torch.dtype, *, transposed: bool,
+    biases: ExpertBias | None = None, fast: bool = False,
+) -> Tensor:  # fmt: skip
     """Multiply rows by their expert's weight [C, cols] or, if `transposed`, by its transpose, and add its bias.
 
     Returns `dtype` [segments.values, cols], rounded once, without the rows of codes [R, C] between experts.
     `fast`: whether sums of products of codes may stay in the tensor cores; see `recipe.MMParams`.
     """
-    assert a.block == weights.block, "blocks differ"
     summed, cols = a.codes.shape[1], weights.shape[0 if transposed else 1]
     out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
     if out.numel() == 0:
@@ -332,17 +332,16 @@ def rows_times_weights(
             rows_of_codes_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
             _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(codes, weights.encoding, launch.cols),
             a.scales, weights.table.tensor(), segments.tiles, table, len(segments), out, summed, cols, b_row, b_col,
-            BIAS=bias, **_options(launch, fast),
+            BIAS=bias, **launch.options_of_codes(fast),
         )  # fmt: skip
         return out
-    launch = _launch(segments, a.block)
+    launch = FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[a.block]
     launch_kernel(
         rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
         a.codes, a.scales, a.nan_flag, segments.tiles, weights.table.tensor(), table, len(segments), out, summed, cols,
         TURNED=transposed, ALIGNED=weights.aligned, BIAS=bias, BLOCK=a.block,
         SCALE=tl.uint8 if weights.scales is torch.uint8 else tl.float32,
-        A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
-        SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
+        A=a.element(), B=ql.element(weights.encoding, out.device), **launch.options,
     )  # fmt: skip
     return out
 
@@ -351,17 +350,6 @@ def _tiles_of(codes: Tensor, encoding: Encoding, rows: int) -> TensorDescriptor:
     """Describe codes [R, C] for kernels that load tiles of `rows` rows and of a step along the summed dim."""
     block = [rows, CODES_LAUNCH.summed]
     return TensorDescriptor(codes.view(encoding.gemm_dtype), list(codes.shape), list(codes.stride()), block)
-
-
-def _options(launch: GroupedGemmConfig, fast: bool) -> dict[str, Any]:
-    return {
-        "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
-        "PROMOTED": NEVER_PROMOTED if fast else launch.summed, "num_warps": launch.warps, "num_stages": launch.stages,
-    }  # fmt: skip
-
-
-def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
-    return FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[block]
 
 
 def weight_gradients(
@@ -373,7 +361,6 @@ def weight_gradients(
     Returns `dtype` [experts, M, N], rounded once; zeros for an expert without rows. `turned`: multiply codes of
     transposes (`grouped.turned_rows`). `fast`: see `rows_times_weights`.
     """
-    assert a.block == b.block, "blocks differ"
     across = 0 if a.block or turned else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)
     out = torch.empty((experts, rows, cols), dtype=dtype, device=a.codes.device)
@@ -386,19 +373,16 @@ def weight_gradients(
         launch_kernel(
             weights_of_codes_kernel, grid, out.device,
             _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(b.codes, b.encoding, launch.cols),
-            a.scales, b.scales, segments.spans, out, rows, cols, **_options(launch, fast),
+            a.scales, b.scales, segments.spans, out, rows, cols, **launch.options_of_codes(fast),
         )  # fmt: skip
         return out
     operands = (a.codes, b.codes, a.scales, b.scales)
-    common_options: dict[str, Any] = {
-        "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
-        "num_warps": launch.warps, "num_stages": launch.stages,
-    }  # fmt: skip
+    options = {"A": a.element(), "B": b.element(), **launch.options}
     if a.block:
         launch_kernel(
             weights_by_blocks_kernel, grid, out.device,
-            *operands, nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **common_options,
+            *operands, nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **options,
         )  # fmt: skip
     else:
-        launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **common_options)
+        launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **options)
     return out

@@ -31,11 +31,10 @@ TILES: Final = 32
 class ExpertSegments:
     """The rows of each expert in a matrix of codes.
 
-    `rows`: the most rows in a tile. `values`: number of rows with values. `total`: number of rows including those
-    between experts, or an upper bound. `spans`: int64 [experts, 4] on the device: number of the expert, its first row,
-    the end of its rows, and the offset of its rows of codes from its rows of values. `tiles`: int64 [tiles, 4], the
-    same with the first row of each tile; an expert without rows has none. A surplus tile starts at the end of its rows,
-    or later.
+    `rows`: the most rows in a tile. `values`: number of rows with values. `total`: number of rows, or an upper bound.
+    `spans`: int64 [experts, 4] on the device: number of the expert, its first row, the end of its rows, and the offset
+    of its rows of codes from its rows of values. `tiles`: int64 [tiles, 4], the same with the first row of each tile;
+    an expert without rows has none. A surplus tile starts at the end of its rows, or later.
     """
 
     rows: int
@@ -56,10 +55,9 @@ class ExpertSegments:
 
     @staticmethod
     def of_tensor(counts: Tensor, values: int, unit: int = 1) -> ExpertSegments:
-        """Build the tables from `counts` on the device: int64 or int32 [experts], contiguous.
+        """Build the tables from `counts` on the device: int64 or int32 [experts], contiguous, of sum `values`.
 
-        Counts must be at least 0 and sum to `values`. An assertion on the device checks this, and the next call that
-        synchronizes raises it; no access is out of bounds before that.
+        An assertion on the device checks the counts, and the next call that synchronizes raises it.
         """
         experts = counts.shape[0]
         rows = _rows_of_tile(values, experts, unit)

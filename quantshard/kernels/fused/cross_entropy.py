@@ -84,7 +84,6 @@ def logits_gradient(
         launch_kernel(
             logits_gradient_kernel, (rows, triton.cdiv(cols, COLS)), logits.device,
             logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy.contiguous(),
-            result,
-            COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
+            result, COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return result

@@ -315,14 +315,6 @@ def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
     return RowTiling(rows, piece, -(size // -piece), max(rows * piece // (32 * PER_THREAD), 1))
 
 
-@lru_cache(maxsize=64)
-def backward_row_tiling(size: int, centered: bool) -> RowTiling:
-    """Return the layout for backward: in pieces if registers cannot hold a row and its sums."""
-    fits = size <= (LONGEST_CENTERED if centered else LONGEST)
-    tiling = row_tiling(size, LONGEST if fits else LONGEST_CENTERED)
-    return tiling._replace(warps=min(tiling.warps, 16))
-
-
 def _addressed(x: Tensor | None) -> tuple[Tensor | None, int]:
     """x [..., C] with adjacent elements in each row, and the row stride."""
     if x is None or x.is_contiguous():
@@ -332,26 +324,15 @@ def _addressed(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def norm_statistics(
-    x: Tensor,
-    eps: float,
-    centered: bool,
-    *,
-    residual: Tensor | None = None,
-    parameters: NormParameters | None = None,
-    amax: Tensor | None = None,
-    of_rows: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[NormStatistics, Tensor]:
+    x: Tensor, eps: float, centered: bool, *, residual: Tensor | None = None, parameters: NormParameters | None = None,
+    amax: Tensor | None = None, of_rows: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[NormStatistics, Tensor]:  # fmt: skip
     """Compute statistics of the R rows of x [..., C], or of x + residual. Also returns that sum, or x itself.
 
-    Args:
-        centered: subtract the mean (LayerNorm), or not (RMSNorm).
-        parameters: parameters of the normalization, required for amaxes.
-        amax: float32 scalar, raised to the amax of the normalized result in the dtype of x.
-        of_rows: float32 [R] for the amaxes of rows, and None or float32 [C], raised to the amaxes of columns.
+    `centered`: LayerNorm, not RMSNorm. `amax`: float32 scalar, raised to the amax of the normalized result in the dtype
+    of x. `of_rows`: float32 [R] for the amaxes of rows, and None or float32 [C], raised to the amaxes of columns. Both
+    need `parameters`.
     """
-    needs_amax = amax is not None or of_rows[0] is not None
-    assert needs_amax == (parameters is not None), "amaxes need parameters, and they serve nothing else here"
-    assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), "x and residual differ"
     rows, size = math.prod(x.shape[:-1]), x.shape[-1]
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows_of_x, rows_of_residual = _addressed(x), _addressed(residual)
@@ -374,10 +355,7 @@ def norm_statistics(
 def normalize_and_quantize(
     x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: KernelOutputs
 ) -> Targets:
-    """Apply LayerNorm or RMSNorm to the rows of x [R, C] (the sum if there is a residual); oracle: `modules.norm`.
-
-    Returns the codes that `outputs` requests of the result, which has the shape and dtype of x.
-    """
+    """Normalize the rows of x [R, C], and quantize the result as `outputs` requests; oracle: `modules.norm`."""
     plan = epilogue.plan_epilogue(outputs, x)
     x = epilogue.by_rows(x)
     if x.numel() > 0:
@@ -391,21 +369,16 @@ def normalize_and_quantize(
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    statistics: NormStatistics,
-    parameters: NormParameters,
-    *,
-    residual_gradient: Tensor | None = None,
-    for_parameters: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the gradients of x, in its dtype, and of gamma and beta, in float32: dx of dy's shape, dgamma [C], dbeta
-    [C].
+    dy: Tensor, x: Tensor, statistics: NormStatistics, parameters: NormParameters, *,
+    residual_gradient: Tensor | None = None, for_parameters: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute the gradients of x, in its dtype, and (`for_parameters`) of gamma and beta, float32 [C].
 
-    `residual_gradient`: added to dx before rounding. `for_parameters`: whether to compute dgamma and dbeta.
+    `residual_gradient`: added to the gradient of x before rounding.
     """
     rows, size = math.prod(x.shape[:-1]), x.shape[-1]
-    tiling = backward_row_tiling(size, statistics.mean is not None)
+    fits = size <= (LONGEST_CENTERED if statistics.mean is not None else LONGEST)  # registers hold a row and its sums
+    tiling = row_tiling(size, LONGEST if fits else LONGEST_CENTERED)
     grid = min(-(rows // -tiling.rows), PROGRAMS) if tiling.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
     rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
     dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
@@ -424,6 +397,6 @@ def norm_backward(
             *rows_of_dy, *rows_of_x, statistics.mean, statistics.rstd, parameters.gamma,
             *rows_of_residual, dx, dgamma, dbeta, rows, size,
             CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=tiling.piece,
-            num_warps=tiling.warps, enable_fp_fusion=False, **layout,
+            num_warps=min(tiling.warps, 16), enable_fp_fusion=False, **layout,
         )  # fmt: skip
     return dx, None if dgamma is None else sum_rows(dgamma), None if dbeta is None else sum_rows(dbeta)

@@ -10,7 +10,6 @@ Features that are not rotated are copied.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -78,44 +77,28 @@ def rotate_kernel(
 writes(rotate_kernel, "out_ptr")
 
 
-class RotaryTiling(NamedTuple):
-    """A program's part of a token: heads, planes per head, unrotated features (all powers of two), and warps."""
-
-    heads: int
-    planes: int
-    rest: int
-    warps: int
-
-
 @lru_cache(maxsize=64)
-def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
+def tile_constants(heads: int, rotated: int, dim: int) -> dict[str, int]:
+    """Return a program's part of a token: heads, planes per head, unrotated features (powers of two), and warps."""
     program_heads = min(heads & -heads, MOST_HEADS)  # the largest power of two that divides `heads`
     if program_heads < LEAST_HEADS:
         program_heads = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
     planes = triton.next_power_of_2(max(rotated // 2, 1))
     rest = triton.next_power_of_2(dim - rotated) if dim > rotated else 0
-    return RotaryTiling(program_heads, planes, rest, min(max(program_heads * planes // 256, 1), 8))
+    warps = min(max(program_heads * planes // 256, 1), 8)
+    return {"HEADS": program_heads, "PLANES": planes, "REST": rest, "num_warps": warps}
 
 
 def rotate(
-    t: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    tensor_format: str = "sbhd",
-    *,
-    interleaved: bool = False,
-    backward: bool = False,
-    out: Tensor | None = None,
-    rotated_heads: int | None = None,
-) -> Tensor:
+    t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False,
+    backward: bool = False, out: Tensor | None = None, rotated_heads: int | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate the first features of every head; oracle: `modules.rotary.apply_rotary_pos_emb`.
 
-    Args:
-        t: queries or keys, [s, b, h, d], or [b, s, h, d] for tensor_format "bshd", with adjacent features and otherwise
-            any strides; for `backward` the gradient of the result.
-        cos, sin: float32 [at least s, at most d], of each feature; dims of size 1 in between are allowed.
-        out: memory for the result, of the shape and dtype of t; can be t itself. Default: a new tensor.
-        rotated_heads: number of heads to rotate; the rest are copied. Default: all.
+    `t`: queries or keys, [s, b, h, d], or [b, s, h, d] for tensor_format "bshd", with adjacent features and otherwise
+    any strides; for `backward` the gradient of the result. `cos`, `sin`: float32 [at least s, at most d], of each
+    feature; dims of size 1 in between are allowed. `out`: memory for the result, of the shape and dtype of t; can be t
+    itself. `rotated_heads`: number of heads to rotate; the rest are copied.
     """
     (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
     heads, dim = t.shape[2:]
@@ -124,15 +107,13 @@ def rotate(
     t = t if t.stride(-1) == 1 or dim == 1 else t.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out
-    assert out.shape == t.shape and (out.stride(-1) == 1 or dim == 1), "out needs the shape of t, and adjacent features"
     order = (0, 1, 2) if tensor_format == "sbhd" else (1, 0, 2)
-    tiling = rotary_tiling(heads, rotated, dim)
+    constants = tile_constants(heads, rotated, dim)
     if t.numel() > 0:
         launch_kernel(
-            rotate_kernel, (length * batch, -(heads // -tiling.heads)), t.device,
+            rotate_kernel, (length * batch, -(heads // -constants["HEADS"])), t.device,
             t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
             batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
-            BACKWARD=backward, INTERLEAVED=interleaved, HEADS=tiling.heads, PLANES=tiling.planes, REST=tiling.rest,
-            num_warps=tiling.warps, enable_fp_fusion=False,
+            BACKWARD=backward, INTERLEAVED=interleaved, **constants, enable_fp_fusion=False,
         )  # fmt: skip
     return out
